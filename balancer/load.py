@@ -1,0 +1,116 @@
+"""How congested each worker is: equation 5 of the paper, over an immutable picture of the fleet. Pure."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from planner.model import EngineHealth, EngineId, RequestId, RequestState, Snapshot
+
+UNKNOWN_FLEET_TOKENS_PER_S = 1.0  # stands in where no worker has a known positive rate
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request on a worker, with the tokens that are resident or have to be rebuilt."""
+
+    id: RequestId
+    context_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.context_tokens < 0:
+            raise ValueError(f"context_tokens must be >= 0, got {self.context_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One engine that requests may move from or to. A rate of None is unknown; 0 with running requests is a stall."""
+
+    id: EngineId
+    running: tuple[Request, ...]
+    waiting: tuple[Request, ...]
+    kv_capacity_tokens: int
+    kv_free_tokens: int
+    max_sequences: int
+    decode_tokens_per_s: float | None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_capacity_tokens", "kv_free_tokens", "max_sequences"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.decode_tokens_per_s is not None and not self.decode_tokens_per_s >= 0:
+            raise ValueError(f"decode_tokens_per_s must be >= 0, got {self.decode_tokens_per_s}")
+
+    @property
+    def stalled(self) -> bool:
+        """It has running requests and decodes nothing. An idle worker's 0 says nothing about it."""
+        return self.decode_tokens_per_s == 0 and len(self.running) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What the balancer decides on: the fleet now, and the spread of load indices that it tolerates."""
+
+    theta: float
+    workers: tuple[Worker, ...]
+
+    def __post_init__(self) -> None:
+        if not self.theta >= 0:
+            raise ValueError(f"theta must be >= 0, got {self.theta}")
+
+
+def stand_in_tokens_per_s(workers: Sequence[Worker]) -> float:
+    """The rate assumed of a worker whose own is unknown: the median of the known positive ones."""
+    known = [worker.decode_tokens_per_s for worker in workers if worker.decode_tokens_per_s]
+    return median(known) if known else UNKNOWN_FLEET_TOKENS_PER_S
+
+
+def concurrency_cap(
+    running: int, requests: int, context_tokens: int, kv_free_tokens: int, max_sequences: int, fleet: tuple[int, int]
+) -> int:
+    """How many sequences a worker can run at once, given its free KV; at least 1.
+
+    `context_tokens` is the sum over its `requests`; `fleet` is the number of requests and their context tokens over
+    all workers, whose mean serves a worker without requests. Integers throughout, so that the floor is exact.
+    """
+    if not requests:
+        requests, context_tokens = fleet
+    if not context_tokens:  # requests without context take no room
+        return max(1, max_sequences)
+    return max(1, min(max_sequences, running + kv_free_tokens * requests // context_tokens))
+
+
+def load_index(requests: int, cap: int, tokens_per_s: float) -> float:
+    """Equation 5, in seconds per token and slot; 0 without requests. Kept finite for rates next to 0."""
+    return min(requests / cap / tokens_per_s, sys.float_info.max) if requests else 0.0
+
+
+def problem_of(snapshot: Snapshot, theta: float, stall_grace_s: float = 0.0) -> Problem:
+    """The live fleet as a balancing problem: the engines that answer, and the requests that gateways hold on them.
+
+    A rate of 0 during the first `stall_grace_s` of a step is unknown: the engine is still prefilling.
+    """
+    in_grace = snapshot.step_started_s is None or snapshot.now_s - snapshot.step_started_s < stall_grace_s
+    queues: dict[RequestState, dict[EngineId, list[Request]]] = {state: defaultdict(list) for state in RequestState}
+    for view in snapshot.requests:
+        if view.engine is not None:
+            queues[view.state][view.engine].append(Request(view.id, view.context_tokens))
+    running, waiting = queues[RequestState.RUNNING], queues[RequestState.WAITING]
+    workers = []
+    for engine in snapshot.engines:
+        if engine.health not in (EngineHealth.OK, EngineHealth.SLOW) or engine.age_s is None:
+            continue
+        rate = engine.decode_tokens_per_s
+        workers.append(
+            Worker(
+                id=engine.id,
+                running=tuple(running.get(engine.id, ())),
+                waiting=tuple(waiting.get(engine.id, ())),
+                kv_capacity_tokens=engine.kv_capacity_tokens,
+                kv_free_tokens=engine.kv_free_tokens,
+                max_sequences=engine.max_sequences,
+                decode_tokens_per_s=None if rate == 0 and in_grace else rate,
+            )
+        )
+    return Problem(theta, tuple(workers))

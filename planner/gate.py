@@ -1,0 +1,135 @@
+"""Whether to act on a proposal, and why or why not. Pure: time and the operator's will are arguments."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from planner.model import Act, ConfigurationId, Hold, Mode, Verdict
+
+
+class ControlState(StrEnum):
+    """How far an operator has bound the planner."""
+
+    FREE = "free"
+    PINNED = "pinned"  # keep the deployment as it is
+    OVERRIDDEN = "overridden"  # deploy `Control.configuration`, whatever the planner finds
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """The operator's word, in force until released or until `expires_s` (None: no end)."""
+
+    state: ControlState = ControlState.FREE
+    configuration: ConfigurationId | None = None
+    reason: str = ""
+    expires_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.state is ControlState.OVERRIDDEN) != (self.configuration is not None):
+            raise ValueError(f"a configuration belongs to an override and to nothing else, got {self.configuration}")
+
+    def at(self, now_s: float) -> "Control":
+        """What is in force at `now_s`: an expired word is none."""
+        return self if self.expires_s is None or now_s < self.expires_s else FREE
+
+
+FREE = Control()
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What the gate looks at. `makespan_s` leaves the switch out; `switch_cost_s` is beside it."""
+
+    now_s: float
+    current: ConfigurationId | None  # None: no fleet, or one of unknown or mixed configurations
+    proposed: ConfigurationId | None  # None: nothing feasible
+    current_makespan_s: float | None  # None: unknown, so that no gain can be shown
+    makespan_s: float | None
+    switch_cost_s: float
+    requests: int
+    inputs_age_s: float | None  # of the oldest input; None: something was never reported
+    last_switch_s: float | None = None
+
+    @property
+    def gain_s(self) -> float | None:
+        """Seconds by which the step ends sooner, the switch paid for."""
+        if self.current_makespan_s is None or self.makespan_s is None:
+            return None
+        return self.current_makespan_s - self.makespan_s - self.switch_cost_s
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a proposal is too weak, too old or too soon."""
+
+    epsilon_s: float
+    cooldown_s: float
+    stale_after_s: float
+
+
+def judge(proposal: Proposal, limits: Limits, mode: Mode, control: Control) -> Verdict:
+    """Act only when new + cost < current - epsilon, on fresh inputs, outside cooldown, as mode and operator allow.
+
+    Codes, in the order in which they are looked for: nothing_to_do, stale_telemetry, pinned, infeasible,
+    already_deployed, no_baseline, gain_too_small, cooldown, advise_only; to act: gain, overridden. An override skips
+    what weighs gain (no_baseline, gain_too_small, cooldown), never what protects the fleet.
+    """
+    control = control.at(proposal.now_s)
+    overridden = control.state is ControlState.OVERRIDDEN
+    hold = _blocked(proposal, limits, control) or (None if overridden else _too_weak(proposal, limits))
+    if hold is not None:
+        return hold
+    if mode is Mode.ADVISE:
+        return Hold("advise_only", f"mode is advise: {_case(proposal, overridden, control)}")
+    return Act("overridden" if overridden else "gain", _case(proposal, overridden, control))
+
+
+def _blocked(proposal: Proposal, limits: Limits, control: Control) -> Hold | None:
+    if not proposal.requests:
+        return Hold("nothing_to_do", "no requests are in flight")
+    if proposal.inputs_age_s is None:
+        return Hold("stale_telemetry", "an engine or a gateway has not reported yet")
+    if proposal.inputs_age_s > limits.stale_after_s:
+        return Hold(
+            "stale_telemetry",
+            f"the oldest input is {proposal.inputs_age_s:.1f} s old, limit {limits.stale_after_s:g} s",
+        )
+    if control.state is ControlState.PINNED:
+        return Hold("pinned", f"pinned by the operator{_because(control)}")
+    if proposal.proposed is None:
+        return Hold("infeasible", "no configuration can serve the requests on these GPUs")
+    if proposal.proposed == proposal.current:
+        return Hold("already_deployed", f"{proposal.current} is deployed and nothing considered is faster")
+    return None
+
+
+def _too_weak(proposal: Proposal, limits: Limits) -> Hold | None:
+    gain_s = proposal.gain_s
+    if gain_s is None:
+        return Hold("no_baseline", "the deployed configuration is unknown, so no gain can be shown")
+    if not gain_s > limits.epsilon_s:
+        return Hold(
+            "gain_too_small",
+            f"{proposal.proposed} would end the step {_sooner(gain_s)}, the switch paid for; "
+            f"epsilon is {limits.epsilon_s:g} s",
+        )
+    if proposal.last_switch_s is not None and proposal.now_s - proposal.last_switch_s < limits.cooldown_s:
+        since_s = proposal.now_s - proposal.last_switch_s
+        return Hold("cooldown", f"the last switch was {since_s:.1f} s ago, cooldown is {limits.cooldown_s:g} s")
+    return None
+
+
+def _case(proposal: Proposal, overridden: bool, control: Control) -> str:
+    if overridden:
+        return f"{proposal.proposed} instead of {proposal.current} by the operator's override{_because(control)}"
+    return (
+        f"{proposal.proposed} instead of {proposal.current} ends the step {proposal.gain_s:.1f} s sooner, "
+        f"{proposal.switch_cost_s:g} s of switching paid for"
+    )
+
+
+def _sooner(gain_s: float) -> str:
+    return f"{gain_s:.1f} s sooner" if gain_s >= 0 else f"{-gain_s:.1f} s later"
+
+
+def _because(control: Control) -> str:
+    return f": {control.reason}" if control.reason else ""

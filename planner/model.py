@@ -1,0 +1,200 @@
+"""The vocabulary of the whole house: ids, engines, requests, snapshots, decisions. Frozen, self-checking values."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+EngineId = NewType("EngineId", str)
+RequestId = NewType("RequestId", str)
+NodeId = NewType("NodeId", str)
+ConfigurationId = NewType("ConfigurationId", str)
+PlanId = NewType("PlanId", str)
+GpuId = NewType("GpuId", int)
+
+
+class RequestState(StrEnum):
+    """Where a request stands. `NEW` exists in offline problems only: not on any engine yet."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    NEW = "new"
+
+
+class EngineHealth(StrEnum):
+    OK = "ok"
+    SLOW = "slow"
+    GONE = "gone"
+    NONSENSE = "nonsense"
+
+
+class Mode(StrEnum):
+    ADVISE = "advise"
+    ACT = "act"
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One way to run an engine, with its decode step time `alpha_s + beta_s*sequences + gamma_s*kv_tokens`."""
+
+    id: ConfigurationId
+    gpus: int
+    alpha_s: float
+    beta_s: float
+    gamma_s: float
+    kv_capacity_tokens: int
+    max_sequences: int
+    prefill_tokens_per_s: float
+    switch_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "kv_capacity_tokens", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("alpha_s", "beta_s", "gamma_s", "switch_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not self.prefill_tokens_per_s > 0:
+            raise ValueError(f"prefill_tokens_per_s must be > 0, got {self.prefill_tokens_per_s}")
+
+    def step_s(self, sequences: int, kv_tokens: int) -> float:
+        """Seconds of one decode iteration over `sequences` that hold `kv_tokens` before it."""
+        return self.alpha_s + self.beta_s * sequences + self.gamma_s * kv_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """One request in flight, as its gateway last reported it."""
+
+    id: RequestId
+    engine: EngineId | None  # None: held by the gateway
+    state: RequestState
+    prompt_tokens: int
+    generated_tokens: int
+    max_tokens: int | None = None
+    group: str = ""
+    tag: str = ""
+    movable: bool = True
+    moves: int = 0
+    age_s: float = 0.0
+    quiet_s: float = 0.0  # since its last token, or since it was sent to its engine
+    movable_detail: str = ""  # why not movable
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens + self.generated_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine, as its agent last saw it. `None` is unknown, never zero."""
+
+    id: EngineId
+    url: str
+    configuration: ConfigurationId | None
+    health: EngineHealth
+    running: int
+    waiting: int
+    kv_capacity_tokens: int
+    kv_free_tokens: int
+    max_sequences: int
+    decode_tokens_per_s: float | None
+    age_s: float | None  # since the sample was taken; None: never sampled
+    gpus: tuple[GpuId, ...] = ()
+    health_detail: str = ""
+    preemptions_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything a decision may know, at one instant. Ages are inside; nothing is read later."""
+
+    now_s: float
+    engines: tuple[EngineView, ...]  # by id
+    requests: tuple[RequestView, ...]  # by id
+    finished_output_tokens: tuple[int, ...] = ()  # this step's, in order of finishing
+    requests_age_s: float | None = None  # of the oldest gateway report; None: no gateway yet
+    step_started_s: float | None = None  # when the fleet last went from idle to busy
+
+    @property
+    def inputs_age_s(self) -> float | None:
+        """Age of the oldest input, None while something was never reported. An engine that is known to be gone, or to
+        answer nonsense, is no input: nothing is decided for it."""
+        readable = [engine for engine in self.engines if engine.health in (EngineHealth.OK, EngineHealth.SLOW)]
+        ages = [engine.age_s for engine in readable] + [self.requests_age_s]
+        if not readable or any(age is None for age in ages):
+            return None
+        return max(age for age in ages if age is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A decision not to act, with its reason. `code` is stable; `detail` is for people."""
+
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """A decision to act, with its reason."""
+
+    code: str
+    detail: str
+
+
+Verdict = Act | Hold
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One deployment that was considered: homogeneous `instances` of `configuration`."""
+
+    configuration: ConfigurationId
+    instances: int
+    makespan_s: float
+    switch_cost_s: float
+    infeasible_because: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """counts[i] requests with `bin_tokens*i < remaining <= bin_tokens*(i+1)`; a bin counts as its upper edge."""
+
+    bin_tokens: int
+    counts: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if self.bin_tokens < 1:
+            raise ValueError(f"bin_tokens must be >= 1, got {self.bin_tokens}")
+        if any(count < 0 for count in self.counts):
+            raise ValueError("counts must be >= 0")
+
+    @property
+    def total(self) -> float:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the slow loop proposes, and everything it takes to explain it."""
+
+    id: PlanId
+    created_s: float
+    decision: str  # reconfigure | keep
+    verdict: Verdict
+    current_configuration: ConfigurationId | None
+    proposed_configuration: ConfigurationId | None
+    proposed_instances: int
+    current_makespan_s: float | None
+    proposed_makespan_s: float | None
+    switch_cost_s: float
+    lower_bound_s: float
+    solve_s: float
+    alternatives: tuple[Alternative, ...]
+    inputs_age_s: float | None
+    requests_running: int
+    requests_waiting: int
+    remaining: Histogram
+    forecast_method: str
+    actual_makespan_s: float | None = field(default=None)
+    acted: bool = False

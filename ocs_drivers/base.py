@@ -1,0 +1,131 @@
+"""The driver contract: what the control plane asks of any optical circuit switch.
+
+A plug point: one module per device family, registered in the entry-point group `orchestrrl.ocs_drivers`, looked up by
+`registry.py`. Every driver passes `conformance.py`. A family need not implement all of `OcsDriver`: it writes a `Wire`,
+the few verbs that its protocol has, and `driver.py` makes the contract of it. Errors are those of `errors.py`.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from ocs_drivers.model import (
+    Capabilities,
+    Change,
+    ChangeMode,
+    Circuit,
+    CommitResult,
+    CrossConnect,
+    Diff,
+    Event,
+    Facts,
+    PortState,
+    Reading,
+    Verification,
+)
+
+
+class Clock(Protocol):
+    """Seconds since the Unix epoch, and sleeping in the same seconds."""
+
+    def now_s(self) -> float: ...
+
+    async def sleep(self, duration_s: float) -> None: ...
+
+
+class SystemClock:
+    """Real time: follows the system's clock once, then the monotonic one, so it never jumps back."""
+
+    def __init__(self) -> None:
+        self._offset_s = time.time() - time.monotonic()
+
+    def now_s(self) -> float:
+        return self._offset_s + time.monotonic()
+
+    async def sleep(self, duration_s: float) -> None:
+        await asyncio.sleep(max(0.0, duration_s))
+
+
+class OcsDriver(Protocol):
+    """One device. Construction opens nothing; the first call connects. Calls may come concurrently: the driver lets
+    one writer through at a time, and bounds every command and every wait in time."""
+
+    device: str  # the name it goes by in errors and journals
+
+    async def facts(self) -> Facts: ...
+
+    async def capabilities(self) -> Capabilities: ...
+
+    async def ports(self) -> tuple[PortState, ...]:
+        """Every port, by number."""
+        ...
+
+    async def cross_connects(self) -> Reading: ...
+
+    async def plan(self, change: Change, mode: ChangeMode = ChangeMode.SAFE) -> Diff:
+        """What the change would do, evictions included. Reads the device and sends nothing.
+
+        Raises InvalidChange for what can never work on this device, Conflict for what cannot work on it now.
+        """
+        ...
+
+    async def commit(self, diff: Diff, expect_revision: int) -> CommitResult:
+        """Carry out what of the diff is not yet so, then read back what took.
+
+        Refuses with Conflict, before anything is sent, when the device is not at `expect_revision`. Sends no command
+        twice: a part that did not take is reported, not repeated. Raises OutcomeUnknown only if the device could not
+        be read afterwards either.
+        """
+        ...
+
+    async def verify(self, diff: Diff) -> Verification:
+        """Compare the device with what the diff wants of it; other circuits are not looked at."""
+        ...
+
+    async def rollback(self, diff: Diff) -> CommitResult:
+        """From any point of the diff, bring back what it removed and take down what it added. Raises Conflict where
+        somebody else has meanwhile taken the ports."""
+        ...
+
+    def watch(self) -> AsyncGenerator[Event, None]:
+        """Events from now on, until closed; raises Permanent when iterated if the capability is not declared."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Wire(Protocol):
+    """The verbs of one device protocol, without policy. `driver.SwitchDriver` calls one at a time, inside a time limit,
+    and opens again after an error. A verb raises
+
+    - Retryable: the device cannot be reached, or is busy; a setter did certainly not take
+    - Permanent: the device refused, with its own words
+    - OutcomeUnknown: the connection broke after a setter was sent.
+    """
+
+    capabilities: Capabilities
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None:
+        """Drop the session; also called on a session that is broken already."""
+        ...
+
+    async def read_facts(self) -> Facts: ...
+
+    async def read_ports(self) -> Sequence[PortState]: ...
+
+    async def read_circuits(self) -> Sequence[Circuit]: ...
+
+    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+        """Command these up. Never called with an empty list, nor with more than one where `bulk` is not declared."""
+        ...
+
+    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
+        """Command these down, and nothing else. Called as `add` is."""
+        ...
+
+    def events(self) -> AsyncGenerator[Event, None]:
+        """Asked for only where `events` is declared."""
+        ...

@@ -1,0 +1,446 @@
+"""The suite that every driver passes. Subclass it, say how to make a driver, and run pytest (asyncio mode auto):
+
+    class TestMySwitch(DriverConformance):
+        async def make_driver(self) -> OcsDriver:
+            return MySwitch("lab1", address="192.0.2.7")  # a device with nothing connected
+
+        async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+            await my_emulator.inject(fault)
+
+Each test gets a driver of its own and closes it. A capability that is declared is tested; one that is not declared must
+be absent in fact: its fields stay None and its calls say so. Faults that cannot be injected (nobody breaks a mirror of
+a lab switch) are named in `cannot_inject` with the reason, and their tests skip with it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from types import MappingProxyType
+from typing import TypeVar
+from unittest import SkipTest
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.errors import Conflict, DriverError, InvalidChange, Permanent
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import (
+    Action,
+    Change,
+    ChangeMode,
+    CircuitState,
+    CommitResult,
+    Connectivity,
+    CrossConnect,
+    EventKind,
+    PortStatus,
+)
+
+E = TypeVar("E", bound=DriverError)
+
+
+async def connected(driver: OcsDriver) -> frozenset[CrossConnect]:
+    return (await driver.cross_connects()).cross_connects
+
+
+async def carry_out(
+    driver: OcsDriver,
+    connect: tuple[CrossConnect, ...] = (),
+    disconnect: tuple[CrossConnect, ...] = (),
+    mode: ChangeMode = ChangeMode.SAFE,
+) -> CommitResult:
+    diff = await driver.plan(Change(connect, disconnect), mode)
+    return await driver.commit(diff, diff.revision)
+
+
+@asynccontextmanager
+async def refusal(kind: type[E], *words: str) -> AsyncIterator[list[E]]:
+    """The block must raise `kind`, naming all of `words`; the list holds the error afterwards."""
+    caught: list[E] = []
+    try:
+        yield caught
+    except kind as error:
+        caught.append(error)
+    assert caught, f"expected {kind.__name__}, nothing was raised"
+    unnamed = [word for word in words if word not in str(caught[0])]
+    assert not unnamed, f"{unnamed} not named in: {caught[0]}"
+
+
+class DriverConformance:
+    """See the module."""
+
+    cannot_inject: Mapping[FaultKind, str] = MappingProxyType({})
+
+    async def make_driver(self) -> OcsDriver:
+        """A driver for a device with nothing connected. Override it."""
+        raise AssertionError("this harness does not say how to make a driver")
+
+    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+        """Make the device behind the driver misbehave. Override it, or fill `cannot_inject`."""
+        raise AssertionError(f"this harness neither injects {fault.kind} nor says why it cannot")
+
+    async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:
+        """Cross-connects that the suite may make, no port twice. Override it to stay within some ports."""
+        facts = await driver.facts()
+        if facts.connectivity is Connectivity.ANY_TO_ANY:
+            ports = list(facts.ingress_ports)
+            return tuple(CrossConnect(a, b) for a, b in zip(ports[::2], ports[1::2], strict=False))[:count]
+        pairs = zip(facts.ingress_ports, reversed(facts.egress_ports), strict=False)
+        return tuple(CrossConnect(a, b) for a, b in pairs)[:count]
+
+    async def crossed(self, driver: OcsDriver) -> tuple[tuple[CrossConnect, CrossConnect], ...]:
+        """Two pairs of cross-connects on the same four ports: the second pair needs all ports of the first."""
+        one, two = await self.pairs(driver, 2)
+        normal = (await driver.facts()).normal
+        return (one, two), (
+            normal(CrossConnect(one.ingress_port, two.egress_port)),
+            normal(CrossConnect(two.ingress_port, one.egress_port)),
+        )
+
+    @asynccontextmanager
+    async def device(self) -> AsyncIterator[OcsDriver]:
+        driver = await self.make_driver()
+        try:
+            yield driver
+        finally:
+            await driver.close()
+
+    async def break_it(self, driver: OcsDriver, fault: Fault) -> None:
+        if fault.kind in self.cannot_inject:
+            raise SkipTest(f"{fault.kind}: {self.cannot_inject[fault.kind]}")
+        await self.inject(driver, fault)
+
+    # What the device is.
+
+    async def test_facts_and_ports_agree(self) -> None:
+        async with self.device() as driver:
+            facts, ports = await driver.facts(), await driver.ports()
+            assert facts.vendor
+            assert facts.model
+            numbers = [port.port for port in ports]
+            assert numbers == sorted({*facts.ingress_ports, *facts.egress_ports})
+            assert len(numbers) == facts.ports
+
+    async def test_capabilities_are_what_is_declared(self) -> None:
+        async with self.device() as driver:
+            declared = await driver.capabilities()
+            (pair,) = await self.pairs(driver, 1)
+            (item,) = (await carry_out(driver, (pair,))).items
+            (circuit,) = (await driver.cross_connects()).circuits
+            powers = [port.power_dbm for port in await driver.ports() if port.port == pair.ingress_port]
+            assert (powers != [None]) is declared.port_power
+            assert (circuit.link_up is not None) is declared.link_state
+            assert (item.link_up_s is not None) is declared.link_state
+
+    async def test_events_are_reported_if_declared(self) -> None:
+        async with self.device() as driver:
+            events = driver.watch()
+            first = asyncio.ensure_future(anext(events))
+            if not (await driver.capabilities()).events:
+                async with refusal(Permanent, "events"):
+                    await first
+                return
+            pairs = list(await self.pairs(driver, 20))
+            while (
+                not first.done() and pairs
+            ):  # listening begins at some moment: give it something to hear until it does
+                await carry_out(driver, (pairs.pop(),))
+            assert (await first).kind is EventKind.CIRCUIT
+            await events.aclose()
+
+    # Planning.
+
+    async def test_plan_sends_nothing(self) -> None:
+        async with self.device() as driver:
+            before = await driver.cross_connects()
+            diff = await driver.plan(Change(await self.pairs(driver, 2)))
+            assert diff.add == tuple(sorted(await self.pairs(driver, 2)))
+            assert diff.remove == ()
+            assert diff.revision == before.revision
+            assert await driver.cross_connects() == before
+
+    async def test_safe_refuses_ports_in_use_and_names_who_holds_them(self) -> None:
+        async with self.device() as driver:
+            now, wanted = await self.crossed(driver)
+            await carry_out(driver, now)
+            async with refusal(Conflict, str(now[0]), str(now[1]), "connect[0]", "connect[1]"):
+                await driver.plan(Change(wanted))
+            assert await connected(driver) == frozenset(now)
+
+    async def test_update_evicts_exactly_who_is_in_the_way(self) -> None:
+        async with self.device() as driver:
+            now, wanted = await self.crossed(driver)
+            bystander = (await self.pairs(driver, 3))[2]
+            await carry_out(driver, (*now, bystander))
+            diff = await driver.plan(Change(wanted[:1]), ChangeMode.UPDATE)
+            assert diff.evicted == tuple(sorted(now))
+            assert await connected(driver) == {*now, bystander}
+            result = await driver.commit(diff, diff.revision)
+            assert result.done
+            assert await connected(driver) == {wanted[0], bystander}
+
+    async def test_overwrite_leaves_only_what_is_named(self) -> None:
+        async with self.device() as driver:
+            one, two, three = await self.pairs(driver, 3)
+            await carry_out(driver, (one, two))
+            diff = await driver.plan(Change((two, three)), ChangeMode.OVERWRITE)
+            assert diff.evicted == (one,)
+            assert (await driver.commit(diff, diff.revision)).done
+            assert await connected(driver) == {two, three}
+
+    async def test_nothing_wipes_with_an_empty_list(self) -> None:
+        async with self.device() as driver:
+            pairs = await self.pairs(driver, 2)
+            await carry_out(driver, pairs)
+            async with refusal(InvalidChange, "connect"):
+                await driver.plan(Change(), ChangeMode.OVERWRITE)
+            for mode in (ChangeMode.SAFE, ChangeMode.UPDATE):
+                result = await carry_out(driver, mode=mode)
+                assert (result.items, result.commands_sent) == ((), 0)
+            assert await connected(driver) == frozenset(pairs)
+
+    async def test_every_fault_of_a_change_is_named_at_once(self) -> None:
+        async with self.device() as driver:
+            facts = await driver.facts()
+            one, two = await self.pairs(driver, 2)
+            beyond = max(facts.ingress_ports[-1], facts.egress_ports[-1]) + 1
+            wrong = (one, CrossConnect(one.ingress_port, two.egress_port), CrossConnect(0, beyond))
+            async with refusal(InvalidChange, "connect[1].", f"got {beyond}", "got 0") as refused:
+                await driver.plan(Change(wrong))
+            assert len(refused[0].faults) == 3, refused[0].faults
+            assert refused[0].device == driver.device
+            assert await connected(driver) == frozenset()
+
+    async def test_disconnect_must_name_the_circuit_as_it_is(self) -> None:
+        async with self.device() as driver:
+            now, other = await self.crossed(driver)
+            await carry_out(driver, now)
+            async with refusal(Conflict, "disconnect[0]", str(now[0])):
+                await driver.plan(Change(disconnect=other[:1]))
+            assert await connected(driver) == frozenset(now)
+
+    # Committing.
+
+    async def test_diff_is_empty_after_commit(self) -> None:
+        async with self.device() as driver:
+            change = Change(await self.pairs(driver, 3))
+            diff = await driver.plan(change)
+            result = await driver.commit(diff, diff.revision)
+            assert result.done, result
+            assert (await driver.plan(change)).empty
+            assert (await driver.verify(diff)).ok
+            assert result.revision == (await driver.cross_connects()).revision != diff.revision
+
+    async def test_disconnect_and_connect_in_one_change(self) -> None:
+        async with self.device() as driver:
+            now, wanted = await self.crossed(driver)
+            await carry_out(driver, now)
+            result = await carry_out(driver, wanted, now)
+            assert [item.action for item in result.items] == [Action.REMOVE, Action.REMOVE, Action.ADD, Action.ADD]
+            assert result.done, result
+            assert await connected(driver) == frozenset(wanted)
+
+    async def test_committing_again_does_nothing(self) -> None:
+        async with self.device() as driver:
+            diff = await driver.plan(Change(await self.pairs(driver, 2)))
+            first = await driver.commit(diff, diff.revision)
+            again = await driver.commit(diff, first.revision)
+            assert again.done
+            assert again.commands_sent == 0
+            assert again.revision == first.revision
+
+    async def test_the_three_times_are_in_order(self) -> None:
+        async with self.device() as driver:
+            declared = await driver.capabilities()
+            result = await carry_out(driver, await self.pairs(driver, 2))
+            for item in result.items:
+                assert item.commanded_s is not None
+                assert item.tuned_s is not None
+                assert 0 <= item.commanded_s <= item.tuned_s
+                if declared.link_state:
+                    assert item.link_up_s is not None
+                    assert item.tuned_s <= item.link_up_s
+
+    async def test_a_stale_revision_is_refused(self) -> None:
+        async with self.device() as driver:
+            one, two = await self.pairs(driver, 2)
+            stale = await driver.plan(Change((one,)))
+            await carry_out(driver, (two,))
+            async with refusal(Conflict, "revision"):
+                await driver.commit(stale, stale.revision)
+            assert await connected(driver) == {two}
+
+    async def test_of_two_writers_one_wins(self) -> None:
+        async with self.device() as driver:
+            one, two = await self.pairs(driver, 2)
+            diffs = [await driver.plan(Change((pair,))) for pair in (one, two)]
+            results = await asyncio.gather(
+                *(driver.commit(diff, diff.revision) for diff in diffs), return_exceptions=True
+            )
+            winners = [result for result in results if isinstance(result, CommitResult)]
+            assert len(winners) == 1
+            assert sum(isinstance(result, Conflict) for result in results) == 1
+            assert await connected(driver) == {winners[0].items[0].cross_connect}
+
+    async def test_many_writers_get_through_one_at_a_time(self) -> None:
+        async def insist(driver: OcsDriver, pair: CrossConnect) -> None:
+            while pair not in await connected(driver):
+                with suppress(Conflict):
+                    await carry_out(driver, (pair,))
+
+        async with self.device() as driver:
+            pairs = await self.pairs(driver, 4)
+            await asyncio.gather(*(insist(driver, pair) for pair in pairs))
+            assert await connected(driver) == frozenset(pairs)
+
+    async def test_a_whole_device_in_bulk(self) -> None:
+        async with self.device() as driver:
+            pairs = await self.pairs(driver, (await driver.facts()).ports)
+            result = await carry_out(driver, pairs)
+            assert result.done
+            assert len(result.items) == len(pairs)
+            assert result.commands_sent == (1 if (await driver.capabilities()).bulk else len(pairs))
+            assert await connected(driver) == frozenset(pairs)
+            assert (await carry_out(driver, disconnect=pairs)).done
+            assert await connected(driver) == frozenset()
+
+    # Going back.
+
+    async def test_rollback_restores_from_every_prefix(self) -> None:
+        for done in range(5):
+            async with self.device() as driver:
+                now, wanted = await self.crossed(driver)
+                await carry_out(driver, now)
+                diff = await driver.plan(Change(wanted), ChangeMode.UPDATE)
+                for pair in now[:done]:
+                    await carry_out(driver, disconnect=(pair,))
+                for pair in wanted[: max(0, done - 2)]:
+                    await carry_out(driver, (pair,))
+                assert (await driver.rollback(diff)).done
+                assert await connected(driver) == diff.before
+                again = await driver.rollback(diff)
+                assert again.done
+                assert again.commands_sent == 0
+
+    async def test_rollback_leaves_ports_that_others_took(self) -> None:
+        async with self.device() as driver:
+            now, other = await self.crossed(driver)
+            await carry_out(driver, now)
+            diff = await driver.plan(Change(disconnect=now))
+            await driver.commit(diff, diff.revision)
+            await carry_out(driver, other[:1])
+            async with refusal(Conflict, str(other[0])):
+                await driver.rollback(diff)
+            assert await connected(driver) == {other[0]}
+
+    async def test_verify_tells_missing_from_lingering(self) -> None:
+        async with self.device() as driver:
+            now, wanted = await self.crossed(driver)
+            await carry_out(driver, now)
+            diff = await driver.plan(Change(wanted, now))
+            seen = await driver.verify(diff)
+            assert not seen.ok
+            assert (seen.missing, seen.lingering) == (diff.add, diff.remove)
+
+    # When things go wrong.
+
+    async def test_a_failed_port_is_refused_before_anything_is_sent(self) -> None:
+        async with self.device() as driver:
+            one, two = await self.pairs(driver, 2)
+            await self.break_it(driver, Fault(FaultKind.FAIL_PORT, two.egress_port))
+            states = {port.port: port.status for port in await driver.ports()}
+            assert states[two.egress_port] is PortStatus.FAILED
+            async with refusal(Conflict, "connect[1].egress_port", "failed"):
+                await driver.plan(Change((one, two)))
+            assert await connected(driver) == frozenset()
+
+    async def test_a_port_that_fails_after_planning_is_reported(self) -> None:
+        async with self.device() as driver:
+            diff = await driver.plan(Change(await self.pairs(driver, 3)))
+            await self.break_it(driver, Fault(FaultKind.FAIL_PORT, diff.add[1].ingress_port))
+            result = await driver.commit(diff, diff.revision)
+            assert not result.items[1].done
+            assert result.items[1].detail
+            assert not (await driver.verify(diff)).ok
+            assert (await driver.rollback(diff)).done
+            assert await connected(driver) == frozenset()
+
+    async def test_a_stuck_mirror_is_never_reported_as_tuned(self) -> None:
+        async with self.device() as driver:
+            diff = await driver.plan(Change(await self.pairs(driver, 2)))
+            await self.break_it(driver, Fault(FaultKind.STICK_MIRROR, diff.add[0].ingress_port))
+            result = await driver.commit(diff, diff.revision)
+            assert [item.done for item in result.items] == [False, True]
+            assert result.items[0].tuned_s is None
+            assert result.items[0].detail
+            circuits = {circuit.cross_connect: circuit for circuit in (await driver.cross_connects()).circuits}
+            if diff.add[0] in circuits:
+                assert circuits[diff.add[0]].state is not CircuitState.TUNED
+
+    async def test_a_mirror_that_will_not_let_go_is_reported(self) -> None:
+        async with self.device() as driver:
+            pairs = await self.pairs(driver, 1)
+            await carry_out(driver, pairs)
+            await self.break_it(driver, Fault(FaultKind.STICK_MIRROR, pairs[0].ingress_port))
+            result = await carry_out(driver, disconnect=pairs)
+            assert not result.done
+            assert await connected(driver) == frozenset(pairs)
+
+    async def test_a_partial_commit_is_seen_and_rolled_back(self) -> None:
+        for silent in (False, True):
+            async with self.device() as driver:
+                now, wanted = await self.crossed(driver)
+                await carry_out(driver, now)
+                diff = await driver.plan(Change(wanted), ChangeMode.UPDATE)
+                await self.break_it(driver, Fault(FaultKind.PARTIAL_COMMIT, items=1, silent=silent))
+                if not (await driver.capabilities()).bulk:
+                    assert (await driver.commit(diff, diff.revision)).done  # nothing to take in part
+                    continue
+                result = await driver.commit(diff, diff.revision)
+                assert not result.done
+                assert all(item.detail for item in result.items if not item.done)
+                assert (await driver.rollback(diff)).done
+                assert await connected(driver) == diff.before
+
+    async def test_a_partial_commit_can_be_completed(self) -> None:
+        async with self.device() as driver:
+            diff = await driver.plan(Change(await self.pairs(driver, 3)))
+            await self.break_it(driver, Fault(FaultKind.PARTIAL_COMMIT, items=1))
+            first = await driver.commit(diff, diff.revision)
+            second = await driver.commit(diff, first.revision)
+            assert second.done
+            assert await connected(driver) == frozenset(diff.add)
+
+    async def test_a_connection_lost_after_the_command_is_read_back_as_done(self) -> None:
+        async with self.device() as driver:
+            diff = await driver.plan(Change(await self.pairs(driver, 2)))
+            await self.break_it(driver, Fault(FaultKind.DROP_CONNECTION))
+            result = await driver.commit(diff, diff.revision)
+            assert result.done or not (await driver.capabilities()).bulk
+            assert frozenset(i.cross_connect for i in result.items if i.done) == await connected(driver)
+
+    async def test_a_connection_lost_before_the_command_is_read_back_as_not_done(self) -> None:
+        async with self.device() as driver:
+            diff = await driver.plan(Change(await self.pairs(driver, 2)))
+            await self.break_it(driver, Fault(FaultKind.DROP_COMMAND))
+            result = await driver.commit(diff, diff.revision)
+            assert not result.done
+            assert result.items[0].detail
+            assert await connected(driver) == frozenset()
+            assert (await driver.commit(diff, result.revision)).done
+
+    async def test_an_answer_that_comes_too_late_is_read_back(self) -> None:
+        async with self.device() as driver:
+            diff = await driver.plan(Change(await self.pairs(driver, 1)))
+            await self.break_it(driver, Fault(FaultKind.SLOW_ANSWER, delay_s=86400.0))
+            result = await driver.commit(diff, diff.revision)
+            assert result.done
+            assert await connected(driver) == frozenset(diff.add)
+
+    async def test_a_restarted_device_is_found_again(self) -> None:
+        async with self.device() as driver:
+            one, two = await self.pairs(driver, 2)
+            await carry_out(driver, (one,))
+            await self.break_it(driver, Fault(FaultKind.RESTART))
+            survived = await connected(driver)
+            assert survived in (frozenset(), frozenset((one,)))
+            assert (await carry_out(driver, (two,))).done
+            assert await connected(driver) == {*survived, two}

@@ -1,0 +1,196 @@
+"""What a change comes to: evictions, steps, what is left to do, the way back. Pure; sending it is driver.py."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ocs_drivers.errors import Conflict, InvalidChange
+from ocs_drivers.model import (
+    Change,
+    ChangeMode,
+    CircuitState,
+    CrossConnect,
+    Diff,
+    Facts,
+    PortState,
+    PortStatus,
+    Reading,
+    Verification,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Commands in order: all of `remove`, then all of `add`."""
+
+    remove: tuple[CrossConnect, ...] = ()
+    add: tuple[CrossConnect, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not self.remove and not self.add
+
+
+def plan(
+    facts: Facts,
+    ports: Iterable[PortState],
+    reading: Reading,
+    change: Change,
+    mode: ChangeMode = ChangeMode.SAFE,
+) -> Diff:
+    """The diff that makes `change` true on a device that shows `reading`.
+
+    `safe` refuses where a port is in use by a circuit that the change does not itself take down; `update` evicts that
+    circuit; `overwrite` evicts every circuit that the change does not name. Raises InvalidChange or Conflict, each with
+    every fault.
+    """
+    connect = tuple(facts.normal(pair) for pair in change.connect)
+    disconnect = tuple(facts.normal(pair) for pair in change.disconnect)
+    if faults := _malformed(facts, connect, disconnect, mode):
+        raise InvalidChange(faults)
+    present = reading.cross_connects
+    add = frozenset(connect) - present
+    holders = occupants(facts, present)
+    in_the_way = {holders[end] for pair in add for end in facts.ends(pair) if end in holders}
+    evicted = (present - frozenset(connect) if mode is ChangeMode.OVERWRITE else in_the_way) - frozenset(disconnect)
+    faults = [*_unusable_ports(facts, ports, connect, add), *_not_as_named(facts, holders, disconnect, connect)]
+    if mode is ChangeMode.SAFE:
+        faults += _in_use(facts, holders, connect, evicted)
+    if faults:
+        raise Conflict(faults)
+    remove = (frozenset(disconnect) & present) | evicted
+    return Diff(mode, reading.revision, present, tuple(sorted(remove)), tuple(sorted(add)), tuple(sorted(evicted)))
+
+
+def occupants(facts: Facts, present: Iterable[CrossConnect]) -> dict[tuple[str, int], CrossConnect]:
+    """Which cross-connect holds each port: answers "where does port 3 go?"."""
+    return {end: pair for pair in present for end in facts.ends(pair)}
+
+
+def remaining(facts: Facts, diff: Diff, present: frozenset[CrossConnect]) -> Steps:
+    """What of the diff is not yet so on a device that shows `present`; empty when it is all done."""
+    steps = Steps(
+        remove=tuple(pair for pair in diff.remove if pair in present),
+        add=tuple(pair for pair in diff.add if pair not in present),
+    )
+    _refuse_collisions(facts, present, steps)
+    return steps
+
+
+def way_back(facts: Facts, diff: Diff, present: frozenset[CrossConnect]) -> Steps:
+    """The steps that undo the diff, from any point of it; what was there before and was not removed is not touched."""
+    steps = Steps(
+        remove=tuple(pair for pair in diff.add if pair in present),
+        add=tuple(pair for pair in diff.remove if pair not in present),
+    )
+    _refuse_collisions(facts, present, steps)
+    return steps
+
+
+def compare(diff: Diff, reading: Reading) -> Verification:
+    """A device's reading against what the diff wants of it."""
+    seen = {circuit.cross_connect: circuit for circuit in reading.circuits}
+    wanted = [pair for pair in diff.add if pair in seen]
+    return Verification(
+        revision=reading.revision,
+        missing=tuple(pair for pair in diff.add if pair not in seen),
+        lingering=tuple(pair for pair in diff.remove if pair in seen),
+        untuned=tuple(pair for pair in wanted if seen[pair].state is not CircuitState.TUNED),
+        dark=tuple(pair for pair in wanted if seen[pair].link_up is False),
+    )
+
+
+def _malformed(
+    facts: Facts, connect: Sequence[CrossConnect], disconnect: Sequence[CrossConnect], mode: ChangeMode
+) -> list[str]:
+    faults = []
+    if mode is ChangeMode.OVERWRITE and not connect:
+        faults.append("connect: must not be empty with mode overwrite, which clears every other circuit, got []")
+    if mode is ChangeMode.OVERWRITE and disconnect:
+        faults.append(f"disconnect: must be empty with mode overwrite, got {_listed(disconnect)}")
+    for name, pairs in (("connect", connect), ("disconnect", disconnect)):
+        used: dict[tuple[str, int], int] = {}
+        for index, pair in enumerate(pairs):
+            faults += _bad_ports(facts, f"{name}[{index}]", pair)
+            for end in facts.ends(pair):
+                if end in used and used[end] != index:
+                    faults.append(f"{name}[{index}].{end[0]}: is used by {name}[{used[end]}] already, got {end[1]}")
+                used.setdefault(end, index)
+    both = frozenset(connect) & frozenset(disconnect)
+    faults += [
+        f"disconnect[{i}]: is in connect as well, got {pair}" for i, pair in enumerate(disconnect) if pair in both
+    ]
+    return faults
+
+
+def _bad_ports(facts: Facts, path: str, pair: CrossConnect) -> list[str]:
+    faults = []
+    for name, port, valid in (
+        ("ingress_port", pair.ingress_port, facts.ingress_ports),
+        ("egress_port", pair.egress_port, facts.egress_ports),
+    ):
+        if port not in valid:
+            faults.append(f"{path}.{name}: must be within {valid[0]}..{valid[-1]}, got {port}")
+    first, second = facts.ends(pair)
+    if first == second:
+        faults.append(f"{path}: a port cannot be connected to itself, got {pair}")
+    return faults
+
+
+def _unusable_ports(
+    facts: Facts, ports: Iterable[PortState], connect: Sequence[CrossConnect], add: frozenset[CrossConnect]
+) -> list[str]:
+    status: Mapping[int, PortStatus] = {port.port: port.status for port in ports}
+    return [
+        f"connect[{index}].{name}: port is {status[port]}, got {port}"
+        for index, pair in enumerate(connect)
+        if pair in add
+        for name, port in (("ingress_port", pair.ingress_port), ("egress_port", pair.egress_port))
+        if status.get(port, PortStatus.ENABLED) is not PortStatus.ENABLED
+    ]
+
+
+def _not_as_named(
+    facts: Facts,
+    holders: Mapping[tuple[str, int], CrossConnect],
+    disconnect: Sequence[CrossConnect],
+    connect: Sequence[CrossConnect],
+) -> list[str]:
+    # To disconnect what is gone already is no fault, nor if its ports carry what this change put there; to name a
+    # port's partner wrongly is a mistake to be told of.
+    faults = []
+    for index, pair in enumerate(disconnect):
+        for end in facts.ends(pair):
+            if end in holders and holders[end] != pair and holders[end] not in connect:
+                faults.append(f"disconnect[{index}].{end[0]}: port carries {holders[end]}, got {pair}")
+    return faults
+
+
+def _in_use(
+    facts: Facts,
+    holders: Mapping[tuple[str, int], CrossConnect],
+    connect: Sequence[CrossConnect],
+    evicted: Iterable[CrossConnect],
+) -> list[str]:
+    in_the_way = frozenset(evicted)
+    return [
+        f"connect[{index}].{end[0]}: port is in use by {holders[end]} (mode safe), got {pair}"
+        for index, pair in enumerate(connect)
+        for end in facts.ends(pair)
+        if end in holders and holders[end] != pair and holders[end] in in_the_way
+    ]
+
+
+def _refuse_collisions(facts: Facts, present: frozenset[CrossConnect], steps: Steps) -> None:
+    holders = occupants(facts, present - frozenset(steps.remove))
+    faults = [
+        f"{pair}: {end[0].replace('_', ' ')} {end[1]} is now held by {holders[end]}, which is not part of this change"
+        for pair in steps.add
+        for end in facts.ends(pair)
+        if end in holders
+    ]
+    if faults:
+        raise Conflict(faults)
+
+
+def _listed(pairs: Iterable[CrossConnect]) -> str:
+    return "[" + ", ".join(str(pair) for pair in pairs) + "]"

@@ -1,0 +1,62 @@
+"""What a driver raises: each error names the device, the command and the device's own words, and says what to do."""
+
+
+class DriverError(Exception):
+    """Base of the tree; never raised itself. `answer` is what the device said, word for word; "" when it was silent."""
+
+    def __init__(self, message: str, *, device: str = "", command: str = "", answer: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.device = device
+        self.command = command
+        self.answer = answer
+
+    def __str__(self) -> str:
+        text = f"{self.device}: {self.message}" if self.device else self.message
+        if self.command:
+            text += f"; command: {self.command}"
+        if self.answer:
+            text += f"; the device said: {self.answer}"
+        return text
+
+
+class Retryable(DriverError):
+    """Nothing happened; the same call may succeed after `after_s` seconds."""
+
+    def __init__(
+        self, message: str, *, after_s: float = 1.0, device: str = "", command: str = "", answer: str = ""
+    ) -> None:
+        super().__init__(message, device=device, command=command, answer=answer)
+        self.after_s = after_s
+
+
+class Permanent(DriverError):
+    """Nothing happened, and repeating the call will not help."""
+
+
+class OutcomeUnknown(DriverError):
+    """The command may or may not have taken: read the device before sending anything again."""
+
+
+class Faults(Permanent):
+    """Several things wrong with one call, all named at once: `path: what is wrong, got VALUE`."""
+
+    def __init__(self, faults: list[str], *, device: str = "") -> None:
+        super().__init__("\n".join(faults), device=device)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "\n".join(f"{self.device}: {fault}" if self.device else fault for fault in self.faults)
+
+
+class InvalidChange(Faults):
+    """The change is malformed for this device: a port that does not exist, a port named twice."""
+
+
+class InvalidOptions(Faults):
+    """A driver cannot be made from these options."""
+
+
+class Conflict(Faults):
+    """The change is well formed, but the device is not as it assumes: a port in use or failed, a revision that moved.
+    Nothing was sent. Look at the device and plan again."""

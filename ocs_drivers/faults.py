@@ -1,0 +1,120 @@
+"""What can go wrong with a device, and when: `FaultSchedule().at(12.0).fail_port(7).at(20.0).drop_connection()`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+
+class FaultKind(StrEnum):
+    FAIL_PORT = "fail_port"  # the port reports failed; circuits through it fail; new ones are refused
+    DISABLE_PORT = "disable_port"
+    MEND_PORT = "mend_port"  # enabled again, its mirror free, its fibre plugged in
+    STICK_MIRROR = "stick_mirror"  # the port's mirror stays where it points, whatever is commanded
+    UNPLUG = "unplug"  # the mirror moves, but no light comes
+    PARTIAL_COMMIT = "partial_commit"  # the next setter takes only its first `items`
+    DROP_CONNECTION = "drop_connection"  # the next setter is taken, then the connection breaks
+    DROP_COMMAND = "drop_command"  # the connection breaks before the next setter is taken
+    SLOW_ANSWER = "slow_answer"  # the next setter is taken, its answer comes `delay_s` later
+    RESTART = "restart"  # the device restarts: dark, or with its circuits restored
+
+
+OF_A_PORT = frozenset(
+    {FaultKind.FAIL_PORT, FaultKind.DISABLE_PORT, FaultKind.MEND_PORT, FaultKind.STICK_MIRROR, FaultKind.UNPLUG}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: FaultKind
+    port: int | None = None
+    items: int = 0  # partial_commit: how many are taken
+    silent: bool = False  # partial_commit: the device answers as if all were well
+    delay_s: float = 0.0  # slow_answer
+
+    def __post_init__(self) -> None:
+        if (self.kind in OF_A_PORT) != (self.port is not None):
+            need = "needs" if self.kind in OF_A_PORT else "takes no"
+            raise ValueError(f"{self.kind} {need} port, got {self.port}")
+        if self.items < 0:
+            raise ValueError(f"items must be >= 0, got {self.items}")
+        if not self.delay_s >= 0:
+            raise ValueError(f"delay_s must be >= 0, got {self.delay_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSchedule:
+    """Faults with their times, seconds since the device was switched on. Each call returns a longer schedule."""
+
+    due: tuple[tuple[float, Fault], ...] = ()
+    now_s: float = 0.0
+
+    def at(self, at_s: float) -> "FaultSchedule":
+        return FaultSchedule(self.due, at_s)
+
+    def fail_port(self, port: int) -> "FaultSchedule":
+        return self.also(Fault(FaultKind.FAIL_PORT, port))
+
+    def disable_port(self, port: int) -> "FaultSchedule":
+        return self.also(Fault(FaultKind.DISABLE_PORT, port))
+
+    def mend_port(self, port: int) -> "FaultSchedule":
+        return self.also(Fault(FaultKind.MEND_PORT, port))
+
+    def stick_mirror(self, port: int) -> "FaultSchedule":
+        return self.also(Fault(FaultKind.STICK_MIRROR, port))
+
+    def unplug(self, port: int) -> "FaultSchedule":
+        return self.also(Fault(FaultKind.UNPLUG, port))
+
+    def partial_commit(self, items: int, silent: bool = False) -> "FaultSchedule":
+        return self.also(Fault(FaultKind.PARTIAL_COMMIT, items=items, silent=silent))
+
+    def drop_connection(self) -> "FaultSchedule":
+        return self.also(Fault(FaultKind.DROP_CONNECTION))
+
+    def drop_command(self) -> "FaultSchedule":
+        return self.also(Fault(FaultKind.DROP_COMMAND))
+
+    def slow_answer(self, delay_s: float) -> "FaultSchedule":
+        return self.also(Fault(FaultKind.SLOW_ANSWER, delay_s=delay_s))
+
+    def restart(self) -> "FaultSchedule":
+        return self.also(Fault(FaultKind.RESTART))
+
+    def also(self, fault: Fault) -> "FaultSchedule":
+        return FaultSchedule(tuple(sorted((*self.due, (self.now_s, fault)), key=lambda item: item[0])), self.now_s)
+
+
+def parse_schedule(items: object) -> tuple[FaultSchedule, list[str]]:
+    """A schedule from plain data, `[{"at_s": 12, "kind": "fail_port", "port": 7}]`, and every fault in that data."""
+    if not isinstance(items, list | tuple):
+        return FaultSchedule(), [f"faults: must be a list, got {items!r}"]
+    schedule, faults = FaultSchedule(), []
+    for index, item in enumerate(items):
+        try:
+            at_s, fault = _parse(item)
+        except ValueError as error:
+            faults.append(f"faults[{index}]: {error}")
+        else:
+            schedule = schedule.at(at_s).also(fault)
+    return schedule, faults
+
+
+def _parse(item: Any) -> tuple[float, Fault]:
+    if not isinstance(item, Mapping):
+        raise ValueError(f"must be a mapping with at_s and kind, got {item!r}")
+    known = {"at_s", *(field.name for field in fields(Fault))}
+    if unknown := sorted(str(name) for name in item if name not in known):
+        raise ValueError(f"unknown {', '.join(unknown)} (known: {', '.join(sorted(known))}), got {dict(item)!r}")
+    values = dict(item)
+    at_s = values.pop("at_s", 0.0)
+    if isinstance(at_s, bool) or not isinstance(at_s, int | float) or not at_s >= 0:
+        raise ValueError(f"at_s must be a number >= 0, got {at_s!r}")
+    kind = values.pop("kind", None)
+    if kind not in list(FaultKind):
+        raise ValueError(f"kind must be one of {', '.join(FaultKind)}, got {kind!r}")
+    for name, wanted in (("port", int), ("items", int), ("silent", bool), ("delay_s", int | float)):
+        if name in values and (not isinstance(values[name], wanted) or (wanted is int and values[name] is True)):
+            raise ValueError(f"{name} has the wrong type, got {values[name]!r}")
+    return float(at_s), Fault(FaultKind(kind), **values)

@@ -1,0 +1,247 @@
+"""The vocabulary of optical circuit switches: ports, cross-connects, changes and their results. Frozen values.
+
+Ports are numbered as the device numbers them. An `ingress_egress` device may use one number on both sides (Calient) or
+number the egress side after the ingress side (Polatis); both are the two ranges of `Facts`.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+
+class Connectivity(StrEnum):
+    """Which ports may meet: one of each side, or any two."""
+
+    INGRESS_EGRESS = "ingress_egress"
+    ANY_TO_ANY = "any_to_any"
+
+
+class BootBehaviour(StrEnum):
+    """What becomes of cross-connects when the device restarts."""
+
+    DARK = "dark"
+    RESTORE = "restore"
+    UNKNOWN = "unknown"
+
+
+class ChangeMode(StrEnum):
+    """What "connect" means for a port that is in use: refuse, take it over, or clear the whole device first."""
+
+    SAFE = "safe"
+    UPDATE = "update"
+    OVERWRITE = "overwrite"
+
+
+class PortStatus(StrEnum):
+    ENABLED = "enabled"
+    DISABLED = "disabled"
+    FAILED = "failed"
+
+
+class CircuitState(StrEnum):
+    """Where the mirrors of one cross-connect stand, by the device's own word."""
+
+    TUNING = "tuning"
+    TUNED = "tuned"
+    FAILED = "failed"
+
+
+class Action(StrEnum):
+    ADD = "add"
+    REMOVE = "remove"
+
+
+class EventKind(StrEnum):
+    PORT = "port"  # a port changed its status
+    CIRCUIT = "circuit"  # a cross-connect came, went or changed its state
+    ALARM = "alarm"  # the device complains
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CrossConnect:
+    """Light from one port to another. On an any-to-any device the smaller number is the ingress, by convention."""
+
+    ingress_port: int
+    egress_port: int
+
+    def __str__(self) -> str:
+        return f"{self.ingress_port}:{self.egress_port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The reverse of `str`; ValueError with what is wrong."""
+        ingress, colon, egress = text.partition(":")
+        if not (colon and ingress.isdecimal() and egress.isdecimal()):
+            raise ValueError("must be INGRESS:EGRESS, two port numbers")
+        return cls(int(ingress), int(egress))
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a device is. `reconfiguration_s` is what the vendor states for moving one circuit."""
+
+    vendor: str
+    model: str
+    serial: str
+    software: str
+    connectivity: Connectivity
+    ingress_ports: range
+    egress_ports: range
+    reconfiguration_s: float
+    boot: BootBehaviour = BootBehaviour.UNKNOWN
+
+    def __post_init__(self) -> None:
+        if not self.ingress_ports or not self.egress_ports:
+            raise ValueError(f"ports: must not be empty, got {self.ingress_ports} and {self.egress_ports}")
+        if self.connectivity is Connectivity.ANY_TO_ANY and self.ingress_ports != self.egress_ports:
+            raise ValueError("an any-to-any device has one range of ports, given as both")
+        if not self.reconfiguration_s >= 0:
+            raise ValueError(f"reconfiguration_s must be >= 0, got {self.reconfiguration_s}")
+
+    @property
+    def ports(self) -> int:
+        """Number of distinct port numbers."""
+        return len({*self.ingress_ports, *self.egress_ports})
+
+    def normal(self, pair: CrossConnect) -> CrossConnect:
+        """The one way to write this cross-connect on this device."""
+        if self.connectivity is Connectivity.ANY_TO_ANY and pair.ingress_port > pair.egress_port:
+            return CrossConnect(pair.egress_port, pair.ingress_port)
+        return pair
+
+    def ends(self, pair: CrossConnect) -> tuple[tuple[str, int], tuple[str, int]]:
+        """The two things that a cross-connect occupies; no two cross-connects may share one."""
+        if self.connectivity is Connectivity.ANY_TO_ANY:
+            return ("port", pair.ingress_port), ("port", pair.egress_port)
+        return ("ingress_port", pair.ingress_port), ("egress_port", pair.egress_port)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a driver and its device can do. What is not declared is not promised; what is declared is tested."""
+
+    bulk: bool = False  # one command carries many cross-connects
+    tuned_state: bool = False  # tells tuning from tuned; otherwise a listed circuit counts as tuned
+    link_state: bool = False  # knows when light arrives at the far end
+    port_power: bool = False  # measures optical power
+    events: bool = False  # `watch` reports ports and alarms
+
+
+@dataclass(frozen=True, slots=True)
+class PortState:
+    port: int
+    status: PortStatus
+    power_dbm: float | None = None  # None: not measured
+
+
+@dataclass(frozen=True, slots=True)
+class Circuit:
+    """A cross-connect as the device reports it."""
+
+    cross_connect: CrossConnect
+    state: CircuitState = CircuitState.TUNED
+    link_up: bool | None = None  # None: nobody measures it
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """All cross-connects of a device at one instant, sorted. The revision moves whenever the set of them does, whoever
+    moved it; a device without revisions of its own is given the fingerprint of the set."""
+
+    circuits: tuple[Circuit, ...]
+    revision: int
+
+    @property
+    def cross_connects(self) -> frozenset[CrossConnect]:
+        return frozenset(circuit.cross_connect for circuit in self.circuits)
+
+
+def fingerprint(cross_connects: Iterable[CrossConnect]) -> int:
+    """The same for equal sets, on any machine and after any restart. 52 bits, which JSON's doubles hold exactly."""
+    text = ",".join(str(pair) for pair in sorted(set(cross_connects)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 12
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What somebody wants: these circuits up, those down. The rest of the device is none of its business."""
+
+    connect: tuple[CrossConnect, ...] = ()
+    disconnect: tuple[CrossConnect, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What a change comes to on a device in the state `before`. Removals come down before additions go up."""
+
+    mode: ChangeMode
+    revision: int  # of the device when this was planned
+    before: frozenset[CrossConnect]
+    remove: tuple[CrossConnect, ...]  # sorted; the evicted ones among them
+    add: tuple[CrossConnect, ...]  # sorted
+    evicted: tuple[CrossConnect, ...] = ()  # removed without having been named: they were in the way
+
+    @property
+    def after(self) -> frozenset[CrossConnect]:
+        return (self.before - frozenset(self.remove)) | frozenset(self.add)
+
+    @property
+    def empty(self) -> bool:
+        return not self.remove and not self.add
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """What became of one addition or removal. Times are seconds since the commit began; None: not reached, or unknown.
+
+    "Accepted" is not "light passes": commanded (the device took the command), tuned (the device shows it in place),
+    link up (light at the far end).
+    """
+
+    cross_connect: CrossConnect
+    action: Action
+    done: bool
+    detail: str = ""
+    commanded_s: float | None = None
+    tuned_s: float | None = None
+    link_up_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """Read back from the device, never inferred from an acknowledgement."""
+
+    items: tuple[ItemResult, ...]
+    revision: int  # of the device afterwards
+    commands_sent: int
+
+    @property
+    def done(self) -> bool:
+        return all(item.done for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """How a device compares with what a diff wants of it."""
+
+    revision: int
+    missing: tuple[CrossConnect, ...] = ()  # should be there and is not
+    lingering: tuple[CrossConnect, ...] = ()  # should be gone and is not
+    untuned: tuple[CrossConnect, ...] = ()  # there, but the mirrors are not in place
+    dark: tuple[CrossConnect, ...] = ()  # in place, but no light arrives; empty where nobody measures it
+
+    @property
+    def ok(self) -> bool:
+        """Glass in place. Light depends on both hosts too, so `dark` is reported and does not fail it."""
+        return not (self.missing or self.lingering or self.untuned)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    at_s: float  # by the driver's clock, seconds since the Unix epoch
+    kind: EventKind
+    text: str
+    port: int | None = None
+    cross_connect: CrossConnect | None = None

@@ -1,0 +1,88 @@
+"""One commit on its way: what was sent, what has arrived, what to report of it. Pure; sending it is driver.py."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ocs_drivers.diff import Steps
+from ocs_drivers.model import Action, Circuit, CircuitState, CrossConnect, ItemResult, Reading
+
+
+@dataclass
+class Progress:
+    """Times are seconds since the commit began."""
+
+    steps: Steps  # what has to be sent
+    started_s: float
+    watched: list[CrossConnect] = field(default_factory=list)  # sent, or on their way already
+    commands_sent: int = 0
+    _commanded_s: dict[CrossConnect, float] = field(default_factory=dict)
+    _tuned_s: dict[CrossConnect, float] = field(default_factory=dict)
+    _link_up_s: dict[CrossConnect, float] = field(default_factory=dict)
+    _words: dict[CrossConnect, str] = field(default_factory=dict)  # what went wrong with it, as the device put it
+
+    def sent(self, pairs: Iterable[CrossConnect]) -> None:
+        self.commands_sent += 1
+        self.watched.extend(pairs)
+
+    def commanded(self, pairs: Iterable[CrossConnect], now_s: float) -> None:
+        """The device took the command, by its answer or as read back."""
+        self._commanded_s.update(dict.fromkeys(pairs, now_s - self.started_s))
+
+    def went_wrong(self, pairs: Iterable[CrossConnect], words: str) -> None:
+        self._words.update(dict.fromkeys(pairs, words))
+
+    def note(self, reading: Reading, now_s: float) -> tuple[bool, bool]:
+        """Write down what has come into place. Whether something is still waited for, and whether something is in
+        place without light."""
+        seen = {circuit.cross_connect: circuit for circuit in reading.circuits}
+        at_s = now_s - self.started_s
+        waiting = dark = False
+        for pair in self.watched:
+            circuit = seen.get(pair)
+            if pair in self.steps.remove:
+                waiting |= circuit is not None and pair in self._commanded_s
+                if circuit is None:
+                    self._tuned_s.setdefault(pair, at_s)
+            elif circuit is None:
+                # Taken by the device's word and not listed yet; where the word is missing it was refused.
+                waiting |= pair in self._commanded_s
+            else:
+                waiting |= circuit.state is CircuitState.TUNING
+                dark |= self._note_circuit(circuit, at_s)
+        return waiting, dark
+
+    def result(self, action: Action, pair: CrossConnect, circuit: Circuit | None) -> ItemResult:
+        """What became of one item that the device now shows as `circuit`; None: not at all."""
+        if action is Action.REMOVE:
+            done, shown = circuit is None, "the device still shows it"
+        else:
+            done = circuit is not None and circuit.state is CircuitState.TUNED
+            shown = "the device does not show it" if circuit is None else f"the device shows it as {circuit.state}"
+        if pair not in (*self.steps.remove, *self.steps.add):
+            return ItemResult(pair, action, done, "was so already" if done else shown)
+        return ItemResult(
+            pair,
+            action,
+            done,
+            self._detail(pair, circuit) if done else self._why_not(pair, shown),
+            self._commanded_s.get(pair),
+            self._tuned_s.get(pair),
+            self._link_up_s.get(pair),
+        )
+
+    def _note_circuit(self, circuit: Circuit, at_s: float) -> bool:
+        """Whether the circuit is in place without light."""
+        if circuit.state is not CircuitState.TUNED:
+            return False
+        self._tuned_s.setdefault(circuit.cross_connect, at_s)
+        if circuit.link_up:
+            self._link_up_s.setdefault(circuit.cross_connect, at_s)
+        return circuit.link_up is False
+
+    def _detail(self, pair: CrossConnect, circuit: Circuit | None) -> str:
+        is_dark = circuit is not None and circuit.link_up is False
+        parts = (self._words.get(pair), "in place, but no light arrives" if is_dark else None)
+        return "; ".join(part for part in parts if part)
+
+    def _why_not(self, pair: CrossConnect, shown: str) -> str:
+        return self._words.get(pair, shown) if pair in self.watched else "not sent, because of the others"

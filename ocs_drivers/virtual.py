@@ -1,0 +1,333 @@
+"""A virtual switch that behaves like one: mirrors take time, connections break, bulk commands take in part.
+
+`Glass` is the device: it outlives every session and every driver, and answers "where does port 3 go?". `VirtualWire` is
+a session with it. `VirtualSwitch` is the driver `virtual`. Time comes from the clock, randomness from the seed.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncGenerator, Sequence
+
+from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.diff import occupants
+from ocs_drivers.driver import Limits, SwitchDriver, within
+from ocs_drivers.errors import InvalidOptions, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.faults import Fault, FaultKind, FaultSchedule, parse_schedule
+from ocs_drivers.model import (
+    BootBehaviour,
+    Capabilities,
+    Circuit,
+    CircuitState,
+    Connectivity,
+    CrossConnect,
+    Event,
+    EventKind,
+    Facts,
+    PortState,
+    PortStatus,
+)
+
+LIT_DBM = -2.0
+DARK_DBM = -40.0
+
+
+class Glass:
+    """Ports, mirrors and fibres. Like many real devices it re-routes a port in use without a word."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        clock: Clock,
+        rng: random.Random,
+        *,
+        jitter_s: float = 0.0,
+        schedule: FaultSchedule | None = None,
+    ) -> None:
+        self.facts = facts
+        self._clock = clock
+        self._rng = rng
+        self._jitter_s = jitter_s
+        self._switched_on_s = clock.now_s()
+        self._due = list((schedule or FaultSchedule()).due)
+        self._tuned_at_s: dict[CrossConnect, float] = {}
+        self._status = dict.fromkeys(sorted({*facts.ingress_ports, *facts.egress_ports}), PortStatus.ENABLED)
+        self._stuck: set[int] = set()
+        self._unplugged: set[int] = set()
+        self._next_setter: list[Fault] = []
+        self._listeners: list[asyncio.Queue[Event]] = []
+        self.session = 0  # counts up; a session with an older number is dead
+
+    def where_does(self, port: int) -> int | None:
+        """The port that light from `port` goes to, once the mirrors are in place; None: nowhere."""
+        for pair, at_s in self._tuned_at_s.items():
+            if at_s <= self._clock.now_s() and port in (pair.ingress_port, pair.egress_port):
+                return pair.egress_port if port == pair.ingress_port else pair.ingress_port
+        return None
+
+    def circuits(self) -> list[Circuit]:
+        return [Circuit(pair, self._state(pair), self._lit(pair)) for pair in sorted(self._tuned_at_s)]
+
+    def ports(self) -> list[PortState]:
+        lit = {port for pair in self._tuned_at_s if self._lit(pair) for port in (pair.ingress_port, pair.egress_port)}
+        return [PortState(port, status, LIT_DBM if port in lit else DARK_DBM) for port, status in self._status.items()]
+
+    def add(self, pairs: Sequence[CrossConnect]) -> None:
+        """Take the pairs in order, up to the first that is refused; raises Permanent with the device's words for it."""
+        for pair in self._taken_part(pairs):
+            for port in (pair.ingress_port, pair.egress_port):
+                if self._status.get(port) is not PortStatus.ENABLED:
+                    raise Permanent("refused", answer=f"PORT {port} {self._status.get(port, 'UNKNOWN')}".upper())
+            if pair not in self._tuned_at_s:
+                self._point(pair)
+        self._complain_about_rest(pairs)
+
+    def remove(self, pairs: Sequence[CrossConnect]) -> None:
+        for pair in self._taken_part(pairs):
+            is_stuck = self._stuck & {pair.ingress_port, pair.egress_port}
+            if pair in self._tuned_at_s and not (is_stuck and math.isfinite(self._tuned_at_s[pair])):
+                self._forget(pair)
+        self._complain_about_rest(pairs)
+
+    def inject(self, fault: Fault) -> None:
+        """Let this go wrong now, or with the next setter."""
+        port = fault.port
+        if port is not None and port not in self._status:
+            raise ValueError(f"port must be one of the device's, got {port}")
+        if port is None:
+            if fault.kind is FaultKind.RESTART:
+                self._restart()
+            else:
+                self._next_setter.append(fault)
+        elif fault.kind is FaultKind.STICK_MIRROR:
+            self._stuck.add(port)
+        elif fault.kind is FaultKind.UNPLUG:
+            self._unplugged.add(port)
+        else:
+            self._set_status(port, fault.kind)
+
+    def advance(self) -> float:
+        """Let everything happen that the schedule has due by now; seconds until the next, inf if there is none."""
+        age_s = self._clock.now_s() - self._switched_on_s
+        while self._due and self._due[0][0] <= age_s:
+            self.inject(self._due.pop(0)[1])
+        return self._due[0][0] - age_s if self._due else math.inf
+
+    def taken(self, *kinds: FaultKind) -> Fault | None:
+        """The first pending fault of these kinds, which is then spent."""
+        for fault in self._next_setter:
+            if fault.kind in kinds:
+                self._next_setter.remove(fault)
+                return fault
+        return None
+
+    def listen(self) -> asyncio.Queue[Event]:
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._listeners.append(queue)
+        return queue
+
+    def unlisten(self, queue: asyncio.Queue[Event]) -> None:
+        self._listeners.remove(queue)
+
+    def _point(self, pair: CrossConnect) -> None:
+        holders = occupants(self.facts, self._tuned_at_s)
+        for end in self.facts.ends(pair):
+            if end in holders and holders[end] in self._tuned_at_s:
+                self._forget(holders[end])
+        moving_s = self.facts.reconfiguration_s + self._rng.uniform(0.0, self._jitter_s)
+        is_stuck = self._stuck & {pair.ingress_port, pair.egress_port}
+        self._tuned_at_s[pair] = math.inf if is_stuck else self._clock.now_s() + moving_s
+        self._tell(EventKind.CIRCUIT, f"{pair} commanded", cross_connect=pair)
+
+    def _forget(self, pair: CrossConnect) -> None:
+        del self._tuned_at_s[pair]
+        self._tell(EventKind.CIRCUIT, f"{pair} disconnected", cross_connect=pair)
+
+    def _taken_part(self, pairs: Sequence[CrossConnect]) -> Sequence[CrossConnect]:
+        partial = next((fault for fault in self._next_setter if fault.kind is FaultKind.PARTIAL_COMMIT), None)
+        return pairs if partial is None else pairs[: partial.items]
+
+    def _complain_about_rest(self, pairs: Sequence[CrossConnect]) -> None:
+        partial = self.taken(FaultKind.PARTIAL_COMMIT)
+        if partial is not None and not partial.silent and partial.items < len(pairs):
+            raise Permanent("refused", answer=f"MIRROR DRIVER ERROR AFTER {partial.items} OF {len(pairs)}")
+
+    def _state(self, pair: CrossConnect) -> CircuitState:
+        if PortStatus.FAILED in (self._status[pair.ingress_port], self._status[pair.egress_port]):
+            return CircuitState.FAILED
+        return CircuitState.TUNED if self._tuned_at_s[pair] <= self._clock.now_s() else CircuitState.TUNING
+
+    def _lit(self, pair: CrossConnect) -> bool:
+        ports = {pair.ingress_port, pair.egress_port}
+        is_passing = all(self._status[port] is PortStatus.ENABLED for port in ports) and not self._unplugged & ports
+        return is_passing and self._state(pair) is CircuitState.TUNED
+
+    def _set_status(self, port: int, kind: FaultKind) -> None:
+        status = {FaultKind.FAIL_PORT: PortStatus.FAILED, FaultKind.DISABLE_PORT: PortStatus.DISABLED}
+        self._status[port] = status.get(kind, PortStatus.ENABLED)
+        if kind is FaultKind.MEND_PORT:
+            self._stuck.discard(port)
+            self._unplugged.discard(port)
+        self._tell(EventKind.PORT, f"port {port} {self._status[port]}", port=port)
+
+    def _restart(self) -> None:
+        self.session += 1
+        if self.facts.boot is not BootBehaviour.RESTORE:
+            for pair in list(self._tuned_at_s):
+                self._forget(pair)
+        self._tell(EventKind.ALARM, "the device restarted")
+
+    def _tell(
+        self, kind: EventKind, text: str, port: int | None = None, cross_connect: CrossConnect | None = None
+    ) -> None:
+        for queue in self._listeners:
+            queue.put_nowait(Event(self._clock.now_s(), kind, text, port, cross_connect))
+
+
+class VirtualWire:
+    """A session with a `Glass`: the `base.Wire` of it."""
+
+    def __init__(self, glass: Glass, clock: Clock, *, bulk: bool = True) -> None:
+        self.capabilities = Capabilities(bulk=bulk, tuned_state=True, link_state=True, port_power=True, events=True)
+        self._glass = glass
+        self._clock = clock
+        self._session: int | None = None
+
+    async def open(self) -> None:
+        self._glass.advance()
+        self._session = self._glass.session
+
+    async def close(self) -> None:
+        self._session = None
+
+    async def read_facts(self) -> Facts:
+        self._check_session()
+        return self._glass.facts
+
+    async def read_ports(self) -> Sequence[PortState]:
+        self._check_session()
+        return self._glass.ports()
+
+    async def read_circuits(self) -> Sequence[Circuit]:
+        self._check_session()
+        return self._glass.circuits()
+
+    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+        await self._set(pairs, is_add=True)
+
+    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
+        await self._set(pairs, is_add=False)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        queue = self._glass.listen()
+        try:
+            while True:
+                try:
+                    # What the schedule has due comes about even if nobody else is asking.
+                    yield await within(self._clock, min(self._glass.advance(), 3600.0), queue.get())
+                except TimeoutError:
+                    continue
+        finally:
+            self._glass.unlisten(queue)
+
+    async def _set(self, pairs: Sequence[CrossConnect], is_add: bool) -> None:
+        self._check_session()
+        if not pairs:
+            raise ValueError("a setter with an empty list: on some devices that means every circuit")
+        command = f"{'connect' if is_add else 'disconnect'} {' '.join(str(pair) for pair in pairs)}"
+        if self._glass.taken(FaultKind.DROP_COMMAND):
+            raise OutcomeUnknown("the connection broke", command=command)
+        is_dropped = self._glass.taken(FaultKind.DROP_CONNECTION)
+        slow = self._glass.taken(FaultKind.SLOW_ANSWER)
+        try:
+            (self._glass.add if is_add else self._glass.remove)(pairs)
+        except Permanent as error:
+            error.command = command
+            raise
+        if slow:
+            await self._clock.sleep(slow.delay_s)
+        if is_dropped:
+            raise OutcomeUnknown("the connection broke", command=command)
+
+    def _check_session(self) -> None:
+        self._glass.advance()
+        if self._session != self._glass.session:
+            raise Retryable("the session is dead", after_s=0.0)
+
+
+class VirtualSwitch(SwitchDriver):
+    """The driver `virtual`: a device in this very process. `ports` are numbered from 1; an ingress_egress device has
+    the first half on the ingress side and the second half on the egress side."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        clock: Clock | None = None,
+        ports: int = 32,
+        connectivity: str = Connectivity.INGRESS_EGRESS,
+        boot: str = BootBehaviour.DARK,
+        reconfiguration_s: float = 0.025,
+        jitter_s: float = 0.0,
+        bulk: bool = True,
+        seed: int = 0,
+        faults: Sequence[object] = (),
+        command_timeout_s: float = 5.0,
+        lock_timeout_s: float = 10.0,
+        tune_timeout_s: float | None = None,
+        link_timeout_s: float = 2.0,
+    ) -> None:
+        times = {"reconfiguration_s": (reconfiguration_s, True), "jitter_s": (jitter_s, True)}
+        times |= {"command_timeout_s": (command_timeout_s, False), "lock_timeout_s": (lock_timeout_s, False)}
+        times |= {"link_timeout_s": (link_timeout_s, False), "tune_timeout_s": (tune_timeout_s or 1.0, False)}
+        schedule, wrong = parse_schedule(faults)
+        wrong += _faults_of_choices(ports, connectivity, boot, bulk, seed)
+        wrong += [
+            f"faults: port must be within 1..{ports}, got {fault.port}"
+            for _, fault in schedule.due
+            if not wrong and fault.port is not None and not 1 <= fault.port <= ports
+        ]
+        wrong += [fault for name, (value, may_be_0) in times.items() for fault in _fault_of_time(name, value, may_be_0)]
+        if wrong:
+            raise InvalidOptions([f"options.{fault}" for fault in wrong], device=device)
+        half = range(1, ports + 1) if connectivity == Connectivity.ANY_TO_ANY else range(1, ports // 2 + 1)
+        facts = Facts(
+            vendor="OrchestrRL",
+            model=f"virtual-{ports}",
+            serial=f"virtual-{device}",
+            software="1",
+            connectivity=Connectivity(connectivity),
+            ingress_ports=half,
+            egress_ports=half if connectivity == Connectivity.ANY_TO_ANY else range(ports // 2 + 1, ports + 1),
+            reconfiguration_s=reconfiguration_s,
+            boot=BootBehaviour(boot),
+        )
+        clock = clock or SystemClock()
+        self.glass = Glass(facts, clock, random.Random(seed), jitter_s=jitter_s, schedule=schedule)
+        super().__init__(
+            device,
+            VirtualWire(self.glass, clock, bulk=bulk),
+            clock=clock,
+            limits=Limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s),
+        )
+
+
+def _faults_of_choices(ports: object, connectivity: object, boot: object, bulk: object, seed: object) -> list[str]:
+    wrong = []
+    if isinstance(ports, bool) or not isinstance(ports, int) or ports < 2 or ports % 2:
+        wrong.append(f"ports: must be an even number >= 2, got {ports!r}")
+    for name, value, choices in (("connectivity", connectivity, Connectivity), ("boot", boot, BootBehaviour)):
+        if value not in list(choices):
+            wrong.append(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
+    if not isinstance(bulk, bool):
+        wrong.append(f"bulk: must be true or false, got {bulk!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        wrong.append(f"seed: must be a whole number, got {seed!r}")
+    return wrong
+
+
+def _fault_of_time(name: str, value: object, may_be_0: bool) -> list[str]:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if is_number and (value > 0 or (may_be_0 and value == 0)):  # type: ignore[operator]  # it is a number
+        return []
+    return [f"{name}: must be a number {'>=' if may_be_0 else '>'} 0, got {value!r}"]

@@ -1,0 +1,158 @@
+"""Scrape one engine for ever: its load at each interval, its features whenever it appears. The shell of health.py."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from orchestrrl.agent.health import Limits, Track, fold, judge
+from orchestrrl.clock import Clock
+from orchestrrl.engines.base import Capabilities, Engine, EngineMetrics, Reading
+from orchestrrl.errors import OrchestrRLError
+from orchestrrl.reports import EngineSample
+from orchestrrl.rpc.channel import stop
+from planner.model import EngineHealth, EngineId
+
+logger = logging.getLogger(__name__)
+
+# What an engine offers is asked again this long after it did not say.
+ASK_AGAIN_S = 2.0
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The newest word on one engine."""
+
+    engine: EngineId
+    url: str
+    health: EngineHealth
+    health_detail: str
+    sample: EngineSample | None
+    capabilities: Capabilities | None  # None: not found out yet, or the engine has been away since
+
+
+class EngineWatch:
+    """Watches one engine; `publish` is called with each observation. Whatever the engine does, watching goes on."""
+
+    def __init__(
+        self,
+        engine_id: EngineId,
+        engine: Engine,
+        publish: Callable[[Observation], None],
+        *,
+        clock: Clock,
+        interval_s: float = 0.25,
+        limits: Limits | None = None,
+    ) -> None:
+        if not interval_s > 0:
+            raise ValueError(f"interval_s must be > 0, got {interval_s}")
+        self._engine_id = engine_id
+        self._engine = engine
+        self._publish = publish
+        self._clock = clock
+        self._interval_s = interval_s
+        self._limits = limits or Limits()
+        self._track = Track()
+        self._capabilities: Capabilities | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._health: EngineHealth | None = None
+        self._silent_since_s: float | None = None  # when the oldest scrape without an answer began
+
+    async def run(self) -> None:
+        """Scrape until cancelled."""
+        try:
+            while True:
+                started_s = self._clock.now_s()
+                await self._scrape(started_s)
+                await self._clock.sleep(self._interval_s - (self._clock.now_s() - started_s))
+        finally:
+            await self._forget_capabilities()
+
+    async def _scrape(self, started_s: float) -> None:
+        if self._silent_since_s is None:
+            self._silent_since_s = started_s
+        scrape = asyncio.create_task(self._engine.metrics())
+        try:
+            await self._be_patient(scrape, started_s)
+        finally:
+            await stop(scrape)
+        answer, now_s = self._answer(scrape), self._clock.now_s()
+        if answer is None:
+            await self._conclude(judge(None, self._silent_for_s(now_s), self._limits), started_s)
+        else:
+            self._silent_since_s = None
+            await self._conclude(judge(answer, now_s - started_s, self._limits), started_s)
+
+    async def _be_patient(self, scrape: asyncio.Task[EngineMetrics], started_s: float) -> None:
+        """Wait for the answer up to `gone_after_s`; while the engine has been silent for too long, also since earlier
+        scrapes, say so at each interval."""
+        end_s = started_s + self._limits.gone_after_s
+        while not scrape.done() and (now_s := self._clock.now_s()) < end_s:
+            late_s = self._silent_for_s(now_s) - self._limits.slow_after_s
+            if late_s >= 0:
+                self._tell(judge(None, self._silent_for_s(now_s), self._limits), None)
+            await self._wait(scrape, min(self._interval_s if late_s >= 0 else -late_s, end_s - now_s))
+
+    def _silent_for_s(self, now_s: float) -> float:
+        return 0.0 if self._silent_since_s is None else now_s - self._silent_since_s
+
+    async def _wait(self, task: asyncio.Task[Any], at_most_s: float) -> None:
+        pause = asyncio.create_task(self._clock.sleep(at_most_s))
+        try:
+            await asyncio.wait({task, pause}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await stop(pause)
+
+    def _answer(self, task: asyncio.Task[_Answer]) -> _Answer | BaseException | None:
+        """What the engine answered or raised; None if it did not in time. A defect is logged with its traceback."""
+        if task.cancelled():
+            return None
+        error = task.exception()
+        if error is None:
+            return task.result()
+        if not isinstance(error, OrchestrRLError):
+            logger.error("%s: defect in reading an answer", self._engine_id, exc_info=error)
+        return error
+
+    async def _conclude(self, reading: Reading, started_s: float) -> None:
+        # The time of a sample is when it was asked for: it is never older than it says.
+        if reading.metrics is None or self._track.restarted(reading.metrics):
+            await self._forget_capabilities()
+        self._track, sample = fold(self._track, reading, started_s, self._limits)
+        if sample is not None and self._capabilities is None and self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+        self._tell(reading, sample)
+
+    def _tell(self, reading: Reading, sample: EngineSample | None) -> None:
+        if reading.health is not self._health:
+            level = logging.INFO if reading.health is EngineHealth.OK else logging.WARNING
+            logger.log(level, "%s at %s is %s. %s", self._engine_id, self._engine.url, reading.health, reading.detail)
+            self._health = reading.health
+        self._publish(
+            Observation(self._engine_id, self._engine.url, reading.health, reading.detail, sample, self._capabilities)
+        )
+
+    async def _ask(self) -> None:
+        """Find out what the engine offers, however often it takes: a server may answer metrics first."""
+        while True:
+            task = asyncio.create_task(self._engine.capabilities())
+            try:
+                await self._wait(task, self._limits.gone_after_s)
+            finally:
+                await stop(task)
+            answer = self._answer(task)
+            if isinstance(answer, Capabilities):
+                self._capabilities = answer
+                return
+            logger.warning("%s: does not say what it offers: %s", self._engine_id, answer or "no answer")
+            await self._clock.sleep(ASK_AGAIN_S)
+
+    async def _forget_capabilities(self) -> None:
+        """Another process may answer the next time, with other features."""
+        self._capabilities = None
+        if self._asking is not None:
+            await stop(self._asking)
+            self._asking = None

@@ -1,0 +1,64 @@
+"""All benchmarks by name, and their report."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.bench.figure import Figure
+from orchestrrl.bench.gateway import gateway_cpu
+from orchestrrl.bench.startup import import_cli
+from orchestrrl.bench.ticks import balancer_tick, fast_tick, plan_tick
+from orchestrrl.errors import ProblemFaults
+
+# In the order in which they run. Each is given a folder for the logs of what it starts.
+BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
+    "balancer_tick": lambda _: balancer_tick(),
+    "fast_tick": lambda _: fast_tick(),
+    "plan_tick": lambda _: plan_tick(),
+    "gateway_cpu": gateway_cpu,
+    "import_cli": lambda _: import_cli(),
+}
+
+
+def chosen(only: Iterable[str]) -> list[str]:
+    """The benchmarks to run, all where none is named. Raises ProblemFaults."""
+    wanted = set(only)
+    faults = [
+        f"--only: must be one of {', '.join(BENCHMARKS)}, got {name!r}" for name in sorted(wanted - BENCHMARKS.keys())
+    ]
+    if faults:
+        raise ProblemFaults(faults)
+    return [name for name in BENCHMARKS if name in wanted or not wanted]
+
+
+def run(names: Iterable[str], log_dir: Path, progress: Callable[[str], None]) -> list[Figure]:
+    """`progress` is told the name of each benchmark as it begins."""
+    figures: list[Figure] = []
+    for name in names:
+        progress(name)
+        figures += BENCHMARKS[name](log_dir)
+    return figures
+
+
+def as_json(figures: Sequence[Figure]) -> dict[str, Any]:
+    """The report, as the contract of `make bench` has it."""
+    return {
+        "benchmarks": [
+            {
+                "name": figure.name,
+                "value": figure.value,
+                "unit": figure.unit,
+                "baseline": figure.baseline,
+                "baseline_value": figure.baseline_value,
+                "ratio": figure.ratio,
+                "note": figure.note,
+            }
+            for figure in figures
+        ]
+    }
+
+
+def write(figures: Sequence[Figure], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(as_json(figures), indent=1, allow_nan=False) + "\n")

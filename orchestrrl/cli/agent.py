@@ -1,0 +1,102 @@
+"""`orchestrrl agent`: the sidecar beside one or several engines."""
+
+import random
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from orchestrrl.agent.health import Limits
+from orchestrrl.agent.sidecar import Agent
+from orchestrrl.cli.control import DaemonOption, address_faults
+from orchestrrl.cli.groups import SERVICES
+from orchestrrl.cli.output import reporting_errors
+from orchestrrl.cli.running import VerboseFlag, serve
+from orchestrrl.clock import WallClock
+from orchestrrl.engines.base import Engine, connect
+from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.rpc.channel import DEFAULT_TARGET
+from planner.model import EngineId, NodeId
+
+
+def agent(
+    urls: Annotated[list[str], typer.Option("--url", help="Where the engine listens; repeat for several.")],
+    engine: Annotated[str, typer.Option("--engine", help="The engines' product: vllm or simulated.")] = "vllm",
+    ids: Annotated[
+        list[str] | None,
+        typer.Option("--id", help="The engine's name, one for each --url in order. Default: the URL's HOST:PORT."),
+    ] = None,
+    daemon: DaemonOption = DEFAULT_TARGET,
+    node_id: Annotated[
+        str, typer.Option("--node-id", help="The agent's own name. Default: agent-, then its engines' names.")
+    ] = "",
+    interval_s: Annotated[float, typer.Option(help="Seconds between scrapes of an engine.")] = 0.25,
+    slow_after_s: Annotated[float, typer.Option(help="An engine that answers later than this is marked slow.")] = 1.0,
+    gone_after_s: Annotated[float, typer.Option(help="One that has not answered by then is marked gone.")] = 5.0,
+    rate_window_s: Annotated[float, typer.Option(help="The decode rate is the mean over this long.")] = 1.0,
+    verbose: VerboseFlag = False,
+) -> None:
+    """Watch engines, report their load to the daemon, carry out its operations on them. Runs until stopped.
+
+    Example: `orchestrrl agent --engine vllm --url http://127.0.0.1:8000 --id vllm-0`
+    """
+    with reporting_errors():
+        names = ids or [urlsplit(url).netloc for url in urls]
+        faults = [*_name_faults(urls, names), *address_faults(daemon)]
+        if not interval_s > 0:
+            faults.append(f"--interval-s: must be > 0, got {interval_s:g}")
+        if faults:
+            raise ProblemFaults(faults)
+        limits = _limits(slow_after_s, gone_after_s, rate_window_s)
+        engines = {EngineId(name): _connect(engine, url) for name, url in zip(names, urls, strict=True)}
+        serve(
+            _run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s, limits),
+            verbose=verbose,
+        )
+
+
+async def _run(
+    node_id: NodeId, engines: dict[EngineId, Engine], daemon: str, interval_s: float, limits: Limits
+) -> None:
+    sidecar = Agent(
+        node_id, engines, daemon, clock=WallClock(), rng=random.Random(), interval_s=interval_s, limits=limits
+    )
+    try:
+        await sidecar.run()
+    finally:
+        for engine in engines.values():
+            await engine.close()
+
+
+def _name_faults(urls: list[str], names: list[str]) -> list[str]:
+    faults = []
+    for index, url in enumerate(urls):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            faults.append(f"--url[{index}]: must be an http:// or https:// URL, got {url!r}")
+    if len(names) != len(urls):
+        faults.append(f"--id: give one for each --url or none, got {len(names)} for {len(urls)}")
+    for index, name in enumerate(names):
+        if not name and not faults:
+            faults.append(f"--id[{index}]: must not be empty")
+        if name in names[:index]:
+            faults.append(f"--id[{index}]: is used already, got {name!r}")
+    return faults
+
+
+def _connect(product: str, url: str) -> Engine:
+    try:
+        return connect(product, url)
+    except Permanent as error:
+        raise ProblemFaults([f"--engine: {error}"]) from error
+
+
+def _limits(slow_after_s: float, gone_after_s: float, rate_window_s: float) -> Limits:
+    try:
+        return Limits(slow_after_s, gone_after_s, rate_window_s)
+    except ValueError as error:
+        raise ProblemFaults([str(error)]) from error
+
+
+def register(app: typer.Typer) -> None:
+    app.command(rich_help_panel=SERVICES)(agent)

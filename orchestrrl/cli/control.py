@@ -1,0 +1,79 @@
+"""How commands talk to a running daemon: where it is, and one conversation with it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, TypeVar
+
+import grpc
+import typer
+from google.protobuf.message import Message
+
+from orchestrrl.cli.output import reporting_errors
+from orchestrrl.cli.running import until_stopped
+from orchestrrl.config import parse_address
+from orchestrrl.errors import ProblemFaults
+from orchestrrl.rpc.control_client import CALL_TIMEOUT_S, ControlClient
+from orchestrrl.rpc.plain import plain
+
+_Result = TypeVar("_Result")
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response", bound=Message)
+
+DAEMON_VARIABLE = "ORCHESTRRL_DAEMON"
+
+DaemonOption = Annotated[
+    str,
+    typer.Option("--daemon", envvar=DAEMON_VARIABLE, metavar="ADDRESS", help="The daemon, as HOST:PORT or unix:PATH."),
+]
+
+
+def address_faults(address: str) -> list[str]:
+    """What is wrong with the value of --daemon."""
+    if address.startswith("unix:"):
+        return [] if address.removeprefix("unix:") else [f"--daemon: names no socket, got {address!r}"]
+    try:
+        parse_address(address)
+    except ValueError as error:
+        return [f"--daemon: {error}, or unix:PATH, got {address!r}"]
+    return []
+
+
+def ask(address: str, conversation: Callable[[ControlClient], Awaitable[_Result]]) -> _Result:
+    """The result of a conversation with the daemon; its errors become messages and exit statuses."""
+
+    async def converse() -> _Result:
+        async with ControlClient(address) as client:
+            return await conversation(client)
+
+    with reporting_errors():
+        _check(address)
+        return asyncio.run(converse())
+
+
+async def answer(
+    client: ControlClient,
+    method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
+    request: _Request,
+    timeout_s: float = CALL_TIMEOUT_S,
+) -> dict[str, Any]:
+    """The daemon's answer to one request, as plain values."""
+    response = await client.ask(method, request, timeout_s)
+    return plain(response)
+
+
+def follow(address: str, conversation: Callable[[ControlClient], Awaitable[None]]) -> None:
+    """A conversation that lasts until the daemon ends it or the operator does."""
+
+    async def converse() -> None:
+        async with ControlClient(address) as client:
+            await conversation(client)
+
+    with reporting_errors():
+        _check(address)
+        until_stopped(converse())
+
+
+def _check(address: str) -> None:
+    faults = address_faults(address)
+    if faults:
+        raise ProblemFaults(faults)

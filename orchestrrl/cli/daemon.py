@@ -1,0 +1,87 @@
+"""`orchestrrl daemon` and `orchestrrl check-config`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrrl.cli.output import JsonFlag, fail, print_json, print_table, reporting_errors, stdout
+from orchestrrl.cli.running import VerboseFlag, serve
+from orchestrrl.clock import WallClock
+from orchestrrl.config import EXAMPLE, Config, Reloadable, load_config
+from planner.model import Mode
+
+
+def daemon(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The configuration file (YAML).", metavar="FILE")],
+    mode: Annotated[Mode | None, typer.Option(help="Instead of the file's mode.")] = None,
+    verbose: VerboseFlag = False,
+) -> None:
+    """Watch the fleet, decide, and in mode act move requests. Runs until stopped; SIGHUP reloads the file.
+
+    The first line on standard output is the address that it listens on.
+
+    Example: `orchestrrl daemon -c orchestrrl.yaml --mode act`
+    """
+    # Imported here so that every other command starts without the planner's numerics.
+    from orchestrrl.daemon import run_daemon
+
+    with reporting_errors():
+        file = Reloadable.load(config)
+        serve(run_daemon(file, WallClock(), _announce, mode), verbose=verbose)
+
+
+def _announce(address: str) -> None:
+    sys.stdout.write(address + "\n")
+    sys.stdout.flush()
+
+
+def check_config(
+    file: Annotated[Path | None, typer.Argument(help="The configuration file (YAML).")] = None,
+    print_example: Annotated[bool, typer.Option("--print-example", help="Print a commented example and stop.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what a configuration file means, or every fault in it (exit status 2).
+
+    Example: `orchestrrl check-config --print-example > orchestrrl.yaml && orchestrrl check-config orchestrrl.yaml`
+    """
+    if print_example:
+        sys.stdout.write(EXAMPLE)
+        return
+    if file is None:
+        fail("FILE: is missing; `--print-example` shows what it may hold", 2)
+    from orchestrrl.rpc.switches import drivers_of
+
+    with reporting_errors():
+        config = load_config(file)
+        drivers_of(config.ocs, WallClock())  # opens nothing; each driver checks its own options
+    if as_json:
+        print_json(config.model_dump(mode="json"))
+    else:
+        _print_config(config)
+
+
+def _print_config(config: Config) -> None:
+    listen, fast, slow = config.listen, config.fast, config.slow
+    where = f"{listen.address}" + (f" and {listen.socket}" if listen.socket else "")
+    acting = "moves requests" if config.mode is Mode.ACT else "decides and explains, changes nothing"
+    rows = [
+        ("mode", f"{config.mode}: {acting}"),
+        ("listens on", where),
+        ("journal", f"{config.journal.path}, at most {config.journal.max_entries} entries"),
+        ("metrics", f"http://{config.metrics.address}/metrics" if config.metrics else "none"),
+        ("fast loop", f"every {fast.interval_s:g} s, theta {fast.theta:g}, {fast.max_moves_per_tick} moves a tick"),
+        ("slow loop", f"every {slow.interval_s:g} s, gain over {slow.epsilon_s:g} s, cooldown {slow.cooldown_s:g} s"),
+        ("GPUs", f"{config.fleet.gpus.count} in nodes of {config.fleet.gpus.per_node}" if config.fleet.gpus else None),
+        ("configurations", ", ".join(entry.id for entry in config.fleet.configurations) or None),
+        ("engines", ", ".join(f"{entry.id} at {entry.url}" for entry in config.fleet.engines) or "as nodes bring them"),
+        ("switches", ", ".join(f"{entry.id} ({entry.driver})" for entry in config.ocs) or None),
+    ]
+    print_table("configuration", ("setting", "value"), rows)
+    stdout.print("no faults")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(rich_help_panel="Services")(daemon)
+    app.command("check-config")(check_config)

@@ -1,0 +1,128 @@
+"""`orchestrrl demo`: see it work, on simulated engines or on real vLLM servers."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.errors import ProblemFaults
+
+if TYPE_CHECKING:
+    from orchestrrl.demo.run import DemoOutcome
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="demo")(demo)
+
+
+def demo(
+    engine: Annotated[str, typer.Option(help="simulated | vllm (needs `make venv-vllm`)")] = "simulated",
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's five.")] = "",
+    out: Annotated[Path, typer.Option(help="Where the report, the picture and the logs go.")] = Path("out/demo"),
+    json: JsonFlag = False,
+) -> None:
+    """Run one generation step without and with OrchestrRL, over several seeds, and compare.
+
+    Starts the engines, a daemon, an agent and a gateway as processes on this machine, and ends them again. Writes
+    `report.json` and `remaining_requests.png`. Exit status 1 if a request was lost or its tokens differ.
+
+    Example: `orchestrrl demo --seeds 1,2`
+    """
+    # Imported here so that every other command starts without the demo's numerics.
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from orchestrrl.demo.report import as_json, write
+    from orchestrrl.demo.run import run_demo
+    from orchestrrl.demo.scenario import ENGINES, load_scenario
+
+    with reporting_errors():
+        if engine not in ENGINES:
+            raise ProblemFaults([f"--engine: must be one of {', '.join(ENGINES)}, got {engine!r}"])
+        scenario = load_scenario(engine)
+        chosen = _seeds(seeds) or list(scenario.seeds)
+        with Progress(
+            TextColumn("{task.description:32}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=stderr,
+            transient=True,
+        ) as bars:
+            task = bars.add_task("", total=None)
+            outcome = asyncio.run(
+                run_demo(
+                    scenario,
+                    engine,
+                    chosen,
+                    out,
+                    lambda what, done, total: bars.update(task, description=what, completed=done, total=total or None),
+                )
+            )
+        report_path, picture_path = write(outcome, out)
+    if json:
+        print_json(as_json(outcome))
+    else:
+        _print_tables(outcome)
+        print_lines([*_summary(outcome), f"wrote {report_path} and {picture_path}"])
+    if outcome.lost or outcome.differing:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _seeds(text: str) -> list[int]:
+    seeds, faults = [], []
+    for index, part in enumerate(part.strip() for part in text.split(",") if part.strip()):
+        if part.isdecimal():
+            seeds.append(int(part))
+        else:
+            faults.append(f"--seeds[{index}]: must be a whole number, got {part!r}")
+    if faults:
+        raise ProblemFaults(faults)
+    return seeds
+
+
+def _print_tables(demo: "DemoOutcome") -> None:
+    unit = "engine seconds" if demo.scenario.speed != 1 else "seconds"
+    print_table(
+        f"One generation step of {len(demo.seeds[0].samples)} requests: makespan in {unit}",
+        ("seed", "without", "with", "ratio", "oracle's ratio", "moves", "tokens recomputed"),
+        (
+            (
+                outcome.seed,
+                f"{outcome.static.makespan_s:.1f}",
+                f"{outcome.orchestrrl.makespan_s:.1f}",
+                f"{outcome.ratio:.3f}",
+                None if outcome.oracle_ratio is None else f"{outcome.oracle_ratio:.3f}",
+                outcome.moves,
+                f"{outcome.tokens_recomputed:,}",
+            )
+            for outcome in demo.seeds
+        ),
+    )
+    print_table(
+        f"Idle {unit} of each engine",
+        ("seed", "OrchestrRL", *(f"e{index}" for index in range(demo.scenario.engines))),
+        (
+            (outcome.seed, which, *(f"{seconds:.0f}" for seconds in record.idle_s))
+            for outcome in demo.seeds
+            for which, record in (("without", outcome.static), ("with", outcome.orchestrrl))
+        ),
+    )
+
+
+def _summary(demo: "DemoOutcome") -> Iterator[str]:
+    ratios = [outcome.ratio for outcome in demo.seeds]
+    yield f"makespan ratio (without / with): median {demo.ratio_median:.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
+    if demo.oracle_ratio_median is not None:
+        kept = "" if demo.gain_kept is None else f"; OrchestrRL keeps {demo.gain_kept:.0%} of its gain"
+        yield f"an oracle that knows every length: median {demo.oracle_ratio_median:.3f}{kept}"
+    yield f"requests lost: {demo.lost}, differing from an undisturbed run: {demo.differing}"
+    if demo.limit:
+        share, tokens, seed = demo.limit
+        yield (
+            f"what limits it: one answer cannot be split; with seed {seed} the longest ({tokens:,} tokens), alone on "
+            f"an engine, takes {share:.0%} of the step"
+        )
+    yield from (f"[red]{fault}[/red]" for fault in demo.faults[:5])

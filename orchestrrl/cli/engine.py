@@ -1,0 +1,103 @@
+"""`orchestrrl engine`: engines that come with OrchestrRL."""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from pydantic import ValidationError
+
+from orchestrrl.cli.output import reporting_errors
+from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
+from orchestrrl.errors import Permanent, ProblemFaults, faults_of
+
+engine = typer.Typer(no_args_is_help=True, help="Engines that come with OrchestrRL.")
+
+_DEFAULT = SimulatedOptions()
+
+
+@engine.callback()
+def _root() -> None:
+    pass
+
+
+@engine.command(epilog="Example: `orchestrrl engine simulated --port 8100 --speed 30 --max-num-seqs 48`")
+def simulated(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
+    model_name: Annotated[str, typer.Option(help="Name of the served model.")] = _DEFAULT.model_name,
+    alpha_s: Annotated[float, typer.Option(help="Step time: fixed part.")] = _DEFAULT.alpha_s,
+    beta_s: Annotated[float, typer.Option(help="Step time: per sequence.")] = _DEFAULT.beta_s,
+    gamma_s: Annotated[float, typer.Option(help="Step time: per resident KV token.")] = _DEFAULT.gamma_s,
+    prefill_tokens_per_s: Annotated[
+        float | None, typer.Option(help="Prefill rate; without it prefill takes no time.")
+    ] = _DEFAULT.prefill_tokens_per_s,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in a batch.")] = _DEFAULT.max_num_seqs,
+    kv_capacity_tokens: Annotated[int, typer.Option(help="KV cache.")] = _DEFAULT.kv_capacity_tokens,
+    block_tokens: Annotated[int, typer.Option(help="KV block size.")] = _DEFAULT.block_tokens,
+    max_model_len: Annotated[int, typer.Option(help="Longest context, in tokens.")] = _DEFAULT.max_model_len_tokens,
+    vocab_size: Annotated[int, typer.Option(help="Token ids.")] = _DEFAULT.vocab_size,
+    seed: Annotated[int, typer.Option(help="Seed of the weights; replicas share it.")] = _DEFAULT.seed,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(help="YAML with quantiles, tokens and correlation of answer lengths."),
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Virtual seconds per second.")] = _DEFAULT.speed,
+    tick_s: Annotated[float, typer.Option(help="Seconds between looks at the clock.")] = _DEFAULT.tick_s,
+) -> None:
+    """Serve a simulated engine with vLLM's HTTP surface until SIGTERM. Its URL is the first line of output.
+
+    A decode step takes `alpha + beta*sequences + gamma*kv_tokens` virtual seconds, and the tokens are a function of the
+    prompt and the seeds, so that a request continued on another engine can be checked token by token.
+    """
+    given: dict[str, Any] = {
+        "model_name": model_name,
+        "alpha_s": alpha_s,
+        "beta_s": beta_s,
+        "gamma_s": gamma_s,
+        "prefill_tokens_per_s": prefill_tokens_per_s,
+        "max_num_seqs": max_num_seqs,
+        "kv_capacity_tokens": kv_capacity_tokens,
+        "block_tokens": block_tokens,
+        "max_model_len_tokens": max_model_len,
+        "vocab_size": vocab_size,
+        "seed": seed,
+        "speed": speed,
+        "tick_s": tick_s,
+    }
+    with reporting_errors():
+        if lengths is not None:
+            given["lengths"] = _read_yaml(lengths)
+        asyncio.run(_serve(_options(given), host, port))
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ProblemFaults([f"lengths: cannot be read: {error}"]) from error
+
+
+def _options(given: dict[str, Any]) -> SimulatedOptions:
+    try:
+        return SimulatedOptions.model_validate(given)
+    except ValidationError as error:
+        raise ProblemFaults(faults_of(error)) from error
+
+
+async def _serve(options: SimulatedOptions, host: str, port: int) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        async with SimulatedServer(options, host=host, port=port) as server:
+            typer.echo(server.url)
+            await stop.wait()
+    except OSError as error:
+        raise Permanent(f"cannot listen on {host}:{port}: {error}") from error
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(engine, name="engine")

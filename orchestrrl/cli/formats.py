@@ -1,0 +1,83 @@
+"""Numbers as people read them: durations, ages, times of day, tokens, load indices, bars."""
+
+import math
+import time
+from collections.abc import Sequence
+
+UNKNOWN = "-"
+
+
+def duration(value_s: float | None) -> str:
+    """`1.2 ms`, `340 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`, `2 d 4 h`."""
+    if value_s is None or not math.isfinite(value_s):
+        return UNKNOWN
+    if value_s < 0:
+        return f"-{duration(-value_s)}"
+    if value_s < 0.9995:
+        return f"{value_s * 1000:.0f} ms" if value_s >= 0.0095 else f"{value_s * 1000:.2g} ms"
+    if value_s < 99.95:
+        return f"{value_s:.3g} s"
+    whole_s = round(value_s)
+    if whole_s < 3600:
+        return f"{whole_s // 60} min {whole_s % 60:02d} s"
+    if whole_s < 86400:
+        return f"{whole_s // 3600} h {whole_s % 3600 // 60:02d} min"
+    return f"{whole_s // 86400} d {whole_s % 86400 // 3600} h"
+
+
+def seconds(value_s: float | None) -> str:
+    """Predictions, to be compared down a column: `431.20 s`."""
+    return UNKNOWN if value_s is None else f"{value_s:,.2f} s"
+
+
+def time_of_day(unix_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+def count(value: float | None) -> str:
+    """Whole numbers with separators: `12,345`."""
+    return UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def rate(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.0f} tok/s"
+
+
+def load_index(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.3g}"
+
+
+def percent(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value * 100:.0f} %"
+
+
+def bar(fraction: float, width: int) -> str:
+    """A bar of `width` characters; anything above nothing shows at least a sliver."""
+    eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
+    if fraction > 0:
+        eighths = max(1, eighths)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + " ▏▎▍▌▋▊▉"[rest].strip()).ljust(width)
+
+
+LEAST_SHOWN = 0.01
+
+
+def chart(bin_tokens: int, counts: Sequence[float], rows: int = 16, width: int = 40) -> list[str]:
+    """A histogram of tokens as lines of text: neighbouring bins are put together until it has at most `rows` lines.
+
+    It ends with the last bin that holds a hundredth of a request: what a forecast leaves beyond is no request at all.
+    """
+    last = max((index for index, number in enumerate(counts) if number >= LEAST_SHOWN), default=-1)
+    used = counts[: last + 1]
+    if not used:
+        return []
+    together = math.ceil(len(used) / rows)
+    sums = [sum(used[start : start + together]) for start in range(0, len(used), together)]
+    span = bin_tokens * together
+    edges = [f"{index * span:,}-{(index + 1) * span:,}" for index in range(len(sums))]
+    label = max(map(len, edges))
+    return [
+        f"{edge:>{label}} {bar(number / max(sums), width)} {number:,.2f}".rstrip("0").rstrip(".")
+        for edge, number in zip(edges, sums, strict=True)
+    ]

@@ -1,0 +1,17 @@
+"""How `orchestrrl --help` is ordered: its panels, and nouns whose verbs live in several modules."""
+
+import typer
+
+# Panels of `orchestrrl --help`.
+SERVICES = "Services"
+RUNNING_DAEMON = "Ask and steer a running daemon"
+
+
+def group(app: typer.Typer, name: str, help_text: str, panel: str | None = None) -> typer.Typer:
+    """The command group `name` of the application, made by whoever asks first."""
+    for registered in app.registered_groups:
+        if registered.name == name and registered.typer_instance is not None:
+            return registered.typer_instance
+    made = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help=help_text)
+    app.add_typer(made, name=name, rich_help_panel=panel)
+    return made

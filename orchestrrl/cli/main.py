@@ -1,0 +1,63 @@
+"""The `orchestrrl` command: one Typer application, its commands grouped by noun in the modules beside this one."""
+
+import functools
+import importlib
+import sys
+from typing import Any
+
+import typer
+
+from orchestrrl import __version__
+
+_SETTINGS: dict[str, Any] = {
+    "name": "orchestrrl",
+    "no_args_is_help": True,
+    "rich_markup_mode": "markdown",
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "help": "Control plane for LLM reinforcement learning: watches vLLM servers, re-plans parallelism, moves requests.",
+}
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"orchestrrl {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+# Each module has a function `register(app)`, which adds these commands; the order is that of `orchestrrl --help`.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "demo": ("demo",),
+    "bench": ("bench",),
+    "daemon": ("daemon", "check-config"),
+    "gateway": ("gateway",),
+    "agent": ("agent",),
+    "engine": ("engine",),
+    "status": ("status", "workers", "requests", "mode", "move"),
+    "top": ("top",),
+    "moves": ("moves",),
+    "plan": ("plan",),
+    "journal": ("journal",),
+    "balance": ("balance",),
+    "ocs": ("ocs",),
+}
+
+
+@functools.cache
+def application(command: str = "") -> typer.Typer:
+    """Every command; with `command`, only the module that it lives in: a process imports no more than it runs."""
+    app = typer.Typer(callback=_root, **_SETTINGS)
+    wanted = [module for module, names in COMMANDS.items() if command in names] or list(COMMANDS)
+    for module in wanted if command != "--version" else ():
+        importlib.import_module(f"orchestrrl.cli.{module}").register(app)
+    return app
+
+
+def main() -> None:
+    application(sys.argv[1] if len(sys.argv) > 1 else "")()

@@ -1,0 +1,60 @@
+"""`orchestrrl moves`: the fast loop's last decision."""
+
+from typing import Any
+
+import typer
+from rich.markup import escape
+
+from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.formats import duration, load_index, time_of_day
+from orchestrrl.cli.groups import RUNNING_DAEMON
+from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table
+from orchestrrl.rpc.channel import DEFAULT_TARGET
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2
+
+
+def moves(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+    """Show the fast loop's last decision: load indices before and after, the moves, why no more.
+
+    Example: `orchestrrl moves`
+    """
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        return await answer(client, client.control.GetBalance, control_pb2.GetBalanceRequest())
+
+    found = ask(daemon, conversation)
+    if as_json:
+        print_json(found)
+        return
+    print_table(
+        "Load index (equation 5)",
+        ("worker", "before", "after"),
+        ((load["engine_id"], _index(load["before"]), _index(load["after"])) for load in found["load_index"]),
+    )
+    if found["moves"]:
+        print_table("Moves, in order", ("request", "from", "to", "state"), (move_row(move) for move in found["moves"]))
+    print_lines(reasons(found))
+
+
+def reasons(found: dict[str, Any]) -> list[str]:
+    """When and why, in words."""
+    spread = f"spread {_index(found['spread_before'])} before, {_index(found['spread_after'])} after"
+    return [
+        f"decided at {time_of_day(found['decided_unix_s'])} on inputs at most {duration(found['inputs_age_s'])} old: "
+        f"{escape(found['gate_reason'])}",
+        f"{spread}, theta {load_index(found['theta'])}; {len(found['moves'])} moves, "
+        f"stopped because {escape(found['stopped_because'] or 'nothing was to be done')}",
+    ]
+
+
+def move_row(move: dict[str, Any]) -> tuple[str, ...]:
+    return move["request_id"], move["from_engine_id"], move["to_engine_id"], move["state"]
+
+
+def _index(value: float | None) -> str:
+    return "stalled" if value is None else load_index(value)
+
+
+def register(app: typer.Typer) -> None:
+    app.command(rich_help_panel=RUNNING_DAEMON)(moves)

@@ -1,0 +1,201 @@
+"""`orchestrrl plan`: what the slow loop proposes and why, and an operator's word on it."""
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import typer
+
+from orchestrrl.cli import explain
+from orchestrrl.cli.control import DaemonOption, answer, ask, follow
+from orchestrrl.cli.formats import duration, seconds, time_of_day
+from orchestrrl.cli.groups import RUNNING_DAEMON, group
+from orchestrrl.cli.journal import print_line
+from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, stdout
+from orchestrrl.cli.status import control_words, fetch_status
+from orchestrrl.errors import ProblemFaults
+from orchestrrl.rpc.channel import DEFAULT_TARGET
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2
+from orchestrrl.rpc.plain import plain
+
+PlanId = Annotated[str, typer.Argument(metavar="[PLAN]", help="A plan's id; the latest if left out.")]
+Reason = Annotated[str, typer.Option("--reason", help="Who and why, for the journal.")]
+TimeToLive = Annotated[float, typer.Option("--ttl-s", help="Seconds until it ends by itself; 0: until released.")]
+
+
+def show(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+    """Show the plan in force, or the one named, and whether an operator has bound the planner.
+
+    Example: `orchestrrl plan show`
+    """
+    found, control, now_unix_s = ask(daemon, _fetch(plan))
+    if as_json:
+        print_json({**found, "control": control})
+        return
+    print_lines([*explain.headline(found, now_unix_s), f"planner: {control_words(control, now_unix_s)}"])
+
+
+def explain_plan(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+    """Say why a plan is as it is: its inputs' age, the alternatives, the gate's reason, predicted against actual.
+
+    Example: `orchestrrl plan explain plan-3`
+    """
+    found, control, now_unix_s = ask(daemon, _fetch(plan))
+    if as_json:
+        print_json({**found, "control": control})
+        return
+    print_lines(explain.headline(found, now_unix_s))
+    print_table("Alternatives", explain.ALTERNATIVE_COLUMNS, explain.alternative_rows(found), optional={"note"})
+    print_lines([*explain.predictions(found), *explain.histogram(found)])
+    stdout.print(f"planner: {control_words(control, now_unix_s)}")
+
+
+def list_plans(
+    limit: Annotated[int, typer.Option("--limit", min=1, help="How many of the newest.")] = 10,
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the newest plans, the latest first.
+
+    Example: `orchestrrl plan list --limit 5`
+    """
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        return await answer(client, client.control.ListPlans, control_pb2.ListPlansRequest(limit=limit))
+
+    found = ask(daemon, conversation)
+    if as_json:
+        print_json(found)
+        return
+    print_table(
+        "Plans",
+        ("plan", "made", "decision", "reason", "from", "to", "current", "proposed", "actual", "acted"),
+        (_row(plan) for plan in found["plans"]),
+        optional={"from"},
+    )
+
+
+def watch(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+    """Print each plan as it is made, the latest first, until Ctrl-C; with --json, one object a line.
+
+    Example: `orchestrrl plan watch --json`
+    """
+
+    async def conversation(client: ControlClient) -> None:
+        async for event in client.watch(client.control.WatchPlans, control_pb2.WatchPlansRequest()):
+            seen = plain(event)
+            print_line(json.dumps(seen) if as_json else _event_line(seen))
+
+    follow(daemon, conversation)
+
+
+def override(
+    configuration: Annotated[str, typer.Argument(help="The configuration to have.", metavar="CONFIGURATION")],
+    reason: Reason = "",
+    ttl_s: TimeToLive = 0.0,
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Replace the planner's choice by a configuration of yours, until released or expired.
+
+    Example: `orchestrrl plan override tp4 --reason "tail is long today" --ttl-s 3600`
+    """
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        order = control_pb2.OverridePlanRequest(configuration=configuration, reason=reason, ttl_s=_checked(ttl_s))
+        return await answer(client, client.control.OverridePlan, order)
+
+    _control(daemon, conversation, as_json)
+
+
+def pin(
+    reason: Reason = "",
+    ttl_s: TimeToLive = 0.0,
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Keep the deployment as it is, until released or expired.
+
+    Example: `orchestrrl plan pin --reason "benchmark running" --ttl-s 600`
+    """
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        order = control_pb2.PinPlanRequest(reason=reason, ttl_s=_checked(ttl_s))
+        return await answer(client, client.control.PinPlan, order)
+
+    _control(daemon, conversation, as_json)
+
+
+def release(reason: Reason = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+    """Give the planner its freedom back.
+
+    Example: `orchestrrl plan release --reason "benchmark over"`
+    """
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        return await answer(client, client.control.ReleasePlan, control_pb2.ReleasePlanRequest(reason=reason))
+
+    _control(daemon, conversation, as_json)
+
+
+def _fetch(plan_id: str) -> Callable[[ControlClient], Awaitable[tuple[dict[str, Any], dict[str, Any] | None, float]]]:
+    """The plan, the operator's word on the planner, and the daemon's time."""
+
+    async def conversation(client: ControlClient) -> tuple[dict[str, Any], dict[str, Any] | None, float]:
+        found = await answer(client, client.control.GetPlan, control_pb2.GetPlanRequest(plan_id=plan_id))
+        status = await fetch_status(client)
+        return found, status["plan_control"], status["now_unix_s"]
+
+    return conversation
+
+
+def _checked(ttl_s: float) -> float:
+    if not 0 <= ttl_s < float("inf"):
+        raise ProblemFaults([f"--ttl-s: must be >= 0, got {ttl_s:g}"])
+    return ttl_s
+
+
+def _control(daemon: str, conversation: Callable[[ControlClient], Awaitable[dict[str, Any]]], as_json: bool) -> None:
+    control = ask(daemon, conversation)
+    if as_json:
+        print_json(control)
+        return
+    until = "" if control["expires_unix_s"] is None else f", until {time_of_day(control['expires_unix_s'])}"
+    stdout.print(f"planner: {control_words(control)}{until}")
+
+
+def _row(plan: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        plan["plan_id"],
+        time_of_day(plan["created_unix_s"]),
+        plan["decision"],
+        plan["reason_code"],
+        plan["current_configuration"] or None,
+        plan["proposed_configuration"] or None,
+        seconds(plan["current_makespan_s"]),
+        seconds(plan["proposed_makespan_s"]),
+        seconds(plan["actual_makespan_s"]),
+        "yes" if plan["acted"] else "no",
+    )
+
+
+def _event_line(event: dict[str, Any]) -> str:
+    plan = event["plan"]
+    if plan is None:
+        return f"no plan yet; planner {control_words(event['control'])}"
+    times = f"{seconds(plan['current_makespan_s'])} now, {seconds(plan['proposed_makespan_s'])} proposed"
+    solved = f"solved in {duration(plan['solve_s'])}"
+    made = f"{time_of_day(plan['created_unix_s'])} {plan['plan_id']}"
+    return f"{made} {plan['decision']}: {plan['reason']} ({times}; {solved})"
+
+
+def register(app: typer.Typer) -> None:
+    plans = group(app, "plan", "What the planner proposes and why; override, pin and release it.", RUNNING_DAEMON)
+    plans.command("show")(show)
+    plans.command("explain")(explain_plan)
+    plans.command("list")(list_plans)
+    plans.command("watch")(watch)
+    plans.command("override")(override)
+    plans.command("pin")(pin)
+    plans.command("release")(release)

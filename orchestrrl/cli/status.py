@@ -1,0 +1,250 @@
+"""What the daemon sees, and what it may do: status, workers, requests, mode, move."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.formats import count, duration, load_index, percent, rate
+from orchestrrl.cli.groups import RUNNING_DAEMON
+from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stdout
+from orchestrrl.rpc.channel import DEFAULT_TARGET
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2
+from planner.model import Mode
+
+_MODE_TO_PB = {Mode.ADVISE: control_pb2.MODE_ADVISE, Mode.ACT: control_pb2.MODE_ACT}
+MOVE_TIMEOUT_S = 120.0  # a move waits for the destination's first token
+
+WORKER_COLUMNS = ("worker", "health", "run", "wait", "max", "KV used", "KV tokens", "decode", "load", "seen", "runs as")
+
+
+def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+    """Say how the fleet is: mode, workers, nodes, requests, moves, the plan.
+
+    Example: `orchestrrl status`
+    """
+    seen = ask(daemon, fetch_status)
+    if as_json:
+        print_json(seen)
+        return
+    print_lines(summary(seen))
+    _print_workers(seen["workers"])
+    print_table(
+        "Nodes",
+        ("node", "kind", "attached", "heard", "url"),
+        (
+            (
+                node["node_id"],
+                node["kind"],
+                "yes" if node["attached"] else "no",
+                ago(node["age_s"]),
+                node["url"] or None,
+            )
+            for node in seen["nodes"]
+        ),
+    )
+
+
+def workers(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+    """List the engines with their load, room, health and what they offer.
+
+    Example: `orchestrrl workers --json`
+    """
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        return await answer(client, client.control.ListWorkers, control_pb2.ListWorkersRequest())
+
+    found = ask(daemon, conversation)
+    if as_json:
+        print_json(found)
+        return
+    _print_workers(found["workers"])
+    print_table(
+        "What they are",
+        ("worker", "engine", "models", "max length", "preemptions", "url"),
+        (_identity(worker) for worker in found["workers"]),
+    )
+
+
+def requests(
+    engine: Annotated[str, typer.Option("--engine", help="Only those on this engine.", metavar="ENGINE")] = "",
+    limit: Annotated[int, typer.Option("--limit", min=0, help="At most this many; 0 is all.")] = 50,
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the requests in flight: where each is, how far, whether it may move.
+
+    Example: `orchestrrl requests --engine vllm-0 --limit 20`
+    """
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        wanted = control_pb2.ListRequestsRequest(engine_id=engine, limit=limit)
+        return await answer(client, client.control.ListRequests, wanted)
+
+    found = ask(daemon, conversation)
+    if as_json:
+        print_json(found)
+        return
+    print_table(
+        f"Requests: {len(found['requests'])} of {found['total']}",
+        ("request", "engine", "state", "prompt", "generated", "limit", "moves", "age", "movable", "group", "tag"),
+        (_request_row(request) for request in found["requests"]),
+        optional={"limit", "group", "tag"},
+    )
+
+
+def mode(
+    wanted: Annotated[Mode | None, typer.Argument(metavar="[advise|act]", help="Leave out to ask.")] = None,
+    reason: Annotated[str, typer.Option(help="Who and why, for the journal.")] = "",
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say or set whether the daemon acts, or only decides and explains.
+
+    Example: `orchestrrl mode act --reason "advice looked right for a day"`
+    """
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        if wanted is None:
+            return {"mode": (await fetch_status(client))["mode"]}
+        order = control_pb2.SetModeRequest(mode=_MODE_TO_PB[wanted], reason=reason)
+        return await answer(client, client.control.SetMode, order)
+
+    found = ask(daemon, conversation)
+    if as_json:
+        print_json(found)
+    elif "previous" in found:
+        stdout.print(f"mode {found['mode']}, was {found['previous']}")
+    else:
+        stdout.print(f"mode {found['mode']}")
+
+
+def move(
+    request: Annotated[str, typer.Argument(help="The request's id.", metavar="REQUEST")],
+    to: Annotated[str, typer.Option("--to", help="The engine that shall continue it.", metavar="ENGINE")],
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Move one request to another engine, as the balancer would, whatever the mode.
+
+    Example: `orchestrrl move req-17 --to vllm-1`
+    """
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        order = control_pb2.MoveRequestRequest(request_id=request, to_engine_id=to)
+        return await answer(client, client.control.MoveRequest, order, timeout_s=MOVE_TIMEOUT_S)
+
+    found = ask(daemon, conversation)
+    if as_json:
+        print_json(found)
+    elif found["done"]:
+        stdout.print(escape(f"{request} continues on {to}"))
+    if not found["done"]:
+        fail(f"{request} was not moved: {found['detail']}")
+
+
+async def fetch_status(client: ControlClient) -> dict[str, Any]:
+    return await answer(client, client.control.GetStatus, control_pb2.GetStatusRequest())
+
+
+def summary(seen: dict[str, Any]) -> list[str]:
+    """The state of the whole in a few lines."""
+    lines = [
+        f"OrchestrRL {seen['version']}, mode [bold]{seen['mode']}[/bold], generation {seen['generation']}, "
+        f"up {duration(seen['uptime_s'])}",
+        f"requests: {count(seen['requests_running'])} running, {count(seen['requests_waiting'])} waiting, "
+        f"{count(seen['requests_finished'])} finished",
+        f"moves: {count(seen['moves_done'])} done, {count(seen['moves_failed'])} failed, "
+        f"{count(seen['tokens_recomputed'])} tokens recomputed",
+        f"fast loop: {escape(seen['balance_reason'])}",
+        f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_words(seen['plan_control'])}",
+    ]
+    sick = [worker for worker in seen["workers"] if worker["health"] != "ok"]
+    lines += [
+        f"[red]{escape(w['engine_id'])} is {w['health']}[/red]: {escape(w['health_detail'] or 'no reason given')}"
+        for w in sick
+    ]
+    return lines
+
+
+def control_words(control: dict[str, Any] | None, now_unix_s: float | None = None) -> str:
+    """How the operator has bound the planner, e.g. `pinned for 4 min 10 s more (step 12 is precious)`."""
+    if control is None or control["state"] in ("", "free"):
+        return "free"
+    words = control["state"]
+    if control["configuration"]:
+        words += f" to {control['configuration']}"
+    if control["expires_unix_s"] is None:
+        words += " until released"
+    elif now_unix_s is not None:
+        words += f" for {duration(max(0.0, control['expires_unix_s'] - now_unix_s))} more"
+    if control["reason"]:
+        words += f" ({control['reason']})"
+    return escape(words)
+
+
+def worker_row(worker: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        worker["engine_id"],
+        worker["health"],
+        worker["running"],
+        worker["waiting"],
+        worker["max_sequences"] or None,
+        percent(kv_used(worker)),
+        count(worker["kv_capacity_tokens"] or None),
+        rate(worker["decode_tokens_per_s"]),
+        load_index(worker["load_index"]),
+        ago(worker["age_s"]),
+        worker["configuration"] or None,
+    )
+
+
+def kv_used(worker: dict[str, Any]) -> float | None:
+    """Fraction of the KV cache in use; None where its size is unknown."""
+    capacity = worker["kv_capacity_tokens"]
+    return 1.0 - worker["kv_free_tokens"] / capacity if capacity else None
+
+
+def ago(age_s: float | None) -> str:
+    return "never" if age_s is None else f"{duration(age_s)} ago"
+
+
+def _print_workers(listed: list[dict[str, Any]]) -> None:
+    print_table("Workers", WORKER_COLUMNS, (worker_row(worker) for worker in listed), optional={"runs as"})
+
+
+def _identity(worker: dict[str, Any]) -> tuple[object, ...]:
+    offers = worker["capabilities"]
+    if offers is None:
+        return (worker["engine_id"], "not asked yet", None, None, worker["preemptions_total"], worker["url"])
+    return (
+        worker["engine_id"],
+        f"{offers['engine']} {offers['version']}",
+        ", ".join(offers["models"]),
+        count(offers["max_model_len_tokens"]),
+        worker["preemptions_total"],
+        worker["url"],
+    )
+
+
+def _request_row(request: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        request["request_id"],
+        request["engine_id"] or "gateway",
+        request["state"],
+        count(request["prompt_tokens"]),
+        count(request["generated_tokens"]),
+        count(request["max_tokens"]) if request["max_tokens"] is not None else None,
+        request["moves"],
+        duration(request["age_s"]),
+        "yes" if request["movable"] else request["movable_detail"] or "no",
+        request["group_id"] or None,
+        request["tag"] or None,
+    )
+
+
+def register(app: typer.Typer) -> None:
+    for command in (status, workers, requests, mode, move):
+        app.command(rich_help_panel=RUNNING_DAEMON)(command)

@@ -1,0 +1,387 @@
+"""One YAML file -> one frozen configuration of the daemon, or every fault in it at once.
+
+`Reloadable` keeps the last good one when the file has become faulty.
+"""
+
+import ipaddress
+import math
+import re
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+
+from orchestrrl.errors import ProblemFaults, faults_of, shorten
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Mode
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _require(condition: Callable[[Any], bool], wish: str) -> Callable[[_Number], _Number]:
+    def check(value: _Number) -> _Number:
+        if not math.isfinite(value) or not condition(value):
+            raise ValueError(f"must be {wish}")
+        return value
+
+    return check
+
+
+PositiveFloat = Annotated[float, AfterValidator(_require(lambda value: value > 0, "> 0"))]
+NonNegativeFloat = Annotated[float, AfterValidator(_require(lambda value: value >= 0, ">= 0"))]
+PositiveInt = Annotated[int, AfterValidator(_require(lambda value: value > 0, "> 0"))]
+NonNegativeInt = Annotated[int, AfterValidator(_require(lambda value: value >= 0, ">= 0"))]
+Name = Annotated[str, Field(min_length=1)]
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """`127.0.0.1:7070` or `[::1]:7070` as host and port; ValueError with what is wrong."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("must be HOST:PORT with a port of 0 to 65535")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_address(address: str) -> str:
+    parse_address(address)
+    return address
+
+
+def _check_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must be an http:// or https:// URL")
+    return url
+
+
+Address = Annotated[str, AfterValidator(_check_address)]
+Url = Annotated[str, AfterValidator(_check_url)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Listen(_Section):
+    """Where the gRPC server listens. No authentication yet, so anything but loopback must be asked for."""
+
+    # allow_remote stands first because the check of the address reads it.
+    allow_remote: bool = False
+    address: Address = "127.0.0.1:7070"
+    socket: Name | None = None  # path of a Unix socket, beside the address
+
+    @field_validator("address")
+    @classmethod
+    def _local_unless_allowed(cls, address: str, info: ValidationInfo) -> str:
+        if not is_loopback(parse_address(address)[0]) and not info.data.get("allow_remote", True):
+            raise ValueError("is not a loopback address; set listen.allow_remote: true to serve other machines")
+        return address
+
+
+class JournalSettings(_Section):
+    path: Name = "orchestrrl-journal.sqlite"
+    # The oldest entries beyond this are dropped; those of open operations and live overrides stay.
+    max_entries: Annotated[int, AfterValidator(_require(lambda value: value >= 1000, ">= 1000"))] = 1_000_000
+
+
+class MetricsSettings(_Section):
+    address: Address = "127.0.0.1:9107"
+
+
+class FastSettings(_Section):
+    """The fast loop: who is congested, and which requests move."""
+
+    interval_s: PositiveFloat = 1.0
+    theta: NonNegativeFloat = 0.0002  # spread of the load index (equation 5) that is left alone
+    max_moves_per_tick: PositiveInt = 8
+    max_moves_per_request: NonNegativeInt = 4
+    headroom_tokens: NonNegativeInt = 128  # of free KV, kept for each running request to grow into
+    stale_after_s: PositiveFloat = 5.0
+    operation_expiry_s: PositiveFloat = 10.0
+    stall_grace_s: NonNegativeFloat = 5.0
+
+
+class SlowSettings(_Section):
+    """The slow loop: which configuration the fleet should have."""
+
+    interval_s: PositiveFloat = 30.0
+    epsilon_s: NonNegativeFloat = 10.0  # gain that a reconfiguration must bring beyond its cost
+    cooldown_s: NonNegativeFloat = 120.0
+    bin_tokens: PositiveInt = 512
+    max_output_tokens: PositiveInt = 32768
+    stale_after_s: PositiveFloat = 10.0
+
+
+class Gpus(_Section):
+    count: PositiveInt
+    per_node: PositiveInt = 8
+
+
+class ConfigurationSettings(_Section):
+    """One way to run an engine, as in `orchestrrl plan solve`."""
+
+    id: Name
+    gpus: PositiveInt
+    alpha_s: NonNegativeFloat
+    beta_s: NonNegativeFloat
+    gamma_s: NonNegativeFloat
+    kv_capacity_tokens: PositiveInt
+    max_sequences: PositiveInt
+    prefill_tokens_per_s: PositiveFloat
+    switch_s: NonNegativeFloat
+
+    def value(self) -> Configuration:
+        return Configuration(**{**self.model_dump(), "id": ConfigurationId(self.id)})
+
+
+class EngineSettings(_Section):
+    """What is known about an engine beforehand; agents and gateways may bring more engines."""
+
+    id: Name
+    url: Url
+    configuration: Name | None = None
+    gpus: tuple[NonNegativeInt, ...] = Field(default=(), strict=False)
+    max_sequences: PositiveInt | None = None
+    kv_capacity_tokens: PositiveInt | None = None
+
+    @property
+    def engine(self) -> EngineId:
+        return EngineId(self.id)
+
+    @property
+    def gpu_ids(self) -> tuple[GpuId, ...]:
+        return tuple(GpuId(gpu) for gpu in self.gpus)
+
+
+class Fleet(_Section):
+    gpus: Gpus | None = None
+    configurations: tuple[ConfigurationSettings, ...] = Field(default=(), strict=False)
+    engines: tuple[EngineSettings, ...] = Field(default=(), strict=False)
+
+    def configuration_values(self) -> tuple[Configuration, ...]:
+        return tuple(configuration.value() for configuration in self.configurations)
+
+
+class SwitchSettings(_Section):
+    """One optical circuit switch; `options` are its driver's."""
+
+    id: Name
+    driver: Name
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Config(_Section):
+    mode: Annotated[Mode, Field(strict=False)] = Mode.ADVISE
+    listen: Listen = Listen()
+    journal: JournalSettings = JournalSettings()
+    metrics: MetricsSettings | None = None
+    fast: FastSettings = FastSettings()
+    slow: SlowSettings = SlowSettings()
+    fleet: Fleet = Fleet()
+    ocs: tuple[SwitchSettings, ...] = Field(default=(), strict=False)
+
+
+def load_config(path: Path | str) -> Config:
+    """The configuration in the file. Raises ProblemFaults with every fault."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ProblemFaults([f"{path}: {reason}"]) from None
+    return parse_config(text)
+
+
+def parse_config(text: str) -> Config:
+    """As load_config, from text. An empty document is the default configuration."""
+    try:
+        document = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ProblemFaults([f"(document): is not YAML: {' '.join(str(error).split())}"]) from None
+    if document is None:
+        document = {}
+    if not isinstance(document, dict):
+        raise ProblemFaults([f"(document): must be a mapping of sections, got {shorten(document)}"])
+    document = {name: section for name, section in document.items() if section is not None}  # `fleet:` and no more
+    faults: list[str] = []
+    try:
+        config = Config.model_validate(document)
+    except ValidationError as error:
+        faults = faults_of(error)
+    # Sections are checked against each other even when other sections are faulty, so nothing waits for a second run.
+    faults += _cross_faults(document)
+    if faults:
+        raise ProblemFaults(faults)
+    return config
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without two of its traps: of two equal keys it silently keeps the last, and `1e-8` is a string to it."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    "while reading a mapping", node.start_mark, f"key {key!r} occurs twice", key_node.start_mark
+                )
+            if isinstance(key, Hashable):
+                seen.add(key)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _cross_faults(document: dict[Any, Any]) -> list[str]:
+    """Faults between entries: double ids, unknown configurations, GPUs that do not exist or serve two engines."""
+    fleet = document.get("fleet")
+    fleet = fleet if isinstance(fleet, dict) else {}
+    configurations, engines = _entries(fleet, "configurations"), _entries(fleet, "engines")
+    faults = _double_ids("fleet.configurations", configurations)
+    faults += _double_ids("fleet.engines", engines)
+    faults += _double_ids("ocs", _entries(document, "ocs"))
+    known = sorted(str(entry["id"]) for _, entry in configurations if "id" in entry)
+    for index, engine in engines:
+        wanted = engine.get("configuration")
+        if isinstance(wanted, str) and wanted not in known:
+            listing = ", ".join(known) or "none"
+            path = f"fleet.engines[{index}].configuration"
+            faults.append(f"{path}: is not one of fleet.configurations (known: {listing}), got {wanted!r}")
+    return faults + _gpu_faults(fleet, engines)
+
+
+def _entries(section: dict[Any, Any], key: str) -> list[tuple[int, dict[Any, Any]]]:
+    listing = section.get(key)
+    return (
+        [(i, entry) for i, entry in enumerate(listing) if isinstance(entry, dict)] if isinstance(listing, list) else []
+    )
+
+
+def _double_ids(path: str, entries: list[tuple[int, dict[Any, Any]]]) -> list[str]:
+    first: dict[str, int] = {}
+    faults = []
+    for index, entry in entries:
+        if not isinstance(entry.get("id"), str):
+            continue
+        if entry["id"] in first:
+            faults.append(f"{path}[{index}].id: is the id of {path}[{first[entry['id']]}] already, got {entry['id']!r}")
+        first.setdefault(entry["id"], index)
+    return faults
+
+
+def _gpu_faults(fleet: dict[Any, Any], engines: list[tuple[int, dict[Any, Any]]]) -> list[str]:
+    section = fleet.get("gpus")
+    count = section.get("count") if isinstance(section, dict) else None
+    owner: dict[int, str] = {}
+    faults = []
+    for index, engine in engines:
+        gpus = engine.get("gpus")
+        for position, gpu in enumerate(gpus if isinstance(gpus, list) else []):
+            path = f"fleet.engines[{index}].gpus[{position}]"
+            if not isinstance(gpu, int):
+                continue
+            if isinstance(count, int) and gpu >= count:
+                faults.append(f"{path}: must be less than fleet.gpus.count ({count}), got {gpu}")
+            if gpu in owner:
+                faults.append(f"{path}: is in use by {owner[gpu]} already, got {gpu}")
+            owner.setdefault(gpu, f"fleet.engines[{index}]")
+    return faults
+
+
+class Reloadable:
+    """The configuration in force. `reload` takes the file's, or keeps the old one and raises with the reason."""
+
+    def __init__(self, path: Path, config: Config) -> None:
+        self._path = path
+        self.config = config
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        return cls(path, load_config(path))
+
+    def reload(self) -> Config:
+        """The new configuration. Raises ProblemFaults and keeps the old one when the file is faulty."""
+        fresh = load_config(self._path)
+        fixed = [f"{name}: cannot change while the daemon runs" for name in _fixed_changes(self.config, fresh)]
+        if fixed:
+            raise ProblemFaults(fixed)
+        self.config = fresh
+        return fresh
+
+
+def _fixed_changes(old: Config, new: Config) -> list[str]:
+    """Sections that are bound to sockets, files and devices, where the two differ."""
+    return [name for name in ("listen", "journal", "metrics", "ocs") if getattr(old, name) != getattr(new, name)]
+
+
+EXAMPLE = """\
+# OrchestrRL daemon. Every section may be left out; the values shown are the defaults unless said otherwise.
+
+# advise: decide and explain, change nothing. act: also move requests. Begin with advise.
+mode: advise
+
+listen:
+  address: 127.0.0.1:7070       # gRPC; port 0 takes a free one
+  socket: null                  # also listen on this Unix socket, e.g. /run/orchestrrl.sock
+  allow_remote: false           # must be true for an address that is not loopback: there is no authentication yet
+
+journal:
+  path: orchestrrl-journal.sqlite
+  max_entries: 1000000          # the oldest beyond this are dropped
+
+# Prometheus metrics; without this section there are none.
+metrics:
+  address: 127.0.0.1:9107
+
+# The fast loop moves requests away from congested engines.
+fast:
+  interval_s: 1.0
+  theta: 0.0002                 # spread of the load index (running + waiting) / cap / decode rate that is left alone
+  max_moves_per_tick: 8
+  max_moves_per_request: 4
+  headroom_tokens: 128          # of free KV, kept for each running request to grow into
+  stale_after_s: 5.0            # an engine with older news is left out; without a gateway's news all is held
+  operation_expiry_s: 10.0      # a move that a gateway has not begun by then is off
+  stall_grace_s: 5.0            # after a step's start, before a decode rate of 0 counts as a stall
+
+# The slow loop proposes a configuration for the whole fleet.
+slow:
+  interval_s: 30.0
+  epsilon_s: 10.0               # gain that a proposal must bring beyond its cost
+  cooldown_s: 120.0
+  bin_tokens: 512               # of the histogram of remaining lengths
+  max_output_tokens: 32768      # where a request does not say
+  stale_after_s: 10.0
+
+# What agents and gateways cannot tell. All of it is optional; there is none by default.
+fleet:
+  gpus: {count: 8, per_node: 8}
+  configurations:
+    # One decode iteration over b sequences that hold K KV tokens takes alpha_s + beta_s*b + gamma_s*K.
+    - {id: tp2, gpus: 2, alpha_s: 0.0184, beta_s: 0.000081, gamma_s: 4.1e-8, kv_capacity_tokens: 582885,
+       max_sequences: 1024, prefill_tokens_per_s: 18000.0, switch_s: 1.7}
+    - {id: tp4, gpus: 4, alpha_s: 0.0155, beta_s: 0.000078, gamma_s: 2.0e-8, kv_capacity_tokens: 1315307,
+       max_sequences: 1024, prefill_tokens_per_s: 36000.0, switch_s: 1.9}
+  engines:
+    - {id: e0, url: "http://127.0.0.1:8000", configuration: tp2, gpus: [0, 1]}
+    - {id: e1, url: "http://127.0.0.1:8001", configuration: tp2, gpus: [2, 3], max_sequences: 256}
+
+# Optical circuit switches; there are none by default.
+ocs:
+  - {id: ocs1, driver: virtual, options: {}}
+"""

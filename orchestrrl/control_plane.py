@@ -1,0 +1,328 @@
+"""The daemon without its sockets: reports and results come in, ticks decide, orders go out to attached nodes.
+
+observe -> state -> decide -> gate -> journal -> act -> observe. Time is the clock's; whoever owns the loops calls
+`fast_tick` and `slow_tick`.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from orchestrrl.balance import BalanceDecision, Situation, balance_problem, decide_balance
+from orchestrrl.clock import Clock
+from orchestrrl.config import Config
+from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.execute.moves import MovesOutcome, run_moves
+from orchestrrl.execute.runner import Runner
+from orchestrrl.execute.settle import Evidence
+from orchestrrl.journal import Journal, Kind
+from orchestrrl.nodes import Attachment, NodeRegistry
+from orchestrrl.operations import MoveRequests, Operation, OperationResult, RequestMove, Route, SetRoutes
+from orchestrrl.plans import PlanBook
+from orchestrrl.reports import EngineReport, GatewayReport, NodeHello, NodeKind, ReportAck
+from orchestrrl.state import EngineFacts, State, Step
+from planner.model import Act, EngineHealth, EngineId, EngineView, Mode, Plan, PlanId, RequestId, Snapshot
+from planner.plan import PlannerConfig, make_plan
+
+logger = logging.getLogger(__name__)
+
+Offload = Callable[[Callable[[], Plan]], Awaitable[Plan]]
+
+
+async def inline(work: Callable[[], Plan]) -> Plan:
+    """Decide here and now; the daemon decides in a thread, so that telemetry flows meanwhile."""
+    return work()
+
+
+class ControlPlane:
+    """One fleet under control. Construction recovers what the journal holds."""
+
+    def __init__(self, config: Config, journal: Journal, clock: Clock, offload: Offload = inline) -> None:
+        self.config = config
+        self.journal = journal
+        self.clock = clock
+        self.state = State(engine_facts(config))
+        self.nodes = NodeRegistry()
+        self.runner = Runner(journal, self.nodes, clock, self._closed)
+        self.plans = PlanBook(journal, clock)
+        self.started_s = clock.now_s()
+        self.balance: BalanceDecision | None = None
+        self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
+        self._offload = offload
+        self._ended_step: Step | None = None  # the last one whose end is written down
+        self._moves_ended_s: float | None = None
+        self._health: dict[EngineId, EngineHealth] = {}
+        self._routed: tuple[tuple[object, ...], ...] = ()
+        self._moving: set[asyncio.Task[MovesOutcome]] = set()
+        self.mode = self._recovered_mode()
+        self.plans.recover()
+        self._recover_engines()
+        operations = self.runner.recover()
+        self._note(Kind.DAEMON_STARTED, "", {"mode": self.mode, "open_operations": operations})
+
+    # --- observe
+
+    def engine_reported(self, report: EngineReport, stream: int) -> ReportAck:
+        now_s = self.clock.now_s()
+        if self.state.fold_engine(report, now_s, stream) and self._health.get(report.engine) is not report.health:
+            before = self._health.get(report.engine)
+            self._health[report.engine] = report.health
+            detail = {"health": report.health, "before": before, "detail": report.health_detail, "url": report.url}
+            self._note(Kind.ENGINE_HEALTH, report.engine, detail)
+            logger.info("engine %s is %s %s", report.engine, report.health, report.health_detail)
+            self.send_routes(self.state.engines(now_s))
+        self._note_step_end()
+        self.nodes.heard(report.agent, now_s)
+        return ReportAck(report.sequence, self.journal.generation)
+
+    def gateway_reported(self, report: GatewayReport, stream: int) -> ReportAck:
+        now_s = self.clock.now_s()
+        self.state.fold_gateway(report, now_s, stream)
+        self._note_step_end()
+        self.nodes.heard(report.gateway, now_s)
+        return ReportAck(report.sequence, self.journal.generation)
+
+    def attach(self, hello: NodeHello) -> Attachment:
+        """A node's stream of orders begins. Its routes come first, then what is still open with it."""
+        now_s = self.clock.now_s()
+        attachment = self.nodes.attach(hello, now_s)
+        self.state.fold_hello(hello, now_s)
+        self._note(Kind.NODE_ATTACHED, hello.node, {"kind": hello.kind, "version": hello.version, "url": hello.url})
+        logger.info("%s %s attached", hello.kind, hello.node)
+        if hello.kind is NodeKind.GATEWAY:
+            self.send_routes(self.state.engines(now_s))
+        self.runner.attached(hello.node)
+        return attachment
+
+    def detach(self, attachment: Attachment) -> None:
+        if self.nodes.detach(attachment, self.clock.now_s()):
+            self._note(Kind.NODE_DETACHED, attachment.hello.node, {"kind": attachment.hello.kind})
+            logger.info("%s %s detached", attachment.hello.kind, attachment.hello.node)
+
+    def result_received(self, result: OperationResult) -> None:
+        self.nodes.heard(result.node, self.clock.now_s())
+        self.runner.receive(result)
+
+    # --- decide and act
+
+    def fast_tick(self) -> BalanceDecision:
+        """One turn of the fast loop."""
+        began = perf_counter()
+        snapshot = self.state.snapshot(self.clock.now_s())
+        self.runner.settle(lambda node: Evidence(snapshot, self.state.heard_s(node)))
+        situation = Situation(self.mode, self.moves_open, self._moves_ended_s)
+        decision = decide_balance(snapshot, self.config.fast, situation)
+        before, self.balance = self.balance, decision
+        acts = isinstance(decision.verdict, Act)
+        if acts or before is None or before.verdict.code != decision.verdict.code:
+            self._note_balance(decision, snapshot)
+        if acts:
+            task = asyncio.create_task(self._move(decision.moves))
+            self._moving.add(task)
+            task.add_done_callback(self._moved)
+        self.send_routes(snapshot.engines)
+        self.fast_tick_s = perf_counter() - began
+        return decision
+
+    async def slow_tick(self) -> Plan:
+        """One turn of the slow loop. A plan made while nothing is in flight is kept only when its verdict is new."""
+        began = perf_counter()
+        snapshot = self.state.snapshot(self.clock.now_s())
+        plan_id = PlanId(f"p{self.journal.generation}-{int(snapshot.now_s * 1000) % 10**9:09d}")
+        settings, control, mode = planner_config(self.config, snapshot), self.plans.control, self.mode
+        earlier = self.state.earlier_output_tokens
+
+        def decide() -> Plan:
+            return make_plan(plan_id, snapshot, settings, mode=mode, control=control, earlier_output_tokens=earlier)
+
+        plan = await self._offload(decide)
+        self.slow_tick_s = perf_counter() - began
+        plan = replace(plan, solve_s=self.slow_tick_s)
+        latest = self.plans.latest
+        if snapshot.requests or latest is None or latest.verdict.code != plan.verdict.code:
+            self.plans.add(plan, _digest(snapshot))
+        return plan
+
+    async def move(self, request: RequestId, to_engine: EngineId) -> MovesOutcome:
+        """An operator's own move. Raises ProblemFaults for what does not exist, Permanent for what must not move."""
+        snapshot = self.state.snapshot(self.clock.now_s())
+        found = next((view for view in snapshot.requests if view.id == request), None)
+        engines = {engine.id: engine for engine in snapshot.engines}
+        faults = []
+        if found is None:
+            faults.append(f"request_id: is not in flight, got {request!r}")
+        if to_engine not in engines:
+            known = ", ".join(engines) or "none"
+            faults.append(f"to_engine_id: is not a known engine (known: {known}), got {to_engine!r}")
+        if found is None or faults:
+            raise ProblemFaults(faults)
+        if not found.movable:
+            raise Permanent(f"request {request} cannot move: {found.movable_detail or 'its gateway says so'}")
+        if found.engine is None or found.engine == to_engine:
+            where = "held by its gateway" if found.engine is None else f"on {to_engine} already"
+            raise Permanent(f"request {request} is {where}")
+        if engines[to_engine].health is not EngineHealth.OK:
+            raise Permanent(f"engine {to_engine} is {engines[to_engine].health}: {engines[to_engine].health_detail}")
+        return await self._move((RequestMove(request, found.engine, to_engine),))
+
+    def set_mode(self, mode: Mode, reason: str) -> Mode:
+        """The mode from now on, also after a restart while the configured one stays the same; returns the previous."""
+        previous = self.mode
+        body = {"mode": mode, "previous": previous, "reason": reason, "configured": self.config.mode}
+        self._note(Kind.MODE, mode, body)
+        self.mode = mode
+        logger.info("mode is %s (was %s) %s", mode, previous, reason)
+        return previous
+
+    def reconfigure(self, config: Config) -> None:
+        """Take over a reloaded configuration, as far as it may change while running."""
+        configured, self.config = self.config.mode, config
+        self.state.set_facts(engine_facts(config))
+        self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
+        if config.mode is not configured:
+            self.set_mode(config.mode, "configuration reloaded")
+
+    def send_routes(self, engines: Sequence[EngineView]) -> None:
+        """Tell every attached gateway which engines there are, and how loaded each is."""
+        gateways = self.nodes.gateways()
+        if not gateways:
+            return
+        routes = tuple(self._route(engine) for engine in engines)
+        for gateway in gateways:
+            self.nodes.send(gateway, self.runner.next_operation(SetRoutes(routes), self.config.fast.operation_expiry_s))
+        shape = tuple((route.engine, route.url, route.health, route.draining) for route in routes)
+        if shape != self._routed:
+            self._routed = shape
+            listing = [{"engine": r.engine, "url": r.url, "health": r.health, "draining": r.draining} for r in routes]
+            self._note(Kind.ROUTES, "", {"routes": listing})
+
+    async def close(self, drain_s: float) -> None:
+        """Let results that are on their way come in; what stays open is the next generation's to settle."""
+        left = await self.runner.drain(drain_s)
+        for task in self._moving:
+            task.cancel()
+        await asyncio.gather(*self._moving, return_exceptions=True)
+        self.nodes.end_all()
+        self.plans.close()
+        self._note(Kind.DAEMON_STOPPED, "", {"open_operations": left})
+
+    @property
+    def moves_open(self) -> int:
+        """Operations that move requests and have no result yet."""
+        return sum(isinstance(opened.operation.action, MoveRequests) for opened in self.runner.open)
+
+    # --- inside
+
+    async def _move(self, moves: Sequence[RequestMove]) -> MovesOutcome:
+        return await run_moves(self.runner, moves, self.state.gateway_of, self.config.fast.operation_expiry_s)
+
+    def _moved(self, task: asyncio.Task[MovesOutcome]) -> None:
+        self._moving.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("moves failed: %s", task.exception())
+
+    def _closed(self, operation: Operation, result: OperationResult) -> None:
+        if isinstance(operation.action, MoveRequests):
+            self._moves_ended_s = self.clock.now_s()
+            self.state.fold_result(result)
+
+    def _route(self, engine: EngineView) -> Route:
+        return Route(
+            engine=engine.id,
+            url=engine.url,
+            health=engine.health if self.state.reported(engine.id) else None,
+            load_index=self.balance.load_index.get(engine.id) if self.balance else None,
+            kv_capacity_tokens=engine.kv_capacity_tokens,
+            kv_free_tokens=engine.kv_free_tokens,
+            max_sequences=engine.max_sequences,
+        )
+
+    def _recovered_mode(self) -> Mode:
+        """The configured mode, unless an operator set another since it was configured so."""
+        latest = self.journal.latest(Kind.MODE)
+        if latest is None or latest.body["configured"] != self.config.mode:
+            return self.config.mode
+        mode = Mode(latest.body["mode"])
+        if mode is not self.config.mode:
+            logger.warning("mode is %s, as an operator set it; configured is %s", mode, self.config.mode)
+        return mode
+
+    def _recover_engines(self) -> None:
+        """Engines that were routed to: a gateway that attaches before their agents do must not lose them."""
+        latest = self.journal.latest(Kind.ROUTES)
+        for route in latest.body["routes"] if latest else ():
+            self.state.remember_engine(EngineId(route["engine"]), route["url"], self.started_s)
+
+    def _note_step_end(self) -> None:
+        step = self.state.step
+        if step is None or step.ended_s is None or step is self._ended_step:
+            return
+        self._ended_step = step
+        self._note(Kind.STEP_ENDED, "", {"started_s": step.started_s, "ended_s": step.ended_s})
+        self.plans.step_ended(step)
+
+    def _note(self, kind: Kind, subject: str, body: dict[str, Any]) -> None:
+        self.journal.append(self.clock.now_s(), kind, subject, body)
+
+    def _note_balance(self, decision: BalanceDecision, snapshot: Snapshot) -> None:
+        verdict, balance = decision.verdict, decision.balance
+        logger.info("balance: %s %s", verdict.code, verdict.detail)
+        body = {
+            "acts": isinstance(verdict, Act),
+            "code": verdict.code,
+            "detail": verdict.detail,
+            "spread_before": balance.spread_before,
+            "spread_after": balance.spread_after,
+            "moves": [{"request": m.request, "from": m.source, "to": m.destination} for m in balance.moves],
+            "inputs_age_s": decision.inputs_age_s,
+            "inputs_digest": _digest(balance_problem(snapshot, self.config.fast)),
+        }
+        self._note(Kind.BALANCE, verdict.code, body)
+
+
+def engine_facts(config: Config) -> list[EngineFacts]:
+    """What the configuration says of each engine; its configuration's limits where the engine's own are not given."""
+    known = {configuration.id: configuration for configuration in config.fleet.configuration_values()}
+    facts = []
+    for engine in config.fleet.engines:
+        configuration = next((c for c in known.values() if c.id == engine.configuration), None)
+        facts.append(
+            EngineFacts(
+                id=EngineId(engine.id),
+                url=engine.url,
+                configuration=configuration.id if configuration else None,
+                gpus=engine.gpu_ids,
+                max_sequences=engine.max_sequences or (configuration.max_sequences if configuration else None),
+                kv_capacity_tokens=engine.kv_capacity_tokens
+                or (configuration.kv_capacity_tokens if configuration else None),
+            )
+        )
+    return facts
+
+
+def planner_config(config: Config, snapshot: Snapshot) -> PlannerConfig:
+    """What the planner may choose from. Without fleet.gpus, the GPUs are those that the engines have."""
+    configurations = config.fleet.configuration_values()
+    needed = {configuration.id: configuration.gpus for configuration in configurations}
+    in_use = sum(needed[engine.configuration] for engine in snapshot.engines if engine.configuration in needed)
+    gpus, slow = config.fleet.gpus, config.slow
+    return PlannerConfig(
+        configurations=configurations,
+        gpus_count=gpus.count if gpus else max(1, in_use),
+        per_node=gpus.per_node if gpus else 8,
+        epsilon_s=slow.epsilon_s,
+        cooldown_s=slow.cooldown_s,
+        stale_after_s=slow.stale_after_s,
+        bin_tokens=slow.bin_tokens,
+        max_output_tokens=slow.max_output_tokens,
+    )
+
+
+def _digest(inputs: object) -> str:
+    """Names the inputs of a decision, so that a replay can tell whether it has the same. `repr` of frozen values is
+    canonical."""
+    return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]

@@ -1,0 +1,90 @@
+"""The daemon: journal, control plane, server and metrics wired together, the two loops, and an orderly end."""
+
+import asyncio
+import inspect
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.clock import Clock
+from orchestrrl.config import Config, Reloadable
+from orchestrrl.control_plane import ControlPlane
+from orchestrrl.errors import OrchestrRLError, ProblemFaults
+from orchestrrl.journal import Journal
+from orchestrrl.metrics import serve_metrics
+from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.switches import SwitchesService, drivers_of
+from planner.model import Mode
+
+logger = logging.getLogger(__name__)
+
+# How long a stop waits for results that are on their way, and then for calls to end.
+DRAIN_S = 2.0
+GRACE_S = 0.5
+
+
+async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], None], mode: Mode | None = None) -> None:
+    """Serve until cancelled, then stop in order.
+
+    `announce` gets the address once it is bound; `mode` stands in for the configured one. Raises ProblemFaults for what
+    a switch's driver finds wrong, and Permanent when the journal or an address cannot be had.
+    """
+    config = _with_mode(file.config, mode)
+    drivers = drivers_of(config.ocs, clock)
+    async with AsyncExitStack() as stack:
+        journal = stack.enter_context(Journal(Path(config.journal.path), clock.now_s(), config.journal.max_entries))
+        plane = ControlPlane(config, journal, clock, offload=asyncio.to_thread)
+        switches = SwitchesService(drivers, journal, clock, {entry.id: entry.driver for entry in config.ocs})
+        stack.push_async_callback(switches.close)
+        switches.recover()
+        server = await Server.start(plane, config.listen, switches)
+        stack.push_async_callback(server.stop, GRACE_S)
+        # Undone in reverse: results come in while the server still serves.
+        stack.push_async_callback(plane.close, DRAIN_S)
+        if config.metrics is not None:
+            stack.push_async_callback((await serve_metrics(plane, config.metrics.address)).cleanup)
+        _reload_on_hangup(file, plane, mode, stack)
+        announce(server.address)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(switches.run())
+            tasks.create_task(run_loops(plane, clock))
+
+
+async def run_loops(plane: ControlPlane, clock: Clock) -> None:
+    """Both loops, until cancelled."""
+    async with asyncio.TaskGroup() as loops:
+        loops.create_task(_repeat(plane.fast_tick, lambda: plane.config.fast.interval_s, clock))
+        loops.create_task(_repeat(plane.slow_tick, lambda: plane.config.slow.interval_s, clock))
+
+
+async def _repeat(tick: Callable[[], Awaitable[Any] | Any], interval_s: Callable[[], float], clock: Clock) -> None:
+    """A tick that the world made fail, e.g. by a full disk, is logged and the next one comes; a defect ends the
+    daemon, and gateways go on by its last orders."""
+    while True:
+        try:
+            outcome = tick()
+            if inspect.isawaitable(outcome):
+                await outcome
+        except OrchestrRLError as error:
+            logger.error("%s failed: %s", tick.__name__, error)
+        await clock.sleep(interval_s())
+
+
+def _with_mode(config: Config, mode: Mode | None) -> Config:
+    return config if mode is None else config.model_copy(update={"mode": mode})
+
+
+def _reload_on_hangup(file: Reloadable, plane: ControlPlane, mode: Mode | None, stack: AsyncExitStack) -> None:
+    def reload() -> None:
+        try:
+            plane.reconfigure(_with_mode(file.reload(), mode))
+            logger.warning("configuration reloaded")
+        except ProblemFaults as error:
+            logger.error("configuration not reloaded, the old one stays in force:\n%s", error)
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    stack.callback(loop.remove_signal_handler, signal.SIGHUP)

@@ -1,0 +1,151 @@
+"""The demo's scenario: read from YAML, and what follows from it: prompts, lengths, and what a right answer is."""
+
+import random
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from orchestrrl.engines.simulated_core import EngineShape
+from orchestrrl.engines.simulated_tokens import EOS, FIRST_WORD, LengthModel, TokenModel
+from orchestrrl.errors import ProblemFaults, faults_of
+from orchestrrl.sim.step import StepRequest
+from planner.model import RequestId
+
+ENGINES = ("simulated", "vllm")
+VLLM_VOCABULARY = 512  # of the tiny model; ids below 16 are special
+_Positive = Annotated[float, Field(gt=0)]
+_Count = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineSection(_Section):
+    """One engine. The step time is the simulated engine's; vLLM brings its own."""
+
+    alpha_s: _Positive = 0.0184
+    beta_s: Annotated[float, Field(ge=0)] = 0.0
+    gamma_s: Annotated[float, Field(ge=0)] = 0.0
+    prefill_tokens_per_s: _Positive = 18_000
+    max_num_seqs: _Count
+    kv_capacity_tokens: _Count
+    max_model_len_tokens: _Count
+
+    @property
+    def shape(self) -> EngineShape:
+        return EngineShape(
+            self.alpha_s,
+            self.beta_s,
+            self.gamma_s,
+            self.max_num_seqs,
+            self.kv_capacity_tokens,
+            1 / self.prefill_tokens_per_s,
+        )
+
+
+class ControlSection(_Section):
+    """OrchestrRL's settings, in seconds of wall time."""
+
+    scrape_interval_s: _Positive
+    rate_window_s: _Positive
+    report_interval_s: _Positive
+    fast_interval_s: _Positive
+    slow_interval_s: _Positive
+    theta: Annotated[float, Field(ge=0)]
+    max_moves_per_tick: _Count
+    max_moves_per_request: _Count
+
+
+class LengthsSection(_Section):
+    quantiles: tuple[float, ...]
+    tokens: tuple[float, ...]
+    correlation: float
+
+    @property
+    def model(self) -> LengthModel:
+        return LengthModel(self.quantiles, self.tokens, self.correlation)
+
+
+class Scenario(_Section):
+    """One generation step, to be run over several seeds."""
+
+    engines: _Count
+    engine: EngineSection
+    prompts: _Count
+    samples: _Count
+    prompt_tokens: tuple[_Count, _Count]
+    max_tokens: _Count
+    lengths: LengthsSection
+    # A model without a sense of length: each request's own max_tokens is how long its answer will be.
+    length_is_max_tokens: bool = False
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)]
+    speed: _Positive
+    tick_s: _Positive = 0.03
+    control: ControlSection
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request of the step."""
+
+    id: RequestId
+    group: str  # the prompt's name
+    prompt_ids: tuple[int, ...]
+    output_tokens: int  # how long its answer will be
+    dealt_to: int  # the engine that the framework would deal its prompt to
+
+    @property
+    def request(self) -> StepRequest:
+        return StepRequest(self.id, self.group, len(self.prompt_ids), self.output_tokens)
+
+
+def load_scenario(engine: str) -> Scenario:
+    """The shipped scenario for `simulated` or `vllm`. Raises ProblemFaults if it has been edited into nonsense."""
+    text = files("orchestrrl.demo").joinpath(f"{engine}.yaml").read_text(encoding="utf-8")
+    document = yaml.safe_load(text)
+    # YAML 1.1 reads 4.1e-8 as a number but 1e-8 as a string; pydantic takes both.
+    try:
+        return Scenario.model_validate(document)
+    except ValidationError as error:
+        raise ProblemFaults(faults_of(error)) from None
+
+
+def samples(scenario: Scenario, engine: str, seed: int) -> list[Sample]:
+    """The step's requests in order of submission: a prompt's samples together, prompts dealt round robin.
+
+    The engines decode greedily, so that a moved request can be checked against an undisturbed one; a prompt's samples
+    differ in its last token instead of in what is drawn.
+    """
+    rng = random.Random(seed)
+    vocabulary = (FIRST_WORD, TokenModel().vocab_size) if engine == "simulated" else (16, VLLM_VOCABULARY)
+    tokens = TokenModel(lengths=scenario.lengths.model)
+    result = []
+    for prompt in range(scenario.prompts):
+        length = rng.randint(*scenario.prompt_tokens)
+        shared_ids = tuple(rng.randrange(*vocabulary) for _ in range(length - 1))
+        for sample in range(scenario.samples):
+            prompt_ids = (*shared_ids, vocabulary[0] + sample)
+            output_tokens = min(tokens.begin(prompt_ids).answer_tokens, scenario.max_tokens)
+            result.append(
+                Sample(
+                    RequestId(f"step{seed}-p{prompt:02d}-s{sample}"),
+                    f"step{seed}-p{prompt:02d}",
+                    prompt_ids,
+                    output_tokens,
+                    prompt % scenario.engines,
+                )
+            )
+    return result
+
+
+def expected_ids(scenario: Scenario, sample: Sample) -> list[int]:
+    """What an undisturbed simulated engine answers, computed without any engine."""
+    generation = TokenModel(lengths=scenario.lengths.model).begin(sample.prompt_ids)
+    ids = [generation.next_token()[0] for _ in range(sample.output_tokens)]
+    if generation.answer_tokens <= scenario.max_tokens:
+        ids[-1] = EOS  # it ends by itself rather than at the limit
+    return ids

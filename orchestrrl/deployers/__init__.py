@@ -1,0 +1,1 @@
+"""Deployers: how engines come to be started and stopped."""

@@ -1,0 +1,165 @@
+"""What OrchestrRL asks of an inference engine, over whatever protocol the engine speaks.
+
+A plug point: one module per engine, registered in the entry-point group `orchestrrl.engines`. Every implementation
+passes `orchestrrl/engines/conformance.py`. Implementations raise `Retryable` (refused, busy), `Permanent` (the engine
+says the request is wrong) and `OutcomeUnknown` (the connection broke after the request had been sent).
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from orchestrrl.errors import Permanent
+from planner.model import EngineHealth
+
+
+class Endpoint(StrEnum):
+    """OpenAI's two ways to ask for tokens."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+
+class PauseMode(StrEnum):
+    """What becomes of running requests: frozen where they are, finished first, or ended with what they have."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine was found to offer; asked, never assumed from a version."""
+
+    engine: str
+    version: str
+    models: tuple[str, ...]
+    token_ids: bool = False
+    abort_requests: bool = False
+    pause: bool = False
+    collective_rpc: bool = False
+    weight_transfer: bool = False
+    sleep: bool = False
+    scale_elastic_ep: bool = False
+    tokens_endpoint: bool = False
+    max_model_len_tokens: int | None = None
+    max_sequences: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """One reading of an engine's metrics. Totals are counters since the engine's start."""
+
+    running: int
+    waiting: int
+    kv_usage_fraction: float  # 0..1
+    kv_capacity_tokens: int
+    generation_tokens_total: int
+    prompt_tokens_total: int
+    preemptions_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one generated token, with the alternatives that were asked for."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One attempt at a request on one engine. `body` is the OpenAI body without `stream` and `return_token_ids`,
+    which the engine client sets itself; `n` in it is absent or 1."""
+
+    request_id: str  # unique per attempt: names it for `abort`
+    endpoint: Endpoint
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some newly generated tokens. The last chunk of a stream has a finish_reason; a stream that ends without one
+    was cut (the implementation raises OutcomeUnknown instead of ending silently)."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    prompt_token_ids: tuple[int, ...] | None = None  # with the first chunk
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token id, when asked for
+    finish_reason: str | None = None  # stop | length | abort | ...
+    stop_reason: int | str | None = None
+    raw: Mapping[str, Any] | None = None  # the engine's own choice object, for fields that are only passed on
+
+
+class Refused(Permanent):
+    """The engine answered that the request is wrong: its HTTP status, and its own error object to pass on."""
+
+    def __init__(self, message: str, status: int, body: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = body
+
+
+class Engine(Protocol):
+    """A client of one engine. Construction opens nothing; `close` releases connections."""
+
+    url: str
+
+    async def capabilities(self) -> Capabilities: ...
+
+    async def metrics(self) -> EngineMetrics:
+        """Raises Retryable when the engine cannot be reached, Permanent when it answers something else than metrics."""
+        ...
+
+    async def healthy(self) -> bool:
+        """The engine's own word; see `probe` for the proof."""
+        ...
+
+    async def probe(self) -> float:
+        """Seconds that a real completion of one token took; raises when it failed."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """Stream one request. Closing the iterator early closes the connection, which aborts it on the engine."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop these attempts, named as in GenerationRequest; unknown ones are ignored."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def is_paused(self) -> bool: ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a scrape of an engine came to: its health, and its metrics where they could be read."""
+
+    health: EngineHealth
+    detail: str
+    metrics: EngineMetrics | None
+    scrape_s: float
+
+
+ENTRY_POINT_GROUP = "orchestrrl.engines"
+
+
+def connect(name: str, url: str, **options: Any) -> Engine:
+    """A client for the engine product `name` at `url`. Raises Permanent for an unknown name, listing the known ones."""
+    known = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in known:
+        raise Permanent(f"unknown engine {name!r}; known: {', '.join(sorted(known))}")
+    factory: Any = known[name].load()
+    engine: Engine = factory(url, **options)
+    return engine

@@ -1,0 +1,495 @@
+"""The contract of an engine, as tests: subclass `EngineConformance` in a test module and give it an `engine` fixture.
+
+    class TestMine(EngineConformance):
+        @pytest.fixture
+        async def engine(self):
+            engine = connect("mine", url)
+            yield engine
+            await engine.close()
+
+The engine must be otherwise idle, with few seats (4, say), a longest context of 16,384 tokens and hardly more KV than
+that. It speaks vLLM's HTTP surface; where the simulated engine and vLLM differ, vLLM is right.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import aiohttp
+
+from orchestrrl.engines.base import (
+    Capabilities,
+    Chunk,
+    Endpoint,
+    Engine,
+    EngineMetrics,
+    GenerationRequest,
+    PauseMode,
+    Refused,
+    TokenLogprob,
+)
+from orchestrrl.errors import Retryable
+
+DEADLINE_S = 120.0
+POLL_S = 0.05
+LOOKS_WHILE_FROZEN = 10
+LONG_TOKENS = 16_000  # never gets to its end: whatever is done to it comes first
+PROMPT = (84, 111, 100, 97, 121)
+TEXT = "bado kuli"
+
+_numbers = count()
+
+
+@dataclass
+class Run:
+    """One request and what has come of it so far."""
+
+    id: str
+    chunks: list[Chunk] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [item for chunk in self.chunks for item in chunk.logprobs or ()]
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...] | None:
+        return self.chunks[0].prompt_token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.chunks[-1].finish_reason if self.chunks else None
+
+    async def done(self) -> "Run":
+        """Wait for the end; an engine's refusal is raised here."""
+        assert self.task is not None
+        async with asyncio.timeout(DEADLINE_S):
+            await self.task
+        return self
+
+
+class Bench:
+    """An engine with what tests need around it."""
+
+    def __init__(self, engine: Engine, capabilities: Capabilities) -> None:
+        self.engine = engine
+        self.capabilities = capabilities
+        self._started: list[Run] = []
+
+    @property
+    def seats(self) -> int:
+        assert self.capabilities.max_sequences is not None
+        return self.capabilities.max_sequences
+
+    def start(self, prompt: Any = PROMPT, *, chat: bool = False, **body: Any) -> Run:
+        """Send a request: greedy, and without an end of its own, unless `body` says otherwise."""
+        asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        defaults = {"model": self.capabilities.models[0], "temperature": 0, "ignore_eos": True}
+        endpoint = Endpoint.CHAT if chat else Endpoint.COMPLETIONS
+        run = Run(f"conformance-{time.time_ns()}-{next(_numbers)}")
+        request = GenerationRequest(run.id, endpoint, {**defaults, **asked, **body})
+        run.task = asyncio.create_task(self._read(request, run))
+        self._started.append(run)
+        return run
+
+    async def run(self, prompt: Any = PROMPT, *, chat: bool = False, **body: Any) -> Run:
+        return await self.start(prompt, chat=chat, **body).done()
+
+    async def _read(self, request: GenerationRequest, run: Run) -> None:
+        async for chunk in self.engine.generate(request):
+            run.chunks.append(chunk)
+
+    async def until(self, condition: Callable[[EngineMetrics], bool]) -> EngineMetrics:
+        """Poll the metrics until they are as wanted. An engine may be too busy to answer for a while."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                with suppress(Retryable):
+                    metrics = await self.engine.metrics()
+                    if condition(metrics):
+                        return metrics
+                await asyncio.sleep(POLL_S)
+
+    async def until_all_speak(self, *runs: Run) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not all(run.token_ids for run in runs):
+                await asyncio.sleep(POLL_S)
+
+    async def until_idle(self) -> EngineMetrics:
+        return await self.until(lambda m: m.running == 0 and m.waiting == 0 and m.kv_usage_fraction == 0)
+
+    async def fill(self, tokens: int = LONG_TOKENS) -> tuple[list[Run], list[Run]]:
+        """Take every seat for so many tokens, and queue two short requests more: those running and those waiting."""
+        running = [self.start([*PROMPT, seat], max_tokens=tokens) for seat in range(self.seats)]
+        await self.until_all_speak(*running)
+        waiting = [self.start([*PROMPT, 100 + seat], max_tokens=50) for seat in range(2)]
+        await self.until(lambda m: m.waiting >= len(waiting))
+        return running, waiting
+
+    async def clear(self) -> None:
+        """Leave the engine as it was found."""
+        await self.engine.resume()
+        tasks = [run.task for run in self._started if run.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.until_idle()
+
+
+@asynccontextmanager
+async def at(engine: Engine) -> AsyncIterator[Bench]:
+    """A bench for one test on an idle engine."""
+    bench = Bench(engine, await engine.capabilities())
+    await bench.until_idle()
+    try:
+        yield bench
+    finally:
+        await bench.clear()
+
+
+async def post(engine: Engine, path: str, body: Any) -> tuple[int, Any]:
+    """One exchange over plain HTTP, for what the protocol does not cover."""
+    async with aiohttp.ClientSession() as session:
+        async with session.post(engine.url + path, json=body) as response:
+            return response.status, await response.json()
+
+
+# Bodies that are wrong, with the status that they earn. `prompt` etc. replace those of a good request.
+WRONG_BODIES: list[tuple[int, dict[str, Any]]] = [
+    (400, {"max_tokens": 0}),
+    (400, {"max_tokens": -1}),
+    (400, {"max_tokens": "many"}),
+    (400, {"prompt": []}),
+    (400, {"prompt": ""}),
+    (400, {"prompt": None}),
+    (400, {"prompt": [-1]}),
+    (400, {"prompt": [10_000_000]}),
+    (400, {"temperature": -1}),
+    (400, {"top_p": 2}),
+    (400, {"seed": "a"}),
+    (400, {"logprobs": 100}),
+    (400, {"min_tokens": 50, "max_tokens": 10}),
+    (404, {"model": "no-such-model"}),
+]
+
+
+class EngineConformance:
+    """Each test finds the engine idle and leaves it idle."""
+
+    async def test_capabilities(self, engine: Engine) -> None:
+        found = await engine.capabilities()
+        assert found.version
+        assert found.models
+        assert found.token_ids
+        assert found.abort_requests
+        assert found.pause
+        assert found.max_model_len_tokens is not None
+        assert found.max_sequences is not None
+
+    async def test_healthy_and_probe(self, engine: Engine) -> None:
+        assert await engine.healthy()
+        assert await engine.probe() > 0
+
+    async def test_token_ids_in_and_out(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            run = await bench.run(max_tokens=40)
+            assert run.prompt_token_ids == PROMPT
+            assert all(chunk.prompt_token_ids is None for chunk in run.chunks[1:])
+            assert len(run.token_ids) == 40
+            assert run.text
+            assert [chunk.finish_reason for chunk in run.chunks if chunk.finish_reason] == ["length"]
+
+    async def test_text_is_tokenized_and_its_ids_do_as_well(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            by_text = await bench.run(TEXT, max_tokens=30)
+            assert by_text.prompt_token_ids is not None
+            assert await engine.detokenize(by_text.prompt_token_ids) == TEXT
+            by_ids = await bench.run(list(by_text.prompt_token_ids), max_tokens=30)
+            assert by_ids.token_ids == by_text.token_ids
+
+    async def test_greedy_is_deterministic_alone_and_in_a_batch(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            alone = await bench.run(max_tokens=200)
+            together = [bench.start(max_tokens=200)] + [bench.start([9, 8, 7 + n], max_tokens=150) for n in range(3)]
+            assert [(await run.done()).finish_reason for run in together] == ["length"] * 4
+            assert together[0].token_ids == alone.token_ids
+
+    async def test_greedy_ignores_the_seed(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            runs = [await bench.run(max_tokens=50, seed=seed) for seed in (1, 2)]
+            assert runs[0].token_ids == runs[1].token_ids
+
+    async def test_prompt_and_partial_answer_continue_as_the_undisturbed_answer(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            whole = (await bench.run(max_tokens=300)).token_ids
+            for cut in (1, 17, 128, 299):
+                rest = await bench.run([*PROMPT, *whole[:cut]], max_tokens=300 - cut)
+                assert rest.token_ids == whole[cut:]
+
+    async def test_streaming_equals_not_streaming(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            streamed = await bench.run(max_tokens=60)
+            body = {"model": bench.capabilities.models[0], "prompt": list(PROMPT), "max_tokens": 60}
+            body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+            status, answer = await post(engine, "/v1/completions", body)
+            assert status == 200
+            choice = answer["choices"][0]
+            assert choice["token_ids"] == streamed.token_ids
+            assert choice["text"] == streamed.text
+            assert choice["finish_reason"] == "length"
+            assert choice["prompt_token_ids"] == list(PROMPT)
+            assert answer["usage"] == answer["usage"] | {"prompt_tokens": 5, "completion_tokens": 60}
+
+    async def test_max_tokens_is_cut_to_the_room_in_the_context(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            longest = bench.capabilities.max_model_len_tokens or 0
+            run = await bench.run([5] * (longest - 3), max_tokens=100)
+            assert len(run.token_ids) == 3
+            assert run.finish_reason == "length"
+
+    async def test_completions_have_16_tokens_by_default(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            assert len((await bench.run()).token_ids) == 16
+
+    async def test_a_stop_token_ends_the_answer_and_belongs_to_it(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            whole = (await bench.run(max_tokens=40)).token_ids
+            stop = whole[20]
+            end = whole.index(stop) + 1
+            run = await bench.run(max_tokens=40, stop_token_ids=[stop])
+            assert run.token_ids == whole[:end]
+            assert run.finish_reason == "stop"
+            assert run.chunks[-1].stop_reason == stop
+            held_back = await bench.run(max_tokens=end, stop_token_ids=[stop], min_tokens=end)
+            assert len(held_back.token_ids) == end
+
+    async def test_logprobs_of_completions(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            run = await bench.run(max_tokens=20, logprobs=2)
+            _check_logprobs(run, alternatives=2)
+            without = await bench.run(max_tokens=20)
+            assert all(chunk.logprobs is None for chunk in without.chunks)
+            assert without.token_ids == run.token_ids
+
+    async def test_logprobs_of_chats(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            _check_logprobs(await bench.run(TEXT, chat=True, max_tokens=20, logprobs=True, top_logprobs=2), 2)
+
+    async def test_a_chat_goes_on_as_a_completion_of_its_tokens(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            chat = await bench.run(TEXT, chat=True, max_tokens=60)
+            assert chat.prompt_token_ids
+            assert len(chat.token_ids) == 60
+            assert chat.finish_reason == "length"
+            rest = await bench.run([*chat.prompt_token_ids, *chat.token_ids[:25]], max_tokens=35)
+            assert rest.token_ids == chat.token_ids[25:]
+
+    async def test_metrics_move(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            before = await bench.until_idle()
+            run = bench.start(max_tokens=LONG_TOKENS)
+            busy = await bench.until(lambda m: m.running == 1 and m.kv_usage_fraction > 0)
+            assert busy.kv_capacity_tokens > 0
+            assert 0 < busy.kv_usage_fraction <= 1
+            await engine.abort([run.id])
+            await run.done()
+            short = await bench.run(max_tokens=30)
+            after = await bench.until_idle()
+            made = len(run.token_ids) + len(short.token_ids)
+            assert after.prompt_tokens_total - before.prompt_tokens_total == 2 * len(PROMPT)
+            # A token may be made between the abort's order and its effect.
+            assert 0 <= after.generation_tokens_total - before.generation_tokens_total - made <= 8
+
+    async def test_abort_ends_a_request_and_frees_its_kv(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            for chat in (False, True):
+                run = bench.start(TEXT, chat=chat, max_tokens=LONG_TOKENS)
+                other = bench.start(max_tokens=LONG_TOKENS)
+                await bench.until_all_speak(run, other)
+                await engine.abort([run.id])
+                await run.done()
+                assert run.finish_reason == "abort"
+                assert 0 < len(run.token_ids) < LONG_TOKENS
+                assert (await bench.until(lambda m: m.running == 1)).kv_usage_fraction > 0
+                await engine.abort([other.id])
+                await other.done()
+                await bench.until_idle()
+                partial = run.token_ids
+                again = await bench.run(TEXT, chat=chat, max_tokens=len(partial))
+                assert again.token_ids == partial
+
+    async def test_abort_of_unknown_or_no_requests_harms_nobody(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            run = bench.start(max_tokens=300)
+            await bench.until_all_speak(run)
+            await engine.abort(["never-heard-of"])
+            await engine.abort([])
+            assert (await run.done()).finish_reason == "length"
+
+    async def test_abort_of_a_waiting_request(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            running, waiting = await bench.fill()
+            await engine.abort([waiting[0].id])
+            assert (await waiting[0].done()).finish_reason == "abort"
+            assert waiting[0].token_ids == []
+            await engine.abort([run.id for run in running])
+            assert [(await run.done()).finish_reason for run in running] == ["abort"] * len(running)
+            assert len((await waiting[1].done()).token_ids) == 50
+
+    async def test_abort_right_after_sending(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            runs = [bench.start(max_tokens=LONG_TOKENS) for _ in range(4)]
+            await asyncio.sleep(0)
+            await engine.abort([run.id for run in runs])
+            assert [(await run.done()).finish_reason for run in runs] == ["abort"] * 4
+            await bench.until_idle()
+
+    async def test_a_client_that_leaves_has_its_request_aborted(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            running, waiting = await bench.fill()
+            for run in (*waiting, *running):
+                assert run.task is not None
+                run.task.cancel()
+            await bench.until_idle()
+
+    async def test_pause_keep_freezes_and_goes_on(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            run = bench.start(max_tokens=LONG_TOKENS)
+            await bench.until_all_speak(run)
+            await engine.pause(PauseMode.KEEP)
+            assert await engine.is_paused()
+            newcomer = bench.start(max_tokens=5)
+            made = []
+            for _ in range(LOOKS_WHILE_FROZEN):
+                made.append((await engine.metrics()).generation_tokens_total)
+                await asyncio.sleep(POLL_S)
+            assert made == [made[0]] * LOOKS_WHILE_FROZEN
+            assert newcomer.token_ids == []
+            frozen_at = len(run.token_ids)
+            await engine.resume()
+            assert not await engine.is_paused()
+            assert len((await newcomer.done()).token_ids) == 5
+            async with asyncio.timeout(DEADLINE_S):
+                while len(run.token_ids) < frozen_at + 50:
+                    await asyncio.sleep(POLL_S)
+            await engine.abort([run.id])
+            partial = (await run.done()).token_ids
+            assert (await bench.run(max_tokens=len(partial))).token_ids == partial
+
+    async def test_pause_keep_keeps_the_kv(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            running = [bench.start([*PROMPT, seat], max_tokens=LONG_TOKENS) for seat in range(2)]
+            await bench.until_all_speak(*running)
+            before = await engine.metrics()
+            await engine.pause(PauseMode.KEEP)
+            await engine.abort([running[0].id])  # also possible during a pause
+            assert (await running[0].done()).finish_reason == "abort"
+            frozen = await bench.until(lambda m: m.running + m.waiting == 1)
+            assert frozen.running == 1
+            assert frozen.kv_usage_fraction > 0
+            assert frozen.preemptions_total == before.preemptions_total
+
+    async def test_pause_abort_ends_running_and_waiting_with_what_they_have(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            running, waiting = await bench.fill()
+            await engine.pause(PauseMode.ABORT)
+            assert await engine.is_paused()
+            assert [(await run.done()).finish_reason for run in (*running, *waiting)] == ["abort"] * (bench.seats + 2)
+            assert all(0 < len(run.token_ids) < LONG_TOKENS for run in running)
+            assert all(run.token_ids == [] for run in waiting)
+            await bench.until(lambda m: m.running == 0 and m.kv_usage_fraction == 0)
+            newcomer = bench.start(max_tokens=5)
+            await bench.until(lambda m: m.running == 0)
+            assert newcomer.token_ids == []
+            await engine.resume()
+            assert len((await newcomer.done()).token_ids) == 5
+
+    async def test_pause_wait_lets_running_requests_finish(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            tokens = (await engine.metrics()).kv_capacity_tokens // bench.seats - 256  # no preemption
+            running, waiting = await bench.fill(tokens)
+            await engine.pause(PauseMode.WAIT)
+            assert [(await run.done()).finish_reason for run in running] == ["length"] * bench.seats
+            assert await engine.is_paused()
+            assert all(run.token_ids == [] for run in waiting)
+            assert (await engine.metrics()).waiting == 2
+            await engine.resume()
+            assert [len((await run.done()).token_ids) for run in waiting] == [50, 50]
+
+    async def test_preempted_requests_go_on_with_the_same_tokens(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            before = await engine.metrics()
+            tokens = before.kv_capacity_tokens // bench.seats + 512
+            assert tokens < (bench.capabilities.max_model_len_tokens or 0), "the KV cache is too large to be filled"
+            runs = [bench.start([*PROMPT, seat], max_tokens=tokens) for seat in range(bench.seats)]
+            together = [(await run.done()).token_ids for run in runs]
+            assert (await engine.metrics()).preemptions_total > before.preemptions_total
+            assert together[-1] == (await bench.run([*PROMPT, bench.seats - 1], max_tokens=tokens)).token_ids
+
+    async def test_wrong_requests_are_refused_with_an_error_object(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            too_long = [5] * ((bench.capabilities.max_model_len_tokens or 0) + 1)
+            for status, body in [*WRONG_BODIES, (400, {"prompt": too_long})]:
+                await _check_refused(bench.start(**{"max_tokens": 5, **body}), status)
+            wrong_chats: list[dict[str, Any]] = [{"messages": []}, {"messages": "x"}, {"top_logprobs": 2}]
+            for body in [*wrong_chats, {"max_tokens": 0}]:
+                await _check_refused(bench.start(TEXT, chat=True, **{"max_tokens": 5, **body}), 400)
+
+    async def test_tokenize_and_detokenize(self, engine: Engine) -> None:
+        status, answer = await post(engine, "/tokenize", {"prompt": TEXT})
+        assert status == 200
+        assert answer["count"] == len(answer["tokens"])
+        assert await engine.detokenize(answer["tokens"]) == TEXT
+        assert (await post(engine, "/detokenize", {}))[0] == 400
+
+    async def test_chats_are_tokenized_as_they_are_generated_from(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            body = {"messages": [{"role": "user", "content": TEXT}]}
+            _, answer = await post(engine, "/tokenize", body)
+            assert (await bench.run(TEXT, chat=True, max_tokens=1)).prompt_token_ids == tuple(answer["tokens"])
+
+    async def test_abort_counts_names_and_everything_when_none_is_named(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            assert await post(engine, "/abort_requests", {"request_ids": ["no", "body"]}) == (
+                200,
+                {"status": "aborted", "aborted": 2},
+            )
+            run = bench.start(max_tokens=LONG_TOKENS)
+            await bench.until_all_speak(run)
+            assert (await post(engine, "/abort_requests", {}))[0] == 200
+            assert (await run.done()).finish_reason == "abort"
+
+
+def _check_logprobs(run: Run, alternatives: int) -> None:
+    for chunk in run.chunks:
+        assert len(chunk.logprobs or ()) == len(chunk.token_ids)
+    for item in run.logprobs:
+        assert item.logprob <= 0
+        assert 1 <= len(item.top) <= alternatives
+        assert item.token in dict(item.top)  # greedy: the chosen one is among the likeliest
+    assert len(run.logprobs) == len(run.token_ids)
+
+
+async def _check_refused(run: Run, status: int) -> None:
+    refusal = None
+    try:
+        await run.done()
+    except Refused as raised:
+        refusal = raised
+    assert refusal is not None, f"{run.id} was not refused, and ended with {run.finish_reason}"
+    assert refusal.status == status
+    error = refusal.body["error"]
+    assert error["message"]
+    assert error["type"]
+    assert error["code"] == status

@@ -1,0 +1,263 @@
+"""How the simulated engine schedules: continuous batching as in vLLM, in virtual time. Pure; counts only, no tokens.
+
+A step decodes one token of every running sequence and takes
+`alpha_s + beta_s*sequences + gamma_s*kv_tokens + prefill_s_per_token*prefilled_tokens`, where kv_tokens is what is
+resident before the step. Admission is first come, first served, while a seat and KV blocks for the sequence's context
+are free; a running sequence that finds no free block preempts the one admitted last, which goes back to the head of
+the queue and is prefilled again. Between such events the batch only grows by one token each, so whole runs of equal
+steps are taken at once: the cost is per event, not per token.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from planner.model import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """Constants of one engine. Times in virtual seconds."""
+
+    alpha_s: float
+    beta_s: float
+    gamma_s: float
+    max_num_seqs: int
+    kv_capacity_tokens: int
+    prefill_s_per_token: float = 0.0
+    block_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_s", "beta_s", "gamma_s", "prefill_s_per_token"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not self.alpha_s > 0:
+            raise ValueError(f"alpha_s must be > 0, got {self.alpha_s}")
+        for name in ("max_num_seqs", "block_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.kv_capacity_tokens < self.block_tokens:
+            raise ValueError(f"kv_capacity_tokens must hold one block, got {self.kv_capacity_tokens}")
+
+    @property
+    def blocks(self) -> int:
+        return self.kv_capacity_tokens // self.block_tokens
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One request on one engine. `context_tokens` grows with each step; `to_generate` counts down."""
+
+    id: RequestId
+    context_tokens: int
+    to_generate: int
+    generated: int = 0
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What an advance did for one sequence."""
+
+    id: RequestId
+    tokens: int
+    finished_s: float | None = None  # when its last token was made
+
+    @property
+    def finished(self) -> bool:
+        return self.finished_s is not None
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """One engine's queue, batch and KV blocks. `now_s` is the end of the last whole step."""
+
+    shape: EngineShape
+    now_s: float = 0.0
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)  # in order of admission
+    preemptions_total: int = 0
+    generated_tokens_total: int = 0
+    busy_s: float = 0.0
+    paused: bool = False
+    _free_blocks: int = field(init=False)
+    _step_s: float | None = None  # length of the step under way, None between steps
+
+    def __post_init__(self) -> None:
+        self._free_blocks = self.shape.blocks
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    @property
+    def kv_used_tokens(self) -> int:
+        return (self.shape.blocks - self._free_blocks) * self.shape.block_tokens
+
+    def submit(self, at_s: float, request_id: RequestId, context_tokens: int, to_generate: int) -> None:
+        """Queue a request that will generate `to_generate` more tokens. Raises ValueError if it can never fit."""
+        if to_generate < 1 or context_tokens < 1:
+            raise ValueError(f"context_tokens and to_generate must be >= 1, got {context_tokens}, {to_generate}")
+        if self._blocks_of(context_tokens + to_generate) > self.shape.blocks:
+            raise ValueError(f"{context_tokens + to_generate} tokens exceed the KV of {self.shape.kv_capacity_tokens}")
+        if self.idle:
+            self.now_s = max(self.now_s, at_s)
+        self.waiting.append(Sequence(request_id, context_tokens, to_generate))
+
+    def abort(self, request_ids: Iterable[RequestId]) -> list[Sequence]:
+        """Drop these requests and free their blocks; those that were there are returned."""
+        gone = set(request_ids)
+        dropped = [s for s in (*self.running, *self.waiting) if s.id in gone]
+        for sequence in dropped:
+            self._release(sequence)
+        self.running = [s for s in self.running if s.id not in gone]
+        self.waiting = deque(s for s in self.waiting if s.id not in gone)
+        return dropped
+
+    def pause(self) -> None:
+        """Freeze: no step begins, nothing is admitted, everything keeps its place and its KV."""
+        self.paused = True
+
+    def resume(self, at_s: float) -> None:
+        self.paused = False
+        self.now_s = max(self.now_s, at_s)
+
+    def advance(self, until_s: float) -> list[Progress]:
+        """Complete every whole step that ends by `until_s`; the tokens made per sequence, in order of admission."""
+        made: dict[RequestId, int] = {}
+        finished_s: dict[RequestId, float] = {}
+        while not self.paused and not self.idle:
+            prefill_tokens = 0
+            if self._step_s is None:
+                prefill_tokens = self._schedule()
+            steps, took_s = self._plan_steps(until_s, prefill_tokens)
+            if steps == 0:
+                self._step_s = took_s
+                break
+            self._step_s = None
+            self._apply(steps, took_s, made, finished_s)
+        if self.idle:
+            self.now_s = max(self.now_s, until_s)
+        if self.idle or self.paused:
+            self._step_s = None
+        return [Progress(request_id, tokens, finished_s.get(request_id)) for request_id, tokens in made.items()]
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.shape.block_tokens)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._free_blocks += sequence.blocks
+        sequence.blocks = 0
+
+    def _schedule(self) -> int:
+        """Secure a block for each running sequence's next token, then admit; the tokens to prefill in this step."""
+        preempted = False
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            missing = self._blocks_of(sequence.context_tokens + 1) - sequence.blocks
+            while missing > self._free_blocks:
+                victim = self.running.pop()
+                self._release(victim)
+                self.waiting.appendleft(victim)
+                self.preemptions_total += 1
+                preempted = True
+                if victim is sequence:
+                    break
+            else:
+                self._free_blocks -= missing
+                sequence.blocks += missing
+                index += 1
+        return 0 if preempted and self.running else self._admit()
+
+    def _admit(self) -> int:
+        prefill_tokens = 0
+        while self.waiting and len(self.running) < self.shape.max_num_seqs:
+            needed = self._blocks_of(self.waiting[0].context_tokens + 1)
+            if needed > self._free_blocks:
+                break
+            sequence = self.waiting.popleft()
+            self._free_blocks -= needed
+            sequence.blocks = needed
+            prefill_tokens += sequence.context_tokens
+            self.running.append(sequence)
+        return prefill_tokens
+
+    def _steps_s(self, steps: int, prefill_tokens: int) -> float:
+        """Seconds of `steps` decode steps of today's batch, each sequence gaining one resident token per step."""
+        shape, batch = self.shape, len(self.running)
+        kv_tokens = sum(s.context_tokens for s in self.running)
+        grown = kv_tokens * steps + batch * (steps * (steps - 1) // 2)
+        per_step_s = shape.alpha_s + shape.beta_s * batch
+        return per_step_s * steps + shape.gamma_s * grown + shape.prefill_s_per_token * prefill_tokens
+
+    def _plan_steps(self, until_s: float, prefill_tokens: int) -> tuple[int, float]:
+        """How many equal steps can be taken at once by `until_s`, and their seconds; with 0 steps, the seconds of the
+        step that is now under way."""
+        if self._step_s is not None:
+            return (1, self._step_s) if self.now_s + self._step_s <= until_s else (0, self._step_s)
+        most = 1 if prefill_tokens else min(self._steps_in_blocks(), min(s.to_generate for s in self.running))
+        if self._can_admit_later():
+            most = 1
+        if self.now_s + self._steps_s(most, prefill_tokens) <= until_s:
+            return most, self._steps_s(most, prefill_tokens)
+        low, high = 0, most  # `low` steps end in time, `high` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.now_s + self._steps_s(middle, prefill_tokens) <= until_s:
+                low = middle
+            else:
+                high = middle
+        return (low, self._steps_s(low, prefill_tokens)) if low else (0, self._steps_s(1, prefill_tokens))
+
+    def _can_admit_later(self) -> bool:
+        """After a preemption the head of the queue may fit at the very next step."""
+        if not self.waiting or len(self.running) >= self.shape.max_num_seqs:
+            return False
+        return self._blocks_of(self.waiting[0].context_tokens + 1) <= self._free_blocks
+
+    def _steps_in_blocks(self) -> int:
+        """Steps until some sequence would need a block that is not free. The first step's blocks are secured."""
+        size = self.shape.block_tokens
+        rounds = self._free_blocks // len(self.running)  # `size` further steps take one block of each sequence
+        free = self._free_blocks - rounds * len(self.running)
+        crossing = [0] * size  # crossing[k]: sequences that need a block at the k-th further step, k = 1..size
+        for sequence in self.running:
+            crossing[(sequence.blocks * size - sequence.context_tokens) % size] += 1
+        for step in range(1, size + 1):
+            free -= crossing[step % size]
+            if free < 0:
+                return rounds * size + step
+        return rounds * size + size
+
+    def _apply(self, steps: int, took_s: float, made: dict[RequestId, int], finished_s: dict[RequestId, float]) -> None:
+        self.now_s += took_s
+        self.busy_s += took_s
+        self.generated_tokens_total += steps * len(self.running)
+        done = False
+        for sequence in self.running:
+            sequence.context_tokens += steps
+            sequence.generated += steps
+            sequence.to_generate -= steps
+            needed = self._blocks_of(sequence.context_tokens)
+            if needed > sequence.blocks:
+                self._free_blocks -= needed - sequence.blocks
+                sequence.blocks = needed
+            made[sequence.id] = made.get(sequence.id, 0) + steps
+            done = done or sequence.to_generate == 0
+        if self._free_blocks < 0:
+            raise AssertionError(f"took {-self._free_blocks} blocks that were not free")
+        if done:
+            for sequence in self.running:
+                if sequence.to_generate == 0:
+                    finished_s[sequence.id] = self.now_s
+                    self._release(sequence)
+            self.running = [s for s in self.running if s.to_generate > 0]
+
+
+def decode_alone_s(shape: EngineShape, context_tokens: int, to_generate: int) -> float:
+    """Seconds that one request takes on an otherwise empty engine, prefill included: no schedule can beat it."""
+    grown = context_tokens * to_generate + math.comb(to_generate, 2)
+    step_s = shape.alpha_s + shape.beta_s
+    return step_s * to_generate + shape.gamma_s * grown + shape.prefill_s_per_token * context_tokens

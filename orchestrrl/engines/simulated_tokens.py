@@ -1,0 +1,146 @@
+"""What the simulated engine says: tokens and lengths that are a deterministic function of (prompt, seed). Pure.
+
+The next token depends on every token before it and on the seed, so a request continued elsewhere from its prompt and
+partial answer must yield exactly the tokens of the undisturbed run, as a real model under greedy decoding does. The
+length of an answer depends on its prompt and seed too. Where the answer began is found in the context itself: it is
+the longest ending that the engine would have generated, so continuing needs no marker and no memory.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+_MASK = (1 << 64) - 1
+_PRIME = 0x100000001B3
+_NORMAL = NormalDist()
+
+BYTE_TOKENS = 256  # token ids 0..255 are the bytes of UTF-8
+EOS, TURN_START, TURN_END = 256, 257, 258
+FIRST_WORD = 260  # ids from here on are words; only these are generated
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser: every output bit depends on every input bit."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+def _unit(value: int) -> float:
+    """A hash as a number strictly between 0 and 1."""
+    return ((value >> 11) + 0.5) / (1 << 53)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthModel:
+    """Answer lengths: quantile knots with log-linear interpolation, and a Gaussian copula within a group.
+
+    A group is the prompts that are equal but for their last token, and the seeds: an engine that draws nothing can
+    give the samples of one prompt different answers only if something in the prompt differs. `correlation` is that of
+    the underlying normal scores of two of a group, which is close to the correlation of their lengths' logarithms.
+    """
+
+    quantiles: tuple[float, ...]  # ascending, first 0, last 1
+    tokens: tuple[float, ...]  # at each quantile, ascending, >= 1
+    correlation: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.quantiles) != len(self.tokens) or len(self.tokens) < 2:
+            raise ValueError("quantiles and tokens must have one length, at least 2")
+        if self.quantiles[0] != 0 or self.quantiles[-1] != 1 or list(self.quantiles) != sorted(set(self.quantiles)):
+            raise ValueError(f"quantiles must ascend from 0 to 1, got {self.quantiles}")
+        if self.tokens[0] < 1 or list(self.tokens) != sorted(self.tokens):
+            raise ValueError(f"tokens must ascend from at least 1, got {self.tokens}")
+        if not 0 <= self.correlation <= 1:
+            raise ValueError(f"correlation must lie in 0..1, got {self.correlation}")
+
+    def quantile_tokens(self, probability: float) -> int:
+        """Length at a probability in 0..1."""
+        index = min(bisect_right(self.quantiles, probability), len(self.quantiles) - 1)
+        p_low, p_high = self.quantiles[index - 1], self.quantiles[index]
+        low, high = math.log(self.tokens[index - 1]), math.log(self.tokens[index])
+        return max(1, round(math.exp(low + (high - low) * (probability - p_low) / (p_high - p_low))))
+
+    def sample_tokens(self, group_hash: int, prompt_hash: int, seed: int) -> int:
+        """Length of the answer to one prompt of a group under one seed."""
+        of_group = _NORMAL.inv_cdf(_unit(_mix(group_hash ^ 0xA5A5)))
+        of_sample = _NORMAL.inv_cdf(_unit(_mix(prompt_hash ^ _mix(seed + 0x5EED))))
+        score = math.sqrt(self.correlation) * of_group + math.sqrt(1 - self.correlation) * of_sample
+        return self.quantile_tokens(_NORMAL.cdf(score))
+
+
+# Geometric-like answers around 200 tokens, for engines that were given no model.
+DEFAULT_LENGTHS = LengthModel((0.0, 0.5, 1.0), (16, 200, 1024))
+
+
+@dataclass(slots=True)
+class Generation:
+    """State of one answer: where it stands and how long it will be. `next_token` moves it on."""
+
+    model: "TokenModel"
+    state: int
+    seed_hash: int
+    position: int  # tokens of the answer so far, those given in the context included
+    answer_tokens: int  # position at which the model itself would end
+
+    def next_token(self) -> tuple[int, float]:
+        """The next token id and its log-probability."""
+        out = _mix(self.state ^ self.seed_hash)
+        token = FIRST_WORD + out % (self.model.vocab_size - FIRST_WORD)
+        self.state = _advance(self.state, token)
+        self.position += 1
+        return token, -(out >> 40) / (1 << 24)
+
+
+def _advance(state: int, token: int) -> int:
+    return ((state ^ (token + 1)) * _PRIME + 0x9E3779B97F4A7C15) & _MASK
+
+
+@dataclass(frozen=True, slots=True)
+class TokenModel:
+    """The simulated model. Two engines with equal fields are interchangeable, like two replicas."""
+
+    vocab_size: int = 32_000
+    lengths: LengthModel = DEFAULT_LENGTHS
+    weights_seed: int = 0  # another version of the weights says other things
+
+    def __post_init__(self) -> None:
+        if self.vocab_size <= FIRST_WORD:
+            raise ValueError(f"vocab_size must be > {FIRST_WORD}, got {self.vocab_size}")
+
+    def begin(self, context: Sequence[int], seed: int = 0) -> Generation:
+        """Read a context (prompt, or prompt and partial answer) and stand ready to go on."""
+        seed_hash = _mix(seed * _PRIME + self.weights_seed + 1 & _MASK)
+        words = self.vocab_size - FIRST_WORD
+        state = group_hash = prompt_hash = 0xCBF29CE484222325
+        prompt_tokens = 0
+        for count, token in enumerate(context, start=1):
+            before, expected = state, FIRST_WORD + _mix(state ^ seed_hash) % words
+            state = _advance(state, token)
+            if token != expected:
+                prompt_tokens, group_hash, prompt_hash = count, before, state
+        answer_tokens = self.lengths.sample_tokens(
+            group_hash ^ self.weights_seed, prompt_hash ^ self.weights_seed, seed
+        )
+        return Generation(self, state, seed_hash, len(context) - prompt_tokens, answer_tokens)
+
+    def tokenize(self, text: str) -> list[int]:
+        """UTF-8 bytes as ids; words are never produced from text."""
+        return list(text.encode())
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Bytes become characters again (invalid ones U+FFFD), words a syllable each, special tokens nothing."""
+        pieces: list[str] = []
+        pending = bytearray()
+        for token in token_ids:
+            if token < BYTE_TOKENS:
+                pending.append(token)
+                continue
+            pieces.append(pending.decode(errors="replace"))
+            pending.clear()
+            if token >= FIRST_WORD:
+                pieces.append(f" w{token}")
+        pieces.append(pending.decode(errors="replace"))
+        return "".join(pieces)

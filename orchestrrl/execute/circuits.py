@@ -1,0 +1,277 @@
+"""Circuits: intent journalled -> committed -> verified -> result journalled; resumable.
+
+A change of circuits is all or nothing as far as the glass allows: what did not take is tried once more, and if it still
+does not take, the switch is brought back to what it was. A change whose outcome could not be read stays open, here and
+in the journal; before anything else is sent to its switch, and when the daemon has restarted, the switch is read: what
+was half done is finished while the order is valid, and undone afterwards; what was never begun stays undone.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.diff import compare, remaining
+from ocs_drivers.errors import Conflict, DriverError, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.model import Change, ChangeMode, CommitResult, CrossConnect, Diff, ItemResult
+from orchestrrl.clock import Clock
+from orchestrrl.errors import OrchestrRLError
+from orchestrrl.journal import Journal, Kind
+
+logger = logging.getLogger(__name__)
+
+# How long after it was given an order may still be carried on with.
+VALID_S = 60.0
+# Pause between attempts to read a switch whose state is unknown.
+RETRY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitOperation:
+    """One change on one switch, as it stands in the journal."""
+
+    id: str
+    switch: str
+    diff: Diff
+    valid_until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitOutcome:
+    """What became of a change. `items` say it port by port, as read back from the switch."""
+
+    operation: str
+    switch: str
+    done: bool
+    detail: str
+    items: tuple[ItemResult, ...] = ()
+    evicted: tuple[CrossConnect, ...] = ()
+    revision: int = 0
+    rolled_back: bool = False
+
+
+class CircuitExecutor:
+    """Changes circuits on the switches it is given, one change at a time on each."""
+
+    def __init__(self, switches: Mapping[str, OcsDriver], journal: Journal, clock: Clock) -> None:
+        self._switches = switches
+        self._journal = journal
+        self._clock = clock
+        self._turns = {switch: asyncio.Lock() for switch in switches}
+        self._count = itertools.count(1)
+        self._open: dict[str, CircuitOperation] = {}
+
+    @property
+    def open(self) -> tuple[CircuitOperation, ...]:
+        """Changes whose outcome is not known, oldest first."""
+        return tuple(self._open.values())
+
+    async def change(
+        self, switch: str, change: Change, mode: ChangeMode, expect_revision: int | None = None
+    ) -> CircuitOutcome:
+        """Plan and carry out. Raises DriverError where nothing was done, or, with OutcomeUnknown, where nobody knows.
+
+        With `expect_revision` the switch must be as it was when somebody looked, e.g. at the evictions of a dry run.
+        """
+        driver = self._switches[switch]
+        async with self._turns[switch]:
+            await self._settle(switch)
+            diff = await driver.plan(change, mode)
+            if expect_revision not in (None, diff.revision):
+                raise Conflict(
+                    [f"switch is at revision {diff.revision}, expected {expect_revision}: look and ask again"],
+                    device=switch,
+                )
+            if diff.empty:
+                return CircuitOutcome("", switch, True, "was so already", revision=diff.revision)
+            operation = CircuitOperation(self._next_id(), switch, diff, self._clock.now_s() + VALID_S)
+            self._write(Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
+            self._open[operation.id] = operation
+            began_s = self._clock.now_s()
+            try:
+                result = await driver.commit(diff, diff.revision)
+            except OutcomeUnknown:
+                raise  # stays open
+            except DriverError as error:  # nothing was sent
+                self._close(_outcome(operation, False, str(error)))
+                raise
+            return await self._finish(operation, result, began_s)
+
+    def recover(self) -> int:
+        """Take up the changes that the journal has no result of; their number. `settle` brings them to an end."""
+        for entry in self._journal.open_operations(Kind.CIRCUITS_INTENT):
+            self._open[entry.subject] = operation_from_json(entry.subject, entry.body)
+        return len(self._open)
+
+    async def settle(self) -> None:
+        """Bring every open change to an end whose switch can be read; the others stay open."""
+        await asyncio.gather(*(self._try_to_settle(switch) for switch in {change.switch for change in self.open}))
+
+    async def run(self) -> None:
+        """Settle what is open, again and again, until cancelled: a switch may be out of reach for a while."""
+        while True:
+            try:
+                await self.settle()
+            except OrchestrRLError as error:  # the journal's: without a record nothing is done
+                logger.error("open changes cannot be settled: %s", error)
+            await self._clock.sleep(RETRY_S)
+
+    async def _try_to_settle(self, switch: str) -> None:
+        if switch not in self._switches:
+            for operation in self._of(switch):
+                self._close(_outcome(operation, False, "the switch is no longer configured"))
+            return
+        async with self._turns[switch]:
+            try:
+                await self._settle(switch)
+            except DriverError as error:
+                logger.warning("a change on switch %s stays open: %s", switch, error)
+
+    async def _settle(self, switch: str) -> None:
+        for operation in self._of(switch):
+            await self._resume(operation)
+
+    async def _resume(self, operation: CircuitOperation) -> CircuitOutcome:
+        """End an open change by what its switch shows. Raises DriverError when the switch cannot be read."""
+        driver, diff = self._switches[operation.switch], operation.diff
+        facts, reading = await driver.facts(), await driver.cross_connects()
+        if not _is_begun(diff, reading.cross_connects):
+            return self._close(_outcome(operation, False, "was not begun; the switch is as it was", reading.revision))
+        try:
+            steps = remaining(facts, diff, reading.cross_connects)
+        except Conflict as error:
+            return self._close(_outcome(operation, False, f"was half done, then overtaken: {error}", reading.revision))
+        if steps.empty and compare(diff, reading).ok:
+            return self._close(_outcome(operation, True, "found carried out", reading.revision))
+        if self._clock.now_s() > operation.valid_until_s:
+            return await self._undo(operation, "was half done, and the order has expired", ())
+        began_s = self._clock.now_s()
+        return await self._finish(operation, await driver.commit(diff, reading.revision), began_s)
+
+    async def _finish(self, operation: CircuitOperation, result: CommitResult, began_s: float) -> CircuitOutcome:
+        """Bring a change whose first commit, begun at `began_s`, is over to its end: repeat, verify or undo."""
+        if not result.done:
+            # Whatever keeps the second attempt from being made, the first has left something to undo.
+            with suppress(Permanent, Retryable):
+                result = await self._once_more(operation, result, began_s)
+        if not result.done:
+            return await self._undo(operation, _why(result), result.items)
+        dark = await self._verified(operation)
+        detail = f"in place, but no light arrives: {_listed(dark)}" if dark else ""
+        outcome = _outcome(operation, True, detail, result.revision)
+        return self._close(replace(outcome, items=result.items, evicted=operation.diff.evicted))
+
+    async def _once_more(self, operation: CircuitOperation, first: CommitResult, began_s: float) -> CommitResult:
+        """Try what did not take a second time. All times count from the first attempt."""
+        later_s = self._clock.now_s() - began_s
+        second = await self._switches[operation.switch].commit(operation.diff, first.revision)
+        items = tuple(
+            before if before.done and after.done else _later(before, after, later_s)
+            for before, after in zip(first.items, second.items, strict=True)
+        )
+        return CommitResult(items, second.revision, first.commands_sent + second.commands_sent)
+
+    async def _undo(self, operation: CircuitOperation, why: str, items: tuple[ItemResult, ...]) -> CircuitOutcome:
+        """Bring the switch back to what it was, and say exactly what is where if that fails too."""
+        switch = operation.switch
+        try:
+            back = await self._switches[switch].rollback(operation.diff)
+        except Permanent as error:
+            outcome = _outcome(operation, False, f"{why}; not rolled back: {error}")
+            return self._close(replace(outcome, items=items))
+        except Retryable as error:
+            raise OutcomeUnknown(f"{why}; not rolled back yet: {error}", device=switch) from error  # stays open
+        if not back.done:
+            outcome = _outcome(operation, False, f"{why}; not rolled back: {_why(back)}", back.revision)
+            return self._close(replace(outcome, items=items))
+        outcome = _outcome(operation, False, f"{why}; rolled back, the switch is as it was", back.revision)
+        undone = tuple(replace(item, done=False, detail="rolled back" if item.done else item.detail) for item in items)
+        return self._close(replace(outcome, items=undone, rolled_back=True))
+
+    async def _verified(self, operation: CircuitOperation) -> tuple[CrossConnect, ...]:
+        """The circuits of the change that are in place and dark; raises OutcomeUnknown if the switch disagrees."""
+        seen = await self._switches[operation.switch].verify(operation.diff)
+        if not seen.ok:
+            faulty = _listed((*seen.missing, *seen.lingering, *seen.untuned))
+            raise OutcomeUnknown(f"verified as done, then shown otherwise: {faulty}", device=operation.switch)
+        return seen.dark
+
+    def _of(self, switch: str) -> tuple[CircuitOperation, ...]:
+        return tuple(operation for operation in self.open if operation.switch == switch)
+
+    def _close(self, outcome: CircuitOutcome) -> CircuitOutcome:
+        self._write(Kind.CIRCUITS_RESULT, outcome.operation, outcome_to_json(outcome))
+        self._open.pop(outcome.operation, None)
+        logger.info("circuits %s on %s: done=%s %s", outcome.operation, outcome.switch, outcome.done, outcome.detail)
+        return outcome
+
+    def _next_id(self) -> str:
+        return f"circuits-{self._journal.generation}-{next(self._count)}"
+
+    def _write(self, kind: Kind, subject: str, body: Mapping[str, Any]) -> None:
+        self._journal.append(self._clock.now_s(), kind, subject, body)
+
+
+def _is_begun(diff: Diff, present: frozenset[CrossConnect]) -> bool:
+    return not present >= frozenset(diff.remove) or bool(present & frozenset(diff.add))
+
+
+def _outcome(operation: CircuitOperation, done: bool, detail: str, revision: int = 0) -> CircuitOutcome:
+    return CircuitOutcome(operation.id, operation.switch, done, detail, revision=revision)
+
+
+def _later(before: ItemResult, after: ItemResult, later_s: float) -> ItemResult:
+    """The second attempt's result with its times counted from the first, and the first's where it has none."""
+    times = {
+        name: getattr(before, name) if (at_s := getattr(after, name)) is None else at_s + later_s
+        for name in ("commanded_s", "tuned_s", "link_up_s")
+    }
+    return replace(after, **times)
+
+
+def _why(result: CommitResult) -> str:
+    """What did not take, with the switch's own words."""
+    return "; ".join(
+        f"{item.action} {item.cross_connect}: {item.detail or 'did not take'}" for item in result.items if not item.done
+    )
+
+
+def _listed(pairs: Iterable[CrossConnect]) -> str:
+    return " ".join(str(pair) for pair in pairs)
+
+
+def operation_to_json(operation: CircuitOperation) -> dict[str, Any]:
+    diff = operation.diff
+    return {
+        "switch": operation.switch,
+        "valid_until_s": operation.valid_until_s,
+        "mode": diff.mode,
+        "revision": diff.revision,
+        "before": [str(pair) for pair in sorted(diff.before)],
+        "remove": [str(pair) for pair in diff.remove],
+        "add": [str(pair) for pair in diff.add],
+        "evicted": [str(pair) for pair in diff.evicted],
+    }
+
+
+def operation_from_json(id: str, body: Mapping[str, Any]) -> CircuitOperation:
+    remove, add, evicted = (tuple(map(CrossConnect.parse, body[name])) for name in ("remove", "add", "evicted"))
+    before = frozenset(map(CrossConnect.parse, body["before"]))
+    diff = Diff(ChangeMode(body["mode"]), body["revision"], before, remove, add, evicted)
+    return CircuitOperation(id, body["switch"], diff, body["valid_until_s"])
+
+
+def outcome_to_json(outcome: CircuitOutcome) -> dict[str, Any]:
+    return {
+        "switch": outcome.switch,
+        "done": outcome.done,
+        "detail": outcome.detail,
+        "rolled_back": outcome.rolled_back,
+        "revision": outcome.revision,
+        "evicted": [str(pair) for pair in outcome.evicted],
+        "items": [{**asdict(item), "cross_connect": str(item.cross_connect)} for item in outcome.items],
+    }

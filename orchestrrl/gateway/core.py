@@ -1,0 +1,161 @@
+"""The gateway without its sockets: takes asks, relays them, carries out moves, and tells how everything stands."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+from orchestrrl.clock import Clock
+from orchestrrl.errors import OrchestrRLError
+from orchestrrl.gateway.ask import Ask
+from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.ledger import Failure, Ledger, Record
+from orchestrrl.gateway.relay import Limits, Relay
+from orchestrrl.operations import ItemResult, RequestMove, Route
+from orchestrrl.reports import GatewayReport
+from planner.model import EngineId, NodeId, RequestId
+
+logger = logging.getLogger(__name__)
+
+WATCH_FRACTION = 0.25  # hanging engines are looked for this often, as a part of `stall_s`
+
+
+class Job:
+    """The records of one ask, under way. Use as `async with`: leaving it stops what still runs."""
+
+    def __init__(self, ask: Ask, gateway: "Gateway") -> None:
+        self.ask = ask
+        self._gateway = gateway
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self.ask.records
+
+    @property
+    def failure(self) -> Failure | None:
+        return next((record.failure for record in self.records if record.failure is not None), None)
+
+    @property
+    def done(self) -> bool:
+        """All answers are there, or one of them never will be."""
+        return all(record.done for record in self.records) or self.failure is not None
+
+    async def __aenter__(self) -> "Job":
+        """Raises DuplicateRequest when one of the ids is in flight already."""
+        self._gateway.ledger.add(*self.records)
+        for record in self.records:
+            relay = Relay(record, self._gateway.fleet, self._gateway.limits, self._gateway.clock, self._wake)
+            self._gateway.relays[record.id] = relay
+            self._tasks.append(asyncio.create_task(relay.run()))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for record in self.records:
+            self._gateway.close(record)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def progress(self) -> None:
+        """Return when a record has ended, or one that is streamed has grown, since the last call."""
+        await self._wake.wait()
+        self._wake.clear()
+        # A relay that ended by a defect of ours will never finish its record.
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def finished(self) -> None:
+        while not self.done:
+            await self.progress()
+
+
+class Gateway:
+    """Owns the ledger and the fleet. `run` watches for hanging engines; `close` stops everything."""
+
+    def __init__(self, node: NodeId, fleet: Fleet, *, limits: Limits, clock: Clock, url: str = "") -> None:
+        self.node = node
+        self.url = url
+        self.fleet = fleet
+        self.limits = limits
+        self.clock = clock
+        self.ledger = Ledger()
+        self.relays: dict[RequestId, Relay] = {}
+        self.moves_done = 0
+        self.moves_refused = 0
+        self.tokens_recomputed = 0
+
+    def job(self, ask: Ask) -> Job:
+        return Job(ask, self)
+
+    def close(self, record: Record) -> None:
+        """A job is over: forget the record, and remember that it was there."""
+        if not record.done:
+            record.finish("abort", None, self.clock.now_s())
+        self.relays.pop(record.id, None)
+        self.ledger.close(record)
+
+    def set_routes(self, routes: Iterable[Route]) -> list[str]:
+        return self.fleet.set_routes(routes)
+
+    async def move(self, moves: Sequence[RequestMove]) -> tuple[ItemResult, ...]:
+        """Carry out all of them at once; one result for each, in order."""
+        results = await asyncio.gather(*(self._move(move) for move in moves))
+        for result in results:
+            self.moves_done += result.done
+            self.moves_refused += not result.done
+            self.tokens_recomputed += result.recomputed_tokens
+        return tuple(results)
+
+    async def _move(self, move: RequestMove) -> ItemResult:
+        relay = self.relays.get(move.request)
+        target = self.fleet.get(move.to_engine)
+        if relay is None:
+            known = any(summary.id == move.request for summary in reversed(self.ledger.finished))
+            return ItemResult(move.request, False, "finished before the move" if known else "no such request")
+        if target is None:
+            return ItemResult(move.request, False, f"engine {move.to_engine!r} is not in the routes")
+        if relay.record.engine != move.from_engine:
+            return ItemResult(move.request, False, f"is on {relay.record.engine or 'no engine'} by now")
+        return await relay.move(target)
+
+    def report(self) -> GatewayReport:
+        """Every request in flight, for the daemon."""
+        now_s = self.clock.now_s()
+        sequence, finished = self.ledger.report()
+        in_flight = tuple(record.view(now_s) for record in self.ledger)
+        return GatewayReport(self.node, sequence, now_s, self.url, in_flight, finished)
+
+    async def watch(self) -> None:
+        """Leave engines that hang, until cancelled."""
+        while True:
+            await self.clock.sleep(self.limits.stall_s * WATCH_FRACTION)
+            now_s = self.clock.now_s()
+            stalled = [relay for relay in self.relays.values() if relay.stalled(now_s)]
+            await asyncio.gather(*(relay.leave_stalled() for relay in stalled))
+
+    async def models(self) -> dict[str, int | None]:
+        """Longest context of each model by its name, over the engines that answer."""
+        slots = [slot for slot in self.fleet if slot.usable]
+        answers = await asyncio.gather(*(self.fleet.capabilities(slot) for slot in slots), return_exceptions=True)
+        models: dict[str, int | None] = {}
+        for answer in answers:
+            if isinstance(answer, OrchestrRLError):
+                logger.debug("capabilities: %s", answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                models.update(dict.fromkeys(answer.models, answer.max_model_len_tokens))
+        return models
+
+    def default_model(self) -> str:
+        """What to call the model when the client did not: as an engine does that has been asked."""
+        known = (slot.capabilities.models for slot in self.fleet if slot.capabilities is not None)
+        return next((models[0] for models in known if models), "")
+
+    def usable_engines(self) -> list[EngineId]:
+        return [slot.id for slot in self.fleet if slot.usable]

@@ -1,0 +1,412 @@
+"""One request's life: attempt after attempt on one engine after the other, until its record has an answer.
+
+An attempt ends because it finished, because it was cut (a move, an engine that hangs) or because its engine failed.
+Whatever it ended by, the record keeps every token, and the next attempt goes on from them.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+from orchestrrl.clock import Clock
+from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, Refused
+from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.gateway.fleet import Fleet, Slot
+from orchestrrl.gateway.ledger import Failure, Record
+from orchestrrl.gateway.movable import continued
+from orchestrrl.gateway.openai import error_body
+from orchestrrl.gateway.seam import Seam, open_seam
+from orchestrrl.operations import ItemResult
+from planner.model import EngineId, RequestState
+
+logger = logging.getLogger(__name__)
+
+STREAM_END_S = 5.0  # between an answer's last token and the end of its stream
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How patient the gateway is with engines."""
+
+    engine_wait_s: float = 30.0  # for any engine to be there at all
+    stall_s: float = 120.0  # without a token
+    failures: int = 5  # attempts in a row that failed without a token: a request that kills engines kills few
+    retry_first_s: float = 0.05
+    retry_cap_s: float = 2.0
+    move_answer_s: float = 2.0  # a move is reported as done by then, unless it was refused
+
+
+@dataclass(slots=True)
+class _Move:
+    source: Slot
+    target: Slot
+    recomputed_tokens: int
+    cut_s: float
+    result: "asyncio.Future[ItemResult]"
+    submitted: bool = False
+
+
+class Relay:
+    """Runs one record. `wake` is set when the record has ended, and when one that is streamed has grown."""
+
+    def __init__(self, record: Record, fleet: Fleet, limits: Limits, clock: Clock, wake: asyncio.Event) -> None:
+        self.record = record
+        self._fleet = fleet
+        self._limits = limits
+        self._clock = clock
+        self._wake = wake
+        self._slot: Slot | None = None
+        self._pump_task: asyncio.Task[bool] | None = None
+        self._move: _Move | None = None
+        self._back_to: Slot | None = None  # where a refused move came from
+        self._refused_by: set[EngineId] = set()
+        self._hung_on: set[EngineId] = set()
+        self._failures = 0
+        self._delay_s = 0.0
+
+    async def run(self) -> None:
+        """Until the record is done. Cancelled: the attempt is stopped on its engine."""
+        try:
+            while not self.record.done:
+                slot = await self._next_slot()
+                if slot is None:
+                    break
+                await self._attempt(slot)
+        finally:
+            self._answer_move(False, "finished before the move" if self.record.done else "the client has gone")
+            self._wake.set()
+
+    # --- moves -------------------------------------------------------------------------------------------------------
+
+    async def move(self, target: Slot) -> ItemResult:
+        """Stop the request where it runs and continue it on `target`. Answers within about `move_answer_s`."""
+        because = self._not_movable_to(target)
+        if because:
+            return ItemResult(self.record.id, False, because)
+        assert self._slot is not None
+        assert self._pump_task is not None
+        computed = self.record.state is RequestState.RUNNING
+        result: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
+        tokens = self.record.context_tokens if computed else 0
+        move = _Move(self._slot, target, tokens, self._clock.now_s(), result)
+        self._move = move
+        self._pump_task.cancel()
+        patience = asyncio.create_task(self._sleep(self._limits.move_answer_s))
+        waited_for: set[asyncio.Future[Any]] = {result, patience}
+        try:
+            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            patience.cancel()
+        if self._move is move:  # it has been taken, and waits there for its turn
+            self._answer_move(True)
+        return result.result()
+
+    def _not_movable_to(self, target: Slot) -> str:
+        record = self.record
+        if record.done:
+            return "finished before the move"
+        if self._move is not None:
+            return f"is being moved to {self._move.target.id} already"
+        if self._slot is None or self._pump_task is None or self._pump_task.done():
+            return "is between two engines"
+        if target is self._slot:
+            return f"is on {target.id} already"
+        if not record.movable_now:
+            return f"cannot be continued elsewhere: {record.immovable_because}"
+        if not target.usable:
+            return f"{target.id} takes no requests: {target.suspect_because or 'it is draining or not in the routes'}"
+        return ""
+
+    def _answer_move(self, done: bool, detail: str = "") -> None:
+        move, self._move = self._move, None
+        if move is None:
+            return
+        self.record.moves += done
+        tokens = move.recomputed_tokens if done else 0
+        duration_s = self._clock.now_s() - move.cut_s
+        move.result.set_result(ItemResult(self.record.id, done, detail, tokens, duration_s))
+
+    # --- attempts ----------------------------------------------------------------------------------------------------
+
+    async def _next_slot(self) -> Slot | None:
+        """The engine for the next attempt; None when the record is done without one."""
+        if self._complete():
+            return None
+        if self._delay_s:
+            self.record.hold()
+            await self._clock.sleep(self._delay_s)
+            self._delay_s = 0.0
+        if self._move is not None and not self._move.submitted:
+            self._move.submitted = True
+            return self._move.target
+        back, self._back_to = self._back_to, None
+        if back is not None and back.usable:
+            return back
+        return await self._wait_for_slot()
+
+    async def _wait_for_slot(self) -> Slot | None:
+        deadline: asyncio.Task[None] | None = None
+        try:
+            while True:
+                tokens = self.record.context_tokens
+                slot = self._fleet.choose(tokens, self._refused_by | self._hung_on)
+                # Better an engine that hung once than none.
+                slot = slot or self._fleet.choose(tokens, self._refused_by)
+                if slot is not None:
+                    return slot
+                self.record.hold()
+                if deadline is None:
+                    deadline = asyncio.create_task(self._sleep(self._limits.engine_wait_s))
+                changed = asyncio.create_task(self._fleet.changed())
+                await asyncio.wait({changed, deadline}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                if deadline.done():
+                    self._fail(503, f"no engine was there for {self._limits.engine_wait_s:g} s")
+                    return None
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+
+    async def _sleep(self, duration_s: float) -> None:
+        await self._clock.sleep(duration_s)
+
+    async def _attempt(self, slot: Slot) -> None:
+        """One attempt, and what follows from how it ended."""
+        record = self.record
+        slot.enter(record, self._clock.now_s())
+        attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
+        self._slot = slot
+        self._pump_task = task = asyncio.create_task(self._pump(slot, self._request()))
+        try:
+            await asyncio.wait({task})
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+            self._slot = None
+            self._fleet.release(slot, record)
+            if not record.done:
+                self._fleet.in_background(self._fleet.abort(slot, attempt_id))
+        if len(record.generated_ids) > tokens_before:
+            self._failures = 0
+        if not record.done:
+            self._settle(slot, task)
+
+    def _settle(self, slot: Slot, task: "asyncio.Task[bool]") -> None:
+        """Decide how an attempt that did not finish goes on."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Refused):
+            self._after_refusal(slot, error)
+            return
+        if isinstance(error, OrchestrRLError):
+            self._after_failure(slot, error)
+        elif error is not None:
+            raise error
+        elif not task.cancelled():
+            # Stopped on the engine by somebody else, whose business it may have been; but not our client's.
+            self._back_off(slot, "it gave the request up", 0.0)
+        if self.record.generated_ids and self.record.immovable_because:
+            self._start_over()
+
+    def _after_refusal(self, slot: Slot, refusal: Refused) -> None:
+        """The engine says that the request is wrong: the client's fault, unless it runs elsewhere, or was to run there
+        before it was moved."""
+        self._refused_by.add(slot.id)
+        others = any(other.routed and other.id not in self._refused_by for other in self._fleet)
+        if self._move is not None and self._move.target is slot:
+            self._back_to = self._move.source
+            self._answer_move(False, f"refused by {slot.id}: {refusal}")
+        elif not (others and (self.record.generated_ids or self.record.moves)):
+            self.record.fail(Failure(refusal.status, refusal.body), self._clock.now_s())
+
+    def _after_failure(self, slot: Slot, error: OrchestrRLError) -> None:
+        """The engine could not be reached, or broke off."""
+        self._fleet.suspect(slot, str(error))
+        if self._move is not None and self._move.target is slot:
+            self._back_to = self._move.source
+            self._answer_move(False, f"{slot.id} failed: {error}")
+        self._back_off(slot, str(error), error.after_s if isinstance(error, Retryable) else 0.0)
+
+    def _back_off(self, slot: Slot, because: str, asked_s: float) -> None:
+        """Count an attempt that failed. The first in a row costs no time: there are other engines."""
+        self._failures += 1
+        if self._failures > self._limits.failures:
+            self._fail(503, f"{self._failures} attempts in a row failed, the last on {slot.id}: {because}")
+        elif self._failures > 1:
+            doubled_s = self._limits.retry_first_s * 2.0 ** (self._failures - 2)
+            self._delay_s = min(self._limits.retry_cap_s, max(doubled_s, asked_s))
+
+    def _start_over(self) -> None:
+        """The answer so far cannot be continued elsewhere."""
+        if self.record.done:
+            return
+        if self.record.delivered:
+            self._fail(
+                502,
+                f"engine {self.record.engine} broke off the answer, which cannot be continued elsewhere: "
+                f"{self.record.immovable_because}",
+            )
+            return
+        self.record.forget_answer()
+
+    def _fail(self, status: int, message: str) -> None:
+        logger.warning("request %s failed: %s", self.record.id, message)
+        self.record.fail(Failure(status, error_body(message, status)), self._clock.now_s())
+
+    def _complete(self) -> bool:
+        """Whether the answer was complete at the cut, though its engine had not said so yet."""
+        record = self.record
+        if record.done:
+            return True
+        ids = record.generated_ids
+        if not ids:
+            return False
+        now_s = self._clock.now_s()
+        if record.max_tokens is not None and len(ids) >= record.max_tokens:
+            record.finish("length", None, now_s)
+        elif ids[-1] in (record.body.get("stop_token_ids") or ()) and len(ids) > (record.body.get("min_tokens") or 0):
+            record.finish("stop", ids[-1], now_s)
+        return record.done
+
+    def _request(self) -> GenerationRequest:
+        record = self.record
+        if not record.generated_ids:
+            return GenerationRequest(record.attempt_id, record.endpoint, record.body)
+        assert record.prompt_ids is not None
+        assert record.max_tokens is not None
+        body = continued(record.endpoint, record.body, record.prompt_ids, record.generated_ids, record.max_tokens)
+        return GenerationRequest(record.attempt_id, Endpoint.COMPLETIONS, body)
+
+    # --- the stream --------------------------------------------------------------------------------------------------
+
+    async def _pump(self, slot: Slot, request: GenerationRequest) -> bool:
+        """Move chunks from the engine into the record. False: the engine gave the request up, unfinished."""
+        seam = await self._seam(slot)
+        if self.record.max_tokens is None and not self.record.immovable_because:
+            await self._learn_context_length(slot)
+        # The protocol has it that the iterator can be closed.
+        stream = cast("AsyncGenerator[Chunk, None]", slot.engine.generate(request))
+        finished = False
+        try:
+            async for chunk in stream:
+                text = chunk.text if seam is None else await seam.text(chunk)
+                given_up = chunk.finish_reason == "abort"
+                finished = chunk.finish_reason is not None and not given_up
+                self._take(slot, request.endpoint, _unfinished(chunk) if given_up else chunk, text)
+                if seam is not None:
+                    self.record.text_complete = not seam.open
+                if finished or given_up:
+                    return finished
+        finally:
+            if finished:
+                self._fleet.in_background(_read_to_the_end(stream))
+            else:
+                await stream.aclose()
+        raise OutcomeUnknown(f"{slot.id}: the stream of {request.request_id} ended without a finish_reason")
+
+    def _take(self, slot: Slot, endpoint: Endpoint, chunk: Chunk, text: str) -> None:
+        record = self.record
+        now_s = self._clock.now_s()
+        was, context_before = record.state, record.context_tokens
+        extra = _parsed_fields(chunk) if endpoint is Endpoint.CHAT else None
+        record.append(chunk, text, extra, now_s)
+        slot.advance(record, context_before, was, now_s)
+        if chunk.token_ids:
+            # An engine that shows text after a single token holds nothing back.
+            record.text_complete = bool(text) and len(chunk.token_ids) == 1
+        if extra:
+            record.immovable_because = record.immovable_because or "the engine parses the answer"
+        if was is not record.state:
+            self._first_token(slot)
+        if self._move is not None and self._move.target is slot and (chunk.token_ids or chunk.finish_reason):
+            self._answer_move(True)
+        if record.streaming:
+            self._wake.set()
+
+    def _first_token(self, slot: Slot) -> None:
+        """The attempt has begun to generate."""
+        record = self.record
+        self._fleet.trust(slot)
+        if record.prompt_ids is None:
+            record.immovable_because = record.immovable_because or "the engine does not tell the prompt's tokens"
+        elif record.max_tokens is None and slot.capabilities is not None:
+            longest = slot.capabilities.max_model_len_tokens
+            if longest is None:
+                record.immovable_because = record.immovable_because or "its engine's context length is not known"
+            else:
+                record.max_tokens = longest - len(record.prompt_ids)
+
+    async def _seam(self, slot: Slot) -> Seam | None:
+        record = self.record
+        if record.text_complete or not record.generated_ids:
+            return None
+        context = [*(record.prompt_ids or ())[-64:], *record.generated_ids[-64:]]
+        keep = bool(record.body.get("include_stop_str_in_output"))
+        return await open_seam(slot.engine, context, keep_stop_token=keep)
+
+    async def _learn_context_length(self, slot: Slot) -> None:
+        """Without max_tokens an answer may fill the context, and a continued one must be told how much is left."""
+        try:
+            await self._fleet.capabilities(slot)
+        except OrchestrRLError as error:
+            logger.debug("capabilities of %s: %s", slot.id, error)
+            self.record.immovable_because = "its engine's context length is not known"
+
+    # --- hanging engines ---------------------------------------------------------------------------------------------
+
+    def stalled(self, now_s: float) -> bool:
+        """No token for too long, although the engine makes some for others where that could explain it: a waiting
+        request waits for its turn, one that cannot be continued is better left alone."""
+        slot, record = self._slot, self.record
+        if slot is None or self._pump_task is None or self._pump_task.done() or self._move is not None:
+            return False
+        last_s = record.progressed_s
+        if record.state is RequestState.WAITING or record.immovable_because:
+            last_s = max(last_s, slot.progressed_s)
+        return now_s - last_s > self._limits.stall_s
+
+    async def leave_stalled(self) -> None:
+        """Give the engine up for this request, unless it is paused."""
+        slot, task = self._slot, self._pump_task
+        if slot is None or task is None:
+            return
+        paused = False
+        try:
+            paused = await slot.engine.is_paused()
+        except Permanent as error:
+            logger.debug("%s does not say whether it is paused: %s", slot.id, error)
+        except (Retryable, OutcomeUnknown) as error:
+            self._fleet.suspect(slot, str(error))
+        if self._pump_task is not task or task.done() or self._move is not None:
+            return
+        if paused:
+            self.record.progressed_s = self._clock.now_s()
+            return
+        logger.warning("request %s: %s made no token for %g s", self.record.id, slot.id, self._limits.stall_s)
+        self._hung_on.add(slot.id)
+        self._failures += 1
+        task.cancel()
+
+
+async def _read_to_the_end(stream: AsyncGenerator[Chunk, None]) -> None:
+    """A stream that was read to its end leaves its connection for the next request."""
+    with suppress(OrchestrRLError, TimeoutError):
+        async with asyncio.timeout(STREAM_END_S), aclosing(stream):
+            async for _ in stream:
+                pass
+
+
+def _unfinished(chunk: Chunk) -> Chunk:
+    return Chunk(chunk.token_ids, chunk.text, chunk.prompt_token_ids, chunk.logprobs)
+
+
+def _parsed_fields(chunk: Chunk) -> Mapping[str, Any] | None:
+    """What a chat engine parsed out of the answer (reasoning, tool calls) instead of leaving it in the text."""
+    delta = chunk.raw.get("delta") if chunk.raw is not None else None
+    if not delta:
+        return None
+    extra = {name: value for name, value in delta.items() if name not in ("role", "content") and value}
+    return extra or None

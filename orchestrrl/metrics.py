@@ -1,0 +1,147 @@
+"""Every Prometheus metric that the daemon exports, with its help text, and the page that serves them.
+
+Values are read from the control plane when the page is asked for, in the daemon's own event loop.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from orchestrrl.config import parse_address
+from orchestrrl.control_plane import ControlPlane
+from orchestrrl.errors import Permanent
+from planner.model import EngineHealth, EngineView, Mode, RequestState
+
+_CONTENT_TYPE = "text/plain; version=0.0.4"
+
+
+class PlaneCollector(Collector):
+    """The control plane as Prometheus sees it."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+
+    def collect(self) -> Iterable[Metric]:
+        snapshot = self._plane.state.snapshot(self._plane.clock.now_s())
+        yield from self._workers(snapshot.engines)
+        states = Counter(request.state for request in snapshot.requests)
+        yield _gauges(
+            "orchestrrl_requests",
+            "Requests in flight, by state.",
+            "state",
+            [(state, states[state]) for state in (RequestState.RUNNING, RequestState.WAITING)],
+        )
+        yield from self._totals()
+        yield from self._decisions(snapshot.now_s)
+        yield from self._plans()
+
+    def _workers(self, engines: tuple[EngineView, ...]) -> Iterator[Metric]:
+        healths = Counter(engine.health for engine in engines)
+        yield _gauges(
+            "orchestrrl_workers",
+            "Engines known, by health.",
+            "health",
+            [(health, healths[health]) for health in EngineHealth],
+        )
+        balance = self._plane.balance
+        indices = balance.load_index if balance else {}
+        yield _gauges(
+            "orchestrrl_worker_load_index",
+            "Load index of an engine (equation 5), seconds per token and slot; absent while it is stalled or unknown.",
+            "engine",
+            [(engine, index) for engine, index in indices.items() if index is not None],
+        )
+        yield _gauges(
+            "orchestrrl_worker_decode_tokens_per_second",
+            "Decode rate of an engine as last measured.",
+            "engine",
+            [(e.id, e.decode_tokens_per_s) for e in engines if e.decode_tokens_per_s is not None],
+        )
+        yield _gauges(
+            "orchestrrl_worker_kv_free_tokens",
+            "Free room in an engine's KV cache.",
+            "engine",
+            [(engine.id, engine.kv_free_tokens) for engine in engines],
+        )
+        yield _gauges(
+            "orchestrrl_worker_sample_age_seconds",
+            "Age of an engine's latest sample.",
+            "engine",
+            [(engine.id, engine.age_s) for engine in engines if engine.age_s is not None],
+        )
+        if balance and balance.balance.spread_before is not None:
+            help_text = "Highest minus lowest load index; absent while an engine is stalled."
+            yield GaugeMetricFamily("orchestrrl_load_spread", help_text, balance.balance.spread_before)
+
+    def _totals(self) -> Iterator[Metric]:
+        plane, totals = self._plane, self._plane.state.totals
+        moves = CounterMetricFamily("orchestrrl_moves", "Requests moved, by result.", labels=["result"])
+        moves.add_metric(["done"], totals.moves_done)
+        moves.add_metric(["failed"], totals.moves_failed)
+        yield moves
+        yield CounterMetricFamily("orchestrrl_requests_finished", "Requests that finished.", totals.finished)
+        help_text = "Tokens that destinations of moves had to prefill again."
+        yield CounterMetricFamily("orchestrrl_recomputed_tokens", help_text, totals.tokens_recomputed)
+        nodes = Counter(node.hello.kind for node in plane.nodes.states() if node.attached)
+        yield _gauges("orchestrrl_nodes_attached", "Agents and gateways attached.", "kind", sorted(nodes.items()))
+        open_operations = len(plane.runner.open)
+        yield GaugeMetricFamily("orchestrrl_operations_open", "Operations without a result.", open_operations)
+        help_text = "Entries ever written to the journal."
+        yield CounterMetricFamily("orchestrrl_journal_entries", help_text, plane.journal.last_sequence)
+        help_text = "Generation of the daemon: grows at each of its starts."
+        yield GaugeMetricFamily("orchestrrl_generation", help_text, plane.journal.generation)
+        modes = [(mode, float(mode is plane.mode)) for mode in Mode]
+        yield _gauges("orchestrrl_mode", "1 for the mode that is in force.", "mode", modes)
+
+    def _decisions(self, now_s: float) -> Iterator[Metric]:
+        plane, latest = self._plane, self._plane.plans.latest
+        ages = []
+        if plane.balance:
+            ages.append(("fast", now_s - plane.balance.decided_s))
+        if latest:
+            ages.append(("slow", now_s - latest.created_s))
+        yield _gauges("orchestrrl_decision_age_seconds", "Since the latest decision of a loop.", "loop", ages)
+        seconds = [("fast", plane.fast_tick_s), ("slow", plane.slow_tick_s)]
+        yield _gauges("orchestrrl_loop_seconds", "What the latest turn of a loop took.", "loop", seconds)
+
+    def _plans(self) -> Iterator[Metric]:
+        done = next((plan for plan in self._plane.plans.newest(0) if plan.actual_makespan_s is not None), None)
+        if done is None or done.actual_makespan_s is None:
+            return
+        if done.current_makespan_s is not None:
+            help_text = "Seconds to the step's end, as the latest plan with a known outcome had predicted them."
+            yield GaugeMetricFamily("orchestrrl_plan_predicted_makespan_seconds", help_text, done.current_makespan_s)
+        help_text = "Seconds from that plan to the step's end, as they really were."
+        yield GaugeMetricFamily("orchestrrl_plan_actual_makespan_seconds", help_text, done.actual_makespan_s)
+
+
+def _gauges(name: str, help_text: str, label: str, values: Iterable[tuple[str, float]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, help_text, labels=[label])
+    for key, value in values:
+        family.add_metric([key], value)
+    return family
+
+
+async def serve_metrics(plane: ControlPlane, address: str) -> web.AppRunner:
+    """Serve /metrics until the runner is cleaned up. Raises Permanent when the address is taken."""
+    registry = CollectorRegistry()
+    registry.register(PlaneCollector(plane))
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": _CONTENT_TYPE})
+
+    app = web.Application()
+    app.router.add_get("/metrics", page)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    host, port = parse_address(address)
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise Permanent(f"cannot serve metrics on {address}: {error.strerror}") from None
+    return runner

@@ -1,0 +1,161 @@
+"""The plans that were made, who watches them, and how an operator has bound the planner.
+
+Plans and controls are journalled as they come and come back from the journal after a restart.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from orchestrrl.clock import Clock
+from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.journal import Journal, Kind
+from orchestrrl.state import Step
+from planner.gate import FREE, Control, ControlState
+from planner.model import Act, ConfigurationId, Hold, Plan, PlanId
+
+_PLAN = TypeAdapter(Plan)
+_CONTROL = TypeAdapter(Control)
+
+# Plans kept in memory; the journal has the older ones.
+REMEMBERED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEvent:
+    """A plan, and the operator's word when it was made or changed."""
+
+    plan: Plan | None  # None: there was none yet when the operator spoke
+    control: Control
+
+
+class PlanBook:
+    """Every recent plan, newest last, and the operator's word in force."""
+
+    def __init__(self, journal: Journal, clock: Clock) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._plans: dict[PlanId, Plan] = {}
+        self._control = FREE
+        self._watchers: set[asyncio.Queue[PlanEvent | None]] = set()
+
+    def recover(self) -> None:
+        """What earlier generations left: the latest plans with their outcomes, and the operator's word."""
+        for entry in self._journal.tail(REMEMBERED, (Kind.PLAN,)):
+            plan = _plan_from(entry.body)
+            self._plans[plan.id] = plan
+        for entry in self._journal.tail(REMEMBERED, (Kind.PLAN_ACTUAL,)):
+            held = self._plans.get(PlanId(entry.subject))
+            if held is not None:
+                self._plans[held.id] = replace(held, actual_makespan_s=entry.body["actual_makespan_s"])
+        latest = self._journal.latest(Kind.PLAN_CONTROL)
+        if latest is not None:
+            self._control = _CONTROL.validate_python(latest.body)
+
+    @property
+    def control(self) -> Control:
+        return self._control.at(self._clock.now_s())
+
+    @property
+    def latest(self) -> Plan | None:
+        return next(reversed(self._plans.values()), None)
+
+    def get(self, plan: PlanId) -> Plan:
+        """Raises Permanent for a plan that is not remembered."""
+        if plan not in self._plans:
+            raise Permanent(f"plan {plan!r} is not among the {REMEMBERED} newest")
+        return self._plans[plan]
+
+    def newest(self, limit: int) -> list[Plan]:
+        """Newest first; 0: all that are remembered."""
+        plans = list(reversed(self._plans.values()))
+        return plans[:limit] if limit else plans
+
+    def add(self, plan: Plan, inputs_digest: str) -> None:
+        self._journal.append(plan.created_s, Kind.PLAN, plan.id, {**_body_of(plan), "inputs_digest": inputs_digest})
+        self._plans[plan.id] = plan
+        for old in list(self._plans)[:-REMEMBERED]:
+            del self._plans[old]
+        self._tell(plan)
+
+    def step_ended(self, step: Step) -> None:
+        """Fill in what really happened: seconds from each of the step's plans to the step's end."""
+        assert step.ended_s is not None
+        for plan in list(self._plans.values()):
+            if plan.actual_makespan_s is None and step.started_s <= plan.created_s <= step.ended_s:
+                actual_s = step.ended_s - plan.created_s
+                body = {"actual_makespan_s": actual_s, "predicted_makespan_s": plan.current_makespan_s}
+                self._journal.append(step.ended_s, Kind.PLAN_ACTUAL, plan.id, body)
+                self._plans[plan.id] = replace(plan, actual_makespan_s=actual_s)
+                self._tell(self._plans[plan.id])
+
+    def override(
+        self, configuration: ConfigurationId, known: Collection[ConfigurationId], reason: str, ttl_s: float
+    ) -> Control:
+        """Bind the planner to a configuration. Raises ProblemFaults for one that is not known."""
+        faults = _ttl_faults(ttl_s)
+        if configuration not in known:
+            listing = ", ".join(sorted(known)) or "none; fleet.configurations lists them"
+            faults.append(f"configuration: is not a known one (known: {listing}), got {configuration!r}")
+        if faults:
+            raise ProblemFaults(faults)
+        return self._set(Control(ControlState.OVERRIDDEN, configuration, reason, self._expiry_s(ttl_s)))
+
+    def pin(self, reason: str, ttl_s: float) -> Control:
+        """Keep the deployment as it is."""
+        if faults := _ttl_faults(ttl_s):
+            raise ProblemFaults(faults)
+        return self._set(Control(ControlState.PINNED, None, reason, self._expiry_s(ttl_s)))
+
+    def release(self, reason: str) -> Control:
+        return self._set(Control(reason=reason))
+
+    async def watch(self) -> AsyncIterator[PlanEvent]:
+        """The latest plan, if there is one, then each as it is made or changed, until the book is closed."""
+        queue: asyncio.Queue[PlanEvent | None] = asyncio.Queue()
+        if self.latest is not None:
+            queue.put_nowait(PlanEvent(self.latest, self.control))
+        self._watchers.add(queue)
+        try:
+            while (event := await queue.get()) is not None:
+                yield event
+        finally:
+            self._watchers.discard(queue)
+
+    def close(self) -> None:
+        """End every watch."""
+        for queue in self._watchers:
+            queue.put_nowait(None)
+
+    def _set(self, control: Control) -> Control:
+        body = _CONTROL.dump_python(control, mode="json")
+        self._journal.append(self._clock.now_s(), Kind.PLAN_CONTROL, control.state, body)
+        self._control = control
+        self._tell(self.latest)
+        return control
+
+    def _tell(self, plan: Plan | None) -> None:
+        for queue in self._watchers:
+            queue.put_nowait(PlanEvent(plan, self.control))
+
+    def _expiry_s(self, ttl_s: float) -> float | None:
+        return self._clock.now_s() + ttl_s if ttl_s else None
+
+
+def _body_of(plan: Plan) -> dict[str, Any]:
+    # Act and Hold have the same fields, so which of them it is must be said.
+    return {**_PLAN.dump_python(plan, mode="json"), "acts": isinstance(plan.verdict, Act)}
+
+
+def _plan_from(body: Mapping[str, Any]) -> Plan:
+    plan = _PLAN.validate_python(body)
+    verdict = Act if body["acts"] else Hold
+    return replace(plan, verdict=verdict(plan.verdict.code, plan.verdict.detail))
+
+
+def _ttl_faults(ttl_s: float) -> list[str]:
+    return [] if math.isfinite(ttl_s) and ttl_s >= 0 else [f"ttl_s: must be >= 0 (0: until released), got {ttl_s}"]

@@ -1,0 +1,87 @@
+"""What agents and gateways tell the daemon, as values. rpc/convert.py puts them on the wire; state.py folds them."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrrl.engines.base import Capabilities
+from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestView
+
+
+class NodeKind(StrEnum):
+    AGENT = "agent"
+    GATEWAY = "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHello:
+    """A node's first word when it attaches."""
+
+    node: NodeId
+    kind: NodeKind
+    engines: tuple[EngineId, ...]  # an agent's own, or those a gateway routes to
+    version: str
+    url: str = ""  # where the node itself listens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """One scrape of one engine. Totals are counters since the engine's start."""
+
+    sampled_s: float  # by the agent's clock
+    running: int
+    waiting: int
+    kv_usage_fraction: float  # 0..1
+    kv_capacity_tokens: int  # 0: the engine does not tell
+    generation_tokens_total: int
+    prompt_tokens_total: int
+    preemptions_total: int
+    decode_tokens_per_s: float | None = None  # None: first scrape, a counter went back, nothing was to be decoded
+    scrape_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """An agent's word on one engine. `sequence` grows within a stream."""
+
+    agent: NodeId
+    sequence: int
+    engine: EngineId
+    url: str
+    health: EngineHealth
+    health_detail: str = ""
+    sample: EngineSample | None = None  # None: could not be read
+    capabilities: Capabilities | None = None  # with a stream's first report and when they change
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A request that ended, however it ended."""
+
+    id: RequestId
+    engine: EngineId | None  # None: ended before it reached one
+    prompt_tokens: int
+    generated_tokens: int
+    finish_reason: str
+    moves: int = 0
+    tag: str = ""
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayReport:
+    """Every request that a gateway has in flight. `sequence` grows within a stream."""
+
+    gateway: NodeId
+    sequence: int
+    sampled_s: float  # by the gateway's clock
+    url: str
+    in_flight: tuple[RequestView, ...]
+    finished: tuple[FinishedRequest, ...] = ()  # since the last report that was acknowledged
+
+
+@dataclass(frozen=True, slots=True)
+class ReportAck:
+    """The daemon has folded everything of this stream up to `sequence`."""
+
+    sequence: int
+    generation: int  # of the daemon: grows at each of its starts

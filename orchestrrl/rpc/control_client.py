@@ -1,0 +1,94 @@
+"""A client of the daemon's Control and Switches services, with our errors in place of gRPC's."""
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self, TypeVar
+
+import grpc
+
+from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.rpc.channel import CHANNEL_OPTIONS
+from orchestrrl.rpc.pb import control_pb2_grpc
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+CALL_TIMEOUT_S = 30.0
+
+
+class ControlClient:
+    """One connection to the daemon at `address`, `HOST:PORT` or `unix:PATH`.
+
+        async with ControlClient("127.0.0.1:7070") as client:
+            status = await client.ask(client.control.GetStatus, control_pb2.GetStatusRequest())
+
+    Every call raises Retryable when there is no daemon, ProblemFaults when it finds the request malformed, Permanent
+    when it declines, and OutcomeUnknown when its answer was lost.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    async def __aenter__(self) -> Self:
+        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self.control = control_pb2_grpc.ControlStub(self._channel)
+        self.switches = control_pb2_grpc.SwitchesStub(self._channel)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def ask(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
+        request: _Request,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> _Response:
+        """One request, one answer."""
+        call = method(request, timeout=timeout_s)
+        connected = False
+        try:
+            await call.wait_for_connection()
+            connected = True
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(error, connected) from None
+
+    async def watch(
+        self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Response], request: _Request
+    ) -> AsyncIterator[_Response]:
+        """One request, answers until the daemon ends the stream or the caller stops iterating."""
+        call = method(request)
+        connected = False
+        try:
+            await call.wait_for_connection()
+            connected = True
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(error, connected) from None
+        finally:
+            call.cancel()
+
+    def _translated(self, error: grpc.aio.AioRpcError, connected: bool) -> OrchestrRLError:
+        details = error.details() or error.code().name.lower().replace("_", " ")
+        match error.code():
+            case grpc.StatusCode.UNAVAILABLE if not connected:
+                advice = "start one with `orchestrrl daemon -c FILE`, or name it with --daemon"
+                return Retryable(f"no daemon at {self.address}: {advice}", after_s=1.0)
+            case grpc.StatusCode.UNAVAILABLE:
+                return OutcomeUnknown(f"the connection to the daemon at {self.address} broke: {details}")
+            case grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.ABORTED:
+                return Retryable(f"the daemon at {self.address} declined for now: {details}", after_s=1.0)
+            case grpc.StatusCode.INVALID_ARGUMENT:
+                return ProblemFaults(details.splitlines())
+            case grpc.StatusCode.NOT_FOUND | grpc.StatusCode.FAILED_PRECONDITION | grpc.StatusCode.ALREADY_EXISTS:
+                return Permanent(details)
+            case grpc.StatusCode.UNIMPLEMENTED:
+                return Permanent(f"what listens at {self.address} does not know this call ({details}): is it a daemon?")
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return OutcomeUnknown(f"the daemon at {self.address} gave no answer in time")
+            case _:
+                return OutcomeUnknown(f"the daemon at {self.address} failed: {details}")

@@ -1,0 +1,176 @@
+"""Between the daemon's values and the Control service's messages. Beside convert.py because nodes do not need it."""
+
+import json
+
+from orchestrrl.balance import BalanceDecision
+from orchestrrl.control_plane import ControlPlane
+from orchestrrl.journal import Entry
+from orchestrrl.nodes import NodeState
+from orchestrrl.plans import PlanEvent
+from orchestrrl.rpc.convert import capabilities_to_pb, health_to_pb
+from orchestrrl.rpc.pb import control_pb2 as pb
+from planner.gate import Control
+from planner.model import EngineView, Mode, Plan, RequestState, Snapshot
+
+_MODE_TO_PB = {Mode.ADVISE: pb.MODE_ADVISE, Mode.ACT: pb.MODE_ACT}
+_MODE_FROM_PB = {message: mode for mode, message in _MODE_TO_PB.items()}
+
+
+def mode_to_pb(mode: Mode) -> pb.Mode.ValueType:
+    return _MODE_TO_PB[mode]
+
+
+def mode_from_pb(message: pb.Mode.ValueType) -> Mode:
+    if message not in _MODE_FROM_PB:
+        raise ValueError(f"mode: must be advise or act, got {message}")
+    return _MODE_FROM_PB[message]
+
+
+def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
+    now_s = plane.clock.now_s()
+    snapshot = plane.state.snapshot(now_s)
+    running = sum(request.state is RequestState.RUNNING for request in snapshot.requests)
+    totals, latest = plane.state.totals, plane.plans.latest
+    return pb.Status(
+        version=version,
+        mode=mode_to_pb(plane.mode),
+        generation=plane.journal.generation,
+        now_unix_s=now_s,
+        uptime_s=now_s - plane.started_s,
+        workers=workers_to_pb(plane, snapshot),
+        nodes=[_node_to_pb(node, now_s) for node in plane.nodes.states()],
+        requests_running=running,
+        requests_waiting=len(snapshot.requests) - running,
+        requests_finished=totals.finished,
+        moves_done=totals.moves_done,
+        moves_failed=totals.moves_failed,
+        tokens_recomputed=totals.tokens_recomputed,
+        plan_id=latest.id if latest else "",
+        plan_control=control_to_pb(plane.plans.control),
+        balance_reason=_verdict(plane.balance) if plane.balance else "no decision yet",
+    )
+
+
+def workers_to_pb(plane: ControlPlane, snapshot: Snapshot) -> list[pb.Worker]:
+    return [_worker_to_pb(engine, plane) for engine in snapshot.engines]
+
+
+def _worker_to_pb(engine: EngineView, plane: ControlPlane) -> pb.Worker:
+    capabilities = plane.state.capabilities(engine.id)
+    return pb.Worker(
+        engine_id=engine.id,
+        url=engine.url,
+        configuration=engine.configuration or "",
+        health=health_to_pb(engine.health),
+        health_detail=engine.health_detail,
+        running=engine.running,
+        waiting=engine.waiting,
+        kv_capacity_tokens=engine.kv_capacity_tokens,
+        kv_free_tokens=engine.kv_free_tokens,
+        decode_tokens_per_s=engine.decode_tokens_per_s,
+        load_index=plane.balance.load_index.get(engine.id) if plane.balance else None,
+        age_s=engine.age_s,
+        preemptions_total=engine.preemptions_total,
+        max_sequences=engine.max_sequences,
+        capabilities=capabilities_to_pb(capabilities) if capabilities else None,
+    )
+
+
+def _node_to_pb(node: NodeState, now_s: float) -> pb.NodeStatus:
+    return pb.NodeStatus(
+        node_id=node.hello.node,
+        kind=node.hello.kind,
+        attached=node.attached,
+        age_s=now_s - node.heard_s,
+        url=node.hello.url,
+    )
+
+
+def plan_to_pb(plan: Plan) -> pb.Plan:
+    return pb.Plan(
+        plan_id=plan.id,
+        created_unix_s=plan.created_s,
+        decision=plan.decision,
+        reason_code=plan.verdict.code,
+        reason=plan.verdict.detail,
+        current_configuration=plan.current_configuration or "",
+        proposed_configuration=plan.proposed_configuration or "",
+        proposed_instances=plan.proposed_instances,
+        current_makespan_s=plan.current_makespan_s,
+        proposed_makespan_s=plan.proposed_makespan_s,
+        switch_cost_s=plan.switch_cost_s,
+        lower_bound_s=plan.lower_bound_s,
+        solve_s=plan.solve_s,
+        alternatives=[
+            pb.Alternative(
+                configuration=alternative.configuration,
+                instances=alternative.instances,
+                makespan_s=alternative.makespan_s,
+                switch_cost_s=alternative.switch_cost_s,
+                infeasible_because=alternative.infeasible_because,
+            )
+            for alternative in plan.alternatives
+        ],
+        inputs_age_s=plan.inputs_age_s or 0.0,
+        requests_running=plan.requests_running,
+        requests_waiting=plan.requests_waiting,
+        bin_tokens=plan.remaining.bin_tokens,
+        remaining_counts=plan.remaining.counts,
+        forecast_method=plan.forecast_method,
+        actual_makespan_s=plan.actual_makespan_s,
+        acted=plan.acted,
+    )
+
+
+def control_to_pb(control: Control) -> pb.PlanControl:
+    return pb.PlanControl(
+        state=control.state,
+        configuration=control.configuration or "",
+        reason=control.reason,
+        expires_unix_s=control.expires_s,
+    )
+
+
+def plan_event_to_pb(event: PlanEvent) -> pb.PlanEvent:
+    return pb.PlanEvent(plan=plan_to_pb(event.plan) if event.plan else None, control=control_to_pb(event.control))
+
+
+def balance_to_pb(decision: BalanceDecision) -> pb.Balance:
+    balance = decision.balance
+    return pb.Balance(
+        decided_unix_s=decision.decided_s,
+        load_index=[
+            pb.WorkerLoad(engine_id=engine, before=before, after=balance.load_after[engine])
+            for engine, before in balance.load_before.items()
+        ],
+        spread_before=balance.spread_before,
+        spread_after=balance.spread_after,
+        theta=decision.theta,
+        moves=[
+            pb.BalanceMove(
+                request_id=move.request,
+                from_engine_id=move.source,
+                to_engine_id=move.destination,
+                state=move.state,
+            )
+            for move in balance.moves
+        ],
+        stopped_because=balance.stopped_because,
+        gate_reason=_verdict(decision),
+        inputs_age_s=decision.inputs_age_s or 0.0,
+    )
+
+
+def entry_to_pb(entry: Entry) -> pb.JournalEntry:
+    return pb.JournalEntry(
+        sequence=entry.sequence,
+        at_unix_s=entry.at_s,
+        generation=entry.generation,
+        kind=entry.kind,
+        subject_id=entry.subject,
+        body_json=json.dumps(entry.body),
+    )
+
+
+def _verdict(decision: BalanceDecision) -> str:
+    return f"{decision.verdict.code}: {decision.verdict.detail}"

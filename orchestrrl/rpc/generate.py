@@ -1,0 +1,69 @@
+"""Generate orchestrrl/rpc/pb from proto/, or check that it is up to date (--check).
+
+Run as `python -m orchestrrl.rpc.generate`; needs the development environment. protoc places files and imports by the
+proto package, which would shadow our own package `orchestrrl`; so the files are moved flat into rpc/pb and their
+imports rewritten.
+"""
+
+import argparse
+import filecmp
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROTO = ROOT / "proto"
+TARGET = ROOT / "orchestrrl" / "rpc" / "pb"
+
+
+def generate(target: Path) -> list[str]:
+    """Write the generated modules into target; names of the files written."""
+    from grpc_tools import protoc  # type: ignore[import-untyped]
+
+    sources = sorted(str(p.relative_to(PROTO)) for p in PROTO.glob("orchestrrl/v1/*.proto"))
+    with tempfile.TemporaryDirectory() as raw_dir:
+        arguments = ["protoc", f"-I{PROTO}", f"--python_out={raw_dir}", f"--grpc_python_out={raw_dir}"]
+        plugins = Path(sys.executable).parent
+        for name in ("mypy", "mypy_grpc"):
+            arguments += [
+                f"--plugin=protoc-gen-{name}={plugins / f'protoc-gen-{name}'}",
+                f"--{name}_out=quiet:{raw_dir}",
+            ]
+        if protoc.main([*arguments, *sources]) != 0:
+            raise SystemExit("protoc failed, see above")
+        written = []
+        for path in sorted(Path(raw_dir, "orchestrrl", "v1").iterdir()):
+            (target / path.name).write_text(_flatten(path.read_text()))
+            written.append(path.name)
+    (target / "__init__.py").write_text('"""Generated from proto/ by `make generate`; do not edit."""\n')
+    return [*written, "__init__.py"]
+
+
+def _flatten(source: str) -> str:
+    source = source.replace("from orchestrrl.v1 import", "from orchestrrl.rpc.pb import")
+    source = re.sub(r"'orchestrrl\.v1\.(\w+_pb2)'", r"'orchestrrl.rpc.pb.\1'", source)
+    # Stubs write `import orchestrrl.v1.x_pb2` (possibly aliased) and use the dotted name in annotations.
+    source = re.sub(r"^import orchestrrl\.v1\.(\w+)$", r"from orchestrrl.rpc.pb import \1", source, flags=re.MULTILINE)
+    source = re.sub(r"^from orchestrrl\.v1\.(\w+) import", r"from orchestrrl.rpc.pb.\1 import", source, flags=re.M)
+    return re.sub(r"(?<![\w./])orchestrrl\.v1\.(\w+_pb2)", r"\1", source)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if rpc/pb is not what proto/ gives")
+    if not parser.parse_args().check:
+        TARGET.mkdir(exist_ok=True)
+        print(f"wrote {len(generate(TARGET))} files to {TARGET.relative_to(ROOT)}")  # noqa: T201
+        return
+    with tempfile.TemporaryDirectory() as fresh_dir:
+        names = generate(Path(fresh_dir))
+        present = {p.name for p in TARGET.iterdir() if p.is_file()}
+        _, differing, missing = filecmp.cmpfiles(fresh_dir, TARGET, names, shallow=False)
+        stale = sorted({*differing, *missing, *(present - set(names))})
+    if stale:
+        raise SystemExit(f"generated code differs from proto/, run `make generate`: {', '.join(stale)}")
+
+
+if __name__ == "__main__":
+    main()

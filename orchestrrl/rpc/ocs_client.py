@@ -1,0 +1,249 @@
+"""The driver `grpc`: a device behind any process that serves `OcsDriver`, in any language.
+
+The other process owns the device: its lock, its limits, its reading back. What is added here is the connection to that
+process, which can break too: then nobody knows whether a commit took, and it is read back before anything else is sent.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+
+from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.diff import Steps
+from ocs_drivers.errors import (
+    Conflict,
+    DriverError,
+    InvalidChange,
+    InvalidOptions,
+    OutcomeUnknown,
+    Permanent,
+    Retryable,
+)
+from ocs_drivers.model import (
+    Action,
+    Capabilities,
+    Change,
+    ChangeMode,
+    CircuitState,
+    CommitResult,
+    Diff,
+    Event,
+    Facts,
+    ItemResult,
+    PortState,
+    Reading,
+    Verification,
+)
+from orchestrrl.rpc import convert_ocs as convert
+from orchestrrl.rpc.channel import CHANNEL_OPTIONS
+from orchestrrl.rpc.ocs_server import ERROR_METADATA
+from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Value = TypeVar("Value")
+
+# Pauses between readings while a commit whose answer was lost may still be going on.
+READ_BACK_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """A channel belongs to an event loop, so it is opened at the first call and not by the constructor."""
+
+    channel: grpc.aio.Channel
+    stub: "ocs_pb2_grpc.OcsDriverAsyncStub"
+
+
+class GrpcSwitch:
+    """An OcsDriver whose work is done by the process at `target`, `HOST:PORT` or `unix:PATH`."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        target: str,
+        clock: Clock | None = None,
+        command_timeout_s: float = 10.0,
+        commit_timeout_s: float = 60.0,
+    ) -> None:
+        faults = [] if isinstance(target, str) and target else [f"options.target: must be HOST:PORT, got {target!r}"]
+        for name, value in (("command_timeout_s", command_timeout_s), ("commit_timeout_s", commit_timeout_s)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                faults.append(f"options.{name}: must be a number > 0, got {value!r}")
+        if faults:
+            raise InvalidOptions(faults, device=device)
+        self.device = device
+        self._target = target
+        self._clock = clock or SystemClock()
+        self._command_timeout_s = command_timeout_s
+        self._commit_timeout_s = commit_timeout_s
+        self._session: _Session | None = None
+
+    async def facts(self) -> Facts:
+        return self._sense(convert.facts_from_pb, await self._read_facts())
+
+    async def capabilities(self) -> Capabilities:
+        return convert.capabilities_from_pb((await self._read_facts()).capabilities)
+
+    async def ports(self) -> tuple[PortState, ...]:
+        response = await self._read("ListPorts", self._stub().ListPorts, ocs_pb2.ListPortsRequest())
+        ports = (self._sense(convert.port_from_pb, port) for port in response.ports)
+        return tuple(sorted(ports, key=lambda port: port.port))
+
+    async def cross_connects(self) -> Reading:
+        request = ocs_pb2.ListCrossConnectsRequest()
+        response = await self._read("ListCrossConnects", self._stub().ListCrossConnects, request)
+        return self._sense(convert.reading_from_pb, response)
+
+    async def plan(self, change: Change, mode: ChangeMode = ChangeMode.SAFE) -> Diff:
+        if faults := _negative_ports(change):  # they would not fit into the message
+            raise InvalidChange(faults, device=self.device)
+        response = await self._read("Plan", self._stub().Plan, convert.change_to_pb(change, mode))
+        return self._sense(convert.diff_from_pb, response)
+
+    async def commit(self, diff: Diff, expect_revision: int) -> CommitResult:
+        request = ocs_pb2.CommitRequest(diff=convert.diff_to_pb(diff), expect_revision=expect_revision)
+        call = self._ask("Commit", self._stub().Commit, request, self._commit_timeout_s, is_setter=True)
+        return await self._settled(call, Steps(diff.remove, diff.add))
+
+    async def verify(self, diff: Diff) -> Verification:
+        request = ocs_pb2.VerifyRequest(diff=convert.diff_to_pb(diff))
+        return convert.verification_from_pb(await self._read("Verify", self._stub().Verify, request))
+
+    async def rollback(self, diff: Diff) -> CommitResult:
+        request = ocs_pb2.RollbackRequest(diff=convert.diff_to_pb(diff))
+        call = self._ask("Rollback", self._stub().Rollback, request, self._commit_timeout_s, is_setter=True)
+        return await self._settled(call, Steps(diff.add, diff.remove))
+
+    async def watch(self) -> AsyncGenerator[Event, None]:
+        call = self._stub().Watch(ocs_pb2.WatchEventsRequest())
+        try:
+            async for event in call:
+                yield self._sense(convert.event_from_pb, event)
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(error, "Watch", is_setter=False) from None
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.channel.close()
+
+    async def _read_facts(self) -> ocs_pb2.DeviceFacts:
+        return await self._read("GetFacts", self._stub().GetFacts, ocs_pb2.GetFactsRequest())
+
+    async def _settled(self, call: Awaitable[ocs_pb2.CommitResult], wanted: Steps) -> CommitResult:
+        """The answer, or, where the answer was lost, what the device shows once it has come to rest."""
+        try:
+            result = convert.result_from_pb(await call)
+            if [item.cross_connect for item in result.items] == [*wanted.remove, *wanted.add]:
+                return result
+            words = "the driver process did not answer for every circuit of the change, in order"
+        except OutcomeUnknown as error:
+            words = str(error)
+        except ValueError as error:
+            words = f"the driver process answered nonsense: {error}"
+        tune_s = max(1.0, 10 * (await self._after_setting(self.facts())).reconfiguration_s)
+        deadline_s = self._clock.now_s() + tune_s
+        while True:
+            reading = await self._after_setting(self.cross_connects())
+            items = _as_shown(wanted, reading, words)
+            if all(item.done for item in items) or self._clock.now_s() >= deadline_s:
+                return CommitResult(items, reading.revision, commands_sent=1)
+            await self._clock.sleep(READ_BACK_PAUSE_S)
+
+    async def _after_setting(self, reading: Awaitable[Response]) -> Response:
+        try:
+            return await reading
+        except Retryable as error:
+            raise OutcomeUnknown(
+                f"the device could not be read after a command was sent to it: {error.message}",
+                device=self.device,
+                command=error.command,
+                answer=error.answer,
+            ) from error
+
+    def _sense(self, read: Callable[[Response], Value], response: Response) -> Value:
+        try:
+            return read(response)
+        except ValueError as error:
+            raise Permanent(f"the driver process answered nonsense: {error}", device=self.device) from None
+
+    def _stub(self) -> "ocs_pb2_grpc.OcsDriverAsyncStub":
+        if self._session is None:
+            channel = grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS)
+            self._session = _Session(channel, ocs_pb2_grpc.OcsDriverStub(channel))
+        return self._session.stub
+
+    async def _read(
+        self, command: str, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
+    ) -> Response:
+        return await self._ask(command, method, request, self._command_timeout_s, is_setter=False)
+
+    async def _ask(
+        self,
+        command: str,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        timeout_s: float,
+        is_setter: bool,
+    ) -> Response:
+        if is_setter:
+            await self._connect(command)  # so that what fails from here on may have taken
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(error, command, is_setter) from None
+
+    async def _connect(self, command: str) -> None:
+        self._stub()
+        assert self._session is not None
+        try:
+            await asyncio.wait_for(self._session.channel.channel_ready(), self._command_timeout_s)
+        except TimeoutError:
+            message = f"the driver process at {self._target} cannot be reached; nothing was sent"
+            raise Retryable(message, device=self.device, command=command) from None
+
+    def _translated(self, error: grpc.aio.AioRpcError, command: str, is_setter: bool) -> DriverError:
+        for key, value in error.trailing_metadata() or ():
+            if key == ERROR_METADATA and isinstance(value, bytes):
+                return convert.error_from_pb(ocs_pb2.DriverError.FromString(value), self.device)
+        words = error.details() or error.code().name
+        match error.code():
+            case grpc.StatusCode.INVALID_ARGUMENT:
+                return InvalidChange(words.splitlines(), device=self.device)
+            case grpc.StatusCode.FAILED_PRECONDITION:
+                return Conflict(words.splitlines(), device=self.device)
+            case grpc.StatusCode.UNIMPLEMENTED:
+                return Permanent("the driver process does not know this call", device=self.device, command=command)
+            case code if is_setter:
+                message = f"the driver process at {self._target} gave no result ({code.name})"
+                return OutcomeUnknown(message, device=self.device, command=command, answer=words)
+            case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED as code:
+                message = f"the driver process at {self._target} cannot be reached ({code.name})"
+                return Retryable(message, device=self.device, command=command, answer=words)
+            case code:
+                message = f"the driver process at {self._target} failed ({code.name})"
+                return Permanent(message, device=self.device, command=command, answer=words)
+
+
+def _negative_ports(change: Change) -> list[str]:
+    return [
+        f"{name}[{index}].{side}: must be >= 0, got {port}"
+        for name, pairs in (("connect", change.connect), ("disconnect", change.disconnect))
+        for index, pair in enumerate(pairs)
+        for side, port in (("ingress_port", pair.ingress_port), ("egress_port", pair.egress_port))
+        if port < 0
+    ]
+
+
+def _as_shown(wanted: Steps, reading: Reading, words: str) -> tuple[ItemResult, ...]:
+    """One result per item by what the device shows; `words` say why nobody knows more."""
+    tuned = {circuit.cross_connect for circuit in reading.circuits if circuit.state is CircuitState.TUNED}
+    gone = [ItemResult(pair, Action.REMOVE, pair not in reading.cross_connects, words) for pair in wanted.remove]
+    return (*gone, *(ItemResult(pair, Action.ADD, pair in tuned, words) for pair in wanted.add))

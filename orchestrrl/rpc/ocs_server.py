@@ -1,0 +1,100 @@
+"""Serve any driver as `OcsDriver`, so that a device can be driven from a process of its own."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.errors import Conflict, DriverError, InvalidChange, OutcomeUnknown, Retryable
+from orchestrrl.rpc import convert_ocs as convert
+from orchestrrl.rpc.channel import SERVER_OPTIONS
+from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+ERROR_METADATA = "ocs-driver-error-bin"
+
+
+class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
+    """The servicer over one driver. A commit is carried to its end even if the client goes away: glass that is half
+    moved helps nobody."""
+
+    def __init__(self, driver: OcsDriver) -> None:
+        self._driver = driver
+
+    async def GetFacts(self, request: ocs_pb2.GetFactsRequest, context: Context) -> ocs_pb2.DeviceFacts:
+        async with _speaking(context):
+            return convert.facts_to_pb(await self._driver.facts(), await self._driver.capabilities())
+
+    async def ListPorts(self, request: ocs_pb2.ListPortsRequest, context: Context) -> ocs_pb2.ListPortsResponse:
+        async with _speaking(context):
+            ports = await self._driver.ports()
+            return ocs_pb2.ListPortsResponse(ports=[convert.port_to_pb(port) for port in ports])
+
+    async def ListCrossConnects(
+        self, request: ocs_pb2.ListCrossConnectsRequest, context: Context
+    ) -> ocs_pb2.ListCrossConnectsResponse:
+        async with _speaking(context):
+            return convert.reading_to_pb(await self._driver.cross_connects())
+
+    async def Plan(self, request: ocs_pb2.PlanChangeRequest, context: Context) -> ocs_pb2.ChangeDiff:
+        async with _speaking(context):
+            change, mode = convert.change_from_pb(request)
+            return convert.diff_to_pb(await self._driver.plan(change, mode))
+
+    async def Commit(self, request: ocs_pb2.CommitRequest, context: Context) -> ocs_pb2.CommitResult:
+        async with _speaking(context):
+            diff = convert.diff_from_pb(request.diff)
+            return convert.result_to_pb(await asyncio.shield(self._driver.commit(diff, request.expect_revision)))
+
+    async def Verify(self, request: ocs_pb2.VerifyRequest, context: Context) -> ocs_pb2.Verification:
+        async with _speaking(context):
+            return convert.verification_to_pb(await self._driver.verify(convert.diff_from_pb(request.diff)))
+
+    async def Rollback(self, request: ocs_pb2.RollbackRequest, context: Context) -> ocs_pb2.CommitResult:
+        async with _speaking(context):
+            diff = convert.diff_from_pb(request.diff)
+            return convert.result_to_pb(await asyncio.shield(self._driver.rollback(diff)))
+
+    async def Watch(self, request: ocs_pb2.WatchEventsRequest, context: Context) -> AsyncIterator[ocs_pb2.DeviceEvent]:
+        async with _speaking(context):
+            async for event in self._driver.watch():
+                yield convert.event_to_pb(event)
+
+
+@asynccontextmanager
+async def _speaking(context: Context) -> AsyncIterator[None]:
+    """Answer the driver's errors with their status, and with all they know in the trailing metadata."""
+    try:
+        yield
+    except DriverError as error:
+        metadata = ((ERROR_METADATA, convert.error_to_pb(error).SerializeToString()),)
+        await context.abort(status_of(error), str(error), metadata)
+    except ValueError as error:  # of the conversion: the message makes no sense
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+
+def status_of(error: DriverError) -> grpc.StatusCode:
+    match error:
+        case InvalidChange():
+            return grpc.StatusCode.INVALID_ARGUMENT
+        case Conflict():
+            return grpc.StatusCode.FAILED_PRECONDITION
+        case Retryable():
+            return grpc.StatusCode.UNAVAILABLE
+        case OutcomeUnknown():
+            return grpc.StatusCode.UNKNOWN
+        case _:
+            return grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def serve_driver(driver: OcsDriver, address: str) -> tuple[grpc.aio.Server, int]:
+    """A started server for one device at `address` (port 0: any free one), and its port."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    ocs_pb2_grpc.add_OcsDriverServicer_to_server(OcsDriverService(driver), server)
+    port = server.add_insecure_port(address)
+    await server.start()
+    return server, port

@@ -1,0 +1,1 @@
+"""Simulation on a virtual clock, in one process."""

@@ -1,0 +1,324 @@
+"""Fold what agents and gateways report into immutable snapshots that know how old everything is.
+
+Holds values and nothing else: no clock, no socket. Ages run from when a report was received, since the reporter's
+clock may differ from ours. Reports are ordered by (stream, sequence): a late or repeated one changes nothing.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.operations import OperationResult
+from orchestrrl.reports import EngineReport, EngineSample, FinishedRequest, GatewayReport, NodeHello, NodeKind
+from planner.model import (
+    ConfigurationId,
+    EngineHealth,
+    EngineId,
+    EngineView,
+    GpuId,
+    NodeId,
+    RequestId,
+    RequestState,
+    RequestView,
+    Snapshot,
+)
+
+# Finished requests remembered per gateway, to count a repeated one once. A gateway repeats only what was not
+# acknowledged, which is far less.
+FINISHED_REMEMBERED = 65536
+# The newest responses of a step that tell how long responses are. Some jobs never go idle, so their step never ends.
+LENGTHS_REMEMBERED = 65536
+# Endings that say nothing about how long responses are.
+CUT_SHORT = frozenset({"abort", "error"})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the configuration says of an engine; it stands where the engine itself does not tell."""
+
+    id: EngineId
+    url: str
+    configuration: ConfigurationId | None = None
+    gpus: tuple[GpuId, ...] = ()
+    max_sequences: int | None = None
+    kv_capacity_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One generation step: from the fleet's going busy to its going idle."""
+
+    started_s: float
+    ended_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Since the daemon's start."""
+
+    finished: int = 0
+    moves_done: int = 0
+    moves_failed: int = 0
+    tokens_recomputed: int = 0
+
+
+@dataclass(slots=True)
+class _EngineRecord:
+    order: tuple[int, int] = (-1, -1)  # (stream, sequence)
+    remembered_url: str = ""
+    report: EngineReport | None = None
+    received_s: float = 0.0
+    sample: EngineSample | None = None  # the latest, also while the engine cannot be read
+    sample_received_s: float = 0.0
+    decode_tokens_per_s: float | None = None
+    capabilities: Capabilities | None = None
+
+
+@dataclass(slots=True)
+class _GatewayRecord:
+    order: tuple[int, int] = (-1, -1)
+    received_s: float = 0.0  # its latest word of any kind
+    url: str = ""
+    engines: tuple[EngineId, ...] = ()  # from its hello
+    in_flight: tuple[RequestView, ...] = ()
+    reported_s: float | None = None  # when that was received; None: not yet
+    finished: dict[FinishedRequest, None] = field(default_factory=dict)  # as values: an id may be used again
+
+
+class State:
+    """The fleet as reported. Whoever has not reported for `forget_after_s` is left out of snapshots, or counts as gone
+    where something else names it."""
+
+    def __init__(self, facts: Iterable[EngineFacts] = (), forget_after_s: float = 60.0) -> None:
+        self._facts = {fact.id: fact for fact in facts}
+        self._forget_after_s = forget_after_s
+        self._engines: dict[EngineId, _EngineRecord] = {}
+        self._gateways: dict[NodeId, _GatewayRecord] = {}
+        self._finished_output_tokens: deque[int] = deque(maxlen=LENGTHS_REMEMBERED)
+        self.earlier_output_tokens: tuple[int, ...] = ()  # of the step before
+        self.step: Step | None = None  # the current or the last one
+        self.totals = Totals()
+
+    def set_facts(self, facts: Iterable[EngineFacts]) -> None:
+        self._facts = {fact.id: fact for fact in facts}
+
+    def remember_engine(self, engine: EngineId, url: str, at_s: float) -> None:
+        """An engine that an earlier daemon routed to, until its agent reports it again or it is forgotten."""
+        record = self._engines.setdefault(engine, _EngineRecord())
+        record.remembered_url, record.received_s = url, max(record.received_s, at_s)
+
+    def fold_hello(self, hello: NodeHello, received_s: float) -> None:
+        """A gateway names the engines that it routes to, before it has reported anything."""
+        if hello.kind is not NodeKind.GATEWAY:
+            return
+        record = self._gateways.setdefault(hello.node, _GatewayRecord())
+        record.engines, record.url = hello.engines, hello.url
+        record.received_s = max(record.received_s, received_s)
+
+    def fold_engine(self, report: EngineReport, received_s: float, stream: int = 0) -> bool:
+        """Take a report in, unless one at least as new is held. True: it was taken."""
+        record = self._engines.setdefault(report.engine, _EngineRecord())
+        if (stream, report.sequence) <= record.order:
+            return False
+        record.order, record.report, record.received_s = (stream, report.sequence), report, received_s
+        if report.capabilities is not None:
+            record.capabilities = report.capabilities
+        # The agent's word alone: where it gives no rate, there is none, e.g. while a first prefill lasts.
+        record.decode_tokens_per_s = report.sample.decode_tokens_per_s if report.sample else None
+        if report.sample is not None:
+            record.sample, record.sample_received_s = report.sample, received_s
+        self._mark_step(received_s)
+        return True
+
+    def fold_gateway(self, report: GatewayReport, received_s: float, stream: int = 0) -> bool:
+        """Take a report in, unless one at least as new is held. True: it was taken.
+
+        Finished requests count once per gateway, also those of a report that came late.
+        """
+        record = self._gateways.setdefault(report.gateway, _GatewayRecord())
+        fresh = [finished for finished in report.finished if finished not in record.finished]
+        newer = (stream, report.sequence) > record.order
+        if newer:
+            record.order, record.received_s, record.reported_s = (stream, report.sequence), received_s, received_s
+            record.in_flight, record.url = report.in_flight, report.url or record.url
+        if fresh:
+            # They were in flight, if only between two reports.
+            self._start_step(received_s)
+            self._count_finished(record, fresh)
+        if newer or fresh:
+            self._mark_step(received_s)
+        return newer
+
+    def fold_result(self, result: OperationResult) -> None:
+        """Count the items of a closed operation that moved requests."""
+        done = sum(item.done for item in result.items)
+        self.totals = replace(
+            self.totals,
+            moves_done=self.totals.moves_done + done,
+            moves_failed=self.totals.moves_failed + len(result.items) - done,
+            tokens_recomputed=self.totals.tokens_recomputed + sum(item.recomputed_tokens for item in result.items),
+        )
+
+    def engines(self, now_s: float) -> tuple[EngineView, ...]:
+        """Every engine that is known, by id; the part of a snapshot that is cheap."""
+        return tuple(self._view(engine, now_s) for engine in sorted(self._known_engines(now_s)))
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        gateways = self._live_gateways(now_s)
+        ages = [now_s - record.reported_s for record in gateways.values() if record.reported_s is not None]
+        stepping = self.step is not None and self.step.ended_s is None
+        return Snapshot(
+            now_s=now_s,
+            engines=self.engines(now_s),
+            requests=self._requests(now_s),
+            finished_output_tokens=tuple(self._finished_output_tokens),
+            requests_age_s=max(ages, default=None),
+            step_started_s=self.step.started_s if stepping and self.step else None,
+        )
+
+    def gateway_of(self, request: RequestId) -> NodeId | None:
+        """The gateway that last reported the request in flight; with several, the newest report's."""
+        holders = [
+            (record.reported_s, node)
+            for node, record in self._gateways.items()
+            if record.reported_s is not None and any(held.id == request for held in record.in_flight)
+        ]
+        return max(holders)[1] if holders else None
+
+    def heard_s(self, node: NodeId) -> float | None:
+        """When the node's latest report was received; None: it has not reported."""
+        gateway = self._gateways.get(node)
+        if gateway and gateway.reported_s is not None:
+            return gateway.reported_s
+        heard = [
+            record.received_s for record in self._engines.values() if record.report and record.report.agent == node
+        ]
+        return max(heard, default=None)
+
+    def capabilities(self, engine: EngineId) -> Capabilities | None:
+        record = self._engines.get(engine)
+        return record.capabilities if record else None
+
+    def reported(self, engine: EngineId) -> bool:
+        """Whether an agent has ever reported the engine: without that its health is only a presumption."""
+        record = self._engines.get(engine)
+        return record is not None and record.report is not None
+
+    # --- steps
+
+    def _mark_step(self, at_s: float) -> None:
+        if self._busy(at_s):
+            self._start_step(at_s)
+        elif self.step is not None and self.step.ended_s is None:
+            self.step = replace(self.step, ended_s=at_s)
+
+    def _start_step(self, at_s: float) -> None:
+        if self.step is None or self.step.ended_s is not None:
+            self.step = Step(at_s)
+            self.earlier_output_tokens = tuple(self._finished_output_tokens) or self.earlier_output_tokens
+            self._finished_output_tokens.clear()
+
+    def _busy(self, now_s: float) -> bool:
+        """Gateways know; without any, what engines say must do."""
+        gateways = [record for record in self._live_gateways(now_s).values() if record.reported_s is not None]
+        if gateways:
+            return any(record.in_flight for record in gateways)
+        samples = [record.sample for record in self._engines.values() if record.report and record.report.sample]
+        return any(sample.running + sample.waiting > 0 for sample in samples if sample)
+
+    def _count_finished(self, record: _GatewayRecord, fresh: list[FinishedRequest]) -> None:
+        for finished in fresh:
+            record.finished[finished] = None
+            if finished.finish_reason not in CUT_SHORT:
+                self._finished_output_tokens.append(finished.generated_tokens)
+        while len(record.finished) > FINISHED_REMEMBERED:
+            del record.finished[next(iter(record.finished))]
+        self.totals = replace(self.totals, finished=self.totals.finished + len(fresh))
+
+    # --- views
+
+    def _live_gateways(self, now_s: float) -> dict[NodeId, _GatewayRecord]:
+        return {
+            node: record for node, record in self._gateways.items() if now_s - record.received_s <= self._forget_after_s
+        }
+
+    def _known_engines(self, now_s: float) -> set[EngineId]:
+        known = set(self._facts)
+        known |= {e for e, record in self._engines.items() if now_s - record.received_s <= self._forget_after_s}
+        for record in self._live_gateways(now_s).values():
+            known.update(record.engines)
+            known.update(request.engine for request in record.in_flight if request.engine is not None)
+        return known
+
+    def _requests(self, now_s: float) -> tuple[RequestView, ...]:
+        newest: dict[RequestId, tuple[float, NodeId, RequestView]] = {}
+        for node, record in self._live_gateways(now_s).items():
+            if record.reported_s is None:
+                continue
+            for request in record.in_flight:
+                held = newest.get(request.id)
+                if held is None or (record.reported_s, node) > held[:2]:
+                    newest[request.id] = (record.reported_s, node, request)
+        reported = (
+            replace(request, quiet_s=request.quiet_s + now_s - reported_s)
+            for _, (reported_s, _, request) in sorted(newest.items())
+        )
+        return self._with_preempted(tuple(reported), now_s)
+
+    def _with_preempted(self, requests: tuple[RequestView, ...], now_s: float) -> tuple[RequestView, ...]:
+        """Put requests that their engine has preempted back among the waiting.
+
+        To its gateway a preempted request looks like a slow running one; the engine counts it as waiting. Where an
+        engine counts more than the gateways do, the requests that have been quiet for longest are meant: none of those
+        that made a token since the engine was last read.
+        """
+        excess = Counter(
+            {e: r.sample.waiting for e, r in self._engines.items() if r.sample is not None and r.sample.waiting}
+        )
+        excess.subtract(Counter(r.engine for r in requests if r.engine and r.state is RequestState.WAITING))
+        preempted: set[RequestId] = set()
+        for engine, count in excess.items():
+            if count <= 0:
+                continue
+            sample_age_s = now_s - self._engines[engine].sample_received_s
+            quiet = [
+                (-request.quiet_s, request.id)
+                for request in requests
+                if request.engine == engine and request.state is RequestState.RUNNING and request.quiet_s > sample_age_s
+            ]
+            preempted.update(request for _, request in sorted(quiet)[:count])
+        return tuple(replace(r, state=RequestState.WAITING) if r.id in preempted else r for r in requests)
+
+    def _view(self, engine: EngineId, now_s: float) -> EngineView:
+        record = self._engines.get(engine, _EngineRecord())
+        facts = self._facts.get(engine, EngineFacts(engine, ""))
+        report, sample = record.report, record.sample
+        capacity_tokens = (sample.kv_capacity_tokens if sample else 0) or facts.kv_capacity_tokens or 0
+        health, detail = self._health(record, now_s)
+        told_sequences = record.capabilities.max_sequences if record.capabilities else None
+        return EngineView(
+            id=engine,
+            url=(report.url if report else "") or facts.url or record.remembered_url,
+            configuration=facts.configuration,
+            health=health,
+            running=sample.running if sample else 0,
+            waiting=sample.waiting if sample else 0,
+            kv_capacity_tokens=capacity_tokens,
+            kv_free_tokens=round(capacity_tokens * (1.0 - sample.kv_usage_fraction)) if sample else 0,
+            max_sequences=told_sequences or facts.max_sequences or 0,
+            decode_tokens_per_s=record.decode_tokens_per_s,
+            age_s=now_s - record.sample_received_s if sample else None,
+            gpus=facts.gpus,
+            health_detail=detail,
+            preemptions_total=sample.preemptions_total if sample else 0,
+        )
+
+    def _health(self, record: _EngineRecord, now_s: float) -> tuple[EngineHealth, str]:
+        """The agent's word, unless it has been silent for long: a machine that died would else be well for ever, and
+        what is decided for the others would wait for its telemetry."""
+        if record.report is None:
+            return EngineHealth.GONE, "no agent has reported it yet"
+        if now_s - record.received_s > self._forget_after_s:
+            return EngineHealth.GONE, f"its agent has not reported it for {now_s - record.received_s:.0f} s"
+        return record.report.health, record.report.health_detail

@@ -1,0 +1,10 @@
+"""For all tests: hypothesis without wall-clock deadlines, and with the same examples in every run of CI."""
+
+import os
+
+from hypothesis import settings
+
+# A shared machine may stall in any example; pytest's own time-out catches what hangs.
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")

@@ -1,0 +1,79 @@
+"""A small generation step on real processes: simulated engines, and OrchestrRL beside them."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from orchestrrl.demo.scenario import Sample, Scenario, expected_ids
+from orchestrrl.demo.stack import Stack
+from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2
+
+WITHIN_S = 120.0
+ENGINES = 3
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for a condition of another process; the deadline is for what never happens."""
+    deadline_s = time.monotonic() + WITHIN_S
+    while not await condition():
+        assert time.monotonic() < deadline_s, f"not within {WITHIN_S:g} s"
+        await asyncio.sleep(0.05)
+
+
+@dataclass
+class Fleet:
+    """The engines, OrchestrRL beside them, and a step's requests."""
+
+    scenario: Scenario
+    step: list[Sample]
+    engines: list[LocalEngine]
+    stack: Stack
+
+    @property
+    def expected(self) -> list[list[int]]:
+        return [expected_ids(self.scenario, sample) for sample in self.step]
+
+    def body(self, sample: Sample) -> dict[str, Any]:
+        limits = {"temperature": 0, "max_tokens": self.scenario.max_tokens}
+        return {"prompt": list(sample.prompt_ids), "return_token_ids": True, **limits}
+
+    async def status(self) -> control_pb2.Status:
+        async with ControlClient(self.stack.daemon_address) as control:
+            return await control.control.GetStatus(control_pb2.GetStatusRequest())
+
+    async def gateway_requests(self) -> dict[str, Any]:
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{self.stack.gateway_url}/orchestrrl/requests") as response:
+                return await response.json()
+
+    async def under_way(self, generated_tokens: int = 500) -> None:
+        """Wait until the requests in flight have that many tokens: the step is in its middle."""
+
+        async def generating() -> bool:
+            in_flight = (await self.gateway_requests())["in_flight"]
+            return sum(request["generated_tokens"] for request in in_flight) >= generated_tokens
+
+        await until(generating)
+
+    async def answers_despite(self, fault: Callable[[], Awaitable[None]]) -> list[list[int]]:
+        """Ask for the whole step at once and let the fault happen in its middle; every answer's token ids."""
+        timeout = aiohttp.ClientTimeout(total=WITHIN_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            asking = [asyncio.create_task(self._ask(session, sample)) for sample in self.step]
+            await self.under_way()
+            await fault()
+            return await asyncio.gather(*asking)
+
+    async def _ask(self, session: aiohttp.ClientSession, sample: Sample) -> list[int]:
+        headers = {"X-Request-Id": sample.id, "X-Group-Id": sample.group}
+        url = f"{self.stack.gateway_url}/v1/completions"
+        async with session.post(url, json=self.body(sample), headers=headers) as response:
+            assert response.status == 200, await response.text()
+            (choice,) = (await response.json())["choices"]
+            return choice["token_ids"]

@@ -1,0 +1,91 @@
+"""Kill an engine, the daemon, the agent, the gateway in the middle of a step: nothing is lost, nothing comes twice.
+
+On simulated engines over HTTP; an engine's death on real vLLM is in tests/integration.
+"""
+
+import asyncio
+import time
+
+from fleet import ENGINES, Fleet, until
+
+from orchestrrl.client import Client
+from orchestrrl.rpc.pb import telemetry_pb2
+
+
+async def test_a_killed_engines_requests_are_continued_elsewhere(fleet: Fleet) -> None:
+    async def kill() -> None:
+        fleet.engines[0].kill()
+
+    assert await fleet.answers_despite(kill) == fleet.expected
+
+    async def known_as_gone() -> bool:
+        health = {worker.engine_id: worker.health for worker in (await fleet.status()).workers}
+        return health["e0"] == telemetry_pb2.ENGINE_HEALTH_GONE
+
+    await until(known_as_gone)
+    finished = (await fleet.gateway_requests())["finished"]
+    assert sorted(request["id"] for request in finished) == sorted(sample.id for sample in fleet.step)
+
+
+async def test_rollouts_go_on_without_the_daemon(fleet: Fleet) -> None:
+    async def kill() -> None:
+        fleet.stack.daemon.kill()
+
+    assert await fleet.answers_despite(kill) == fleet.expected
+
+
+async def test_a_restarted_daemon_finds_everything_again(fleet: Fleet) -> None:
+    async def kill_and_restart() -> None:
+        fleet.stack.daemon.kill()
+        await fleet.stack.daemon.restart()
+        started_s = time.monotonic()
+
+        async def found() -> bool:
+            status = await fleet.status()
+            read = [w for w in status.workers if w.health == telemetry_pb2.ENGINE_HEALTH_OK and w.HasField("age_s")]
+            attached = [node for node in status.nodes if node.attached]
+            requests = status.requests_running + status.requests_waiting + status.requests_finished
+            return len(read) == ENGINES and len(attached) == 2 and requests > 0
+
+        await until(found)
+        print(f"found again {time.monotonic() - started_s:.2f} s after it listened")
+
+    first_generation = (await fleet.status()).generation
+    assert await fleet.answers_despite(kill_and_restart) == fleet.expected
+    assert (await fleet.status()).generation > first_generation
+
+
+async def test_without_the_agent_nothing_moves_on_old_news(fleet: Fleet) -> None:
+    async def kill() -> None:
+        fleet.stack.agent.kill()
+
+    assert await fleet.answers_despite(kill) == fleet.expected
+
+    async def detached() -> bool:
+        return [node.node_id for node in (await fleet.status()).nodes if node.attached] == ["gateway"]
+
+    await until(detached)
+
+
+async def test_around_a_killed_gateway_and_back(fleet: Fleet) -> None:
+    async with Client(fleet.stack.gateway_url, [engine.url for engine in fleet.engines]) as client:
+        asking = [
+            asyncio.create_task(client.complete(fleet.body(sample), request_id=sample.id)) for sample in fleet.step
+        ]
+        await fleet.under_way()
+        fleet.stack.gateway.kill()
+        answers = [answer["choices"][0]["token_ids"] for answer in await asyncio.gather(*asking)]
+        assert answers == fleet.expected
+        assert client.bypassed > 0
+        assert not client.through_gateway
+
+        await fleet.stack.gateway.restart()
+
+        async def back() -> bool:
+            return client.through_gateway
+
+        await until(back)
+        before = client.bypassed
+        answer = await client.complete(fleet.body(fleet.step[0]))
+        assert answer["choices"][0]["token_ids"] == fleet.expected[0]
+        assert client.bypassed == before

@@ -1,0 +1,69 @@
+"""Real vLLM servers for the integration tests: made once per session, a tiny random model, no GPU."""
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.deployers.local import LocalEngine, start_vllm
+
+pytest.register_assert_rewrite("orchestrrl.engines.conformance")
+
+REPOSITORY = Path(__file__).parents[2]
+VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
+TINY_MODEL_SCRIPT = REPOSITORY / "orchestrrl" / "engines" / "tiny_model.py"
+
+MAX_NUM_SEQS = 4
+# Blocks have 128 tokens. There is KV for one sequence of the longest context: preemption can be had.
+VLLM_ARGUMENTS = ("--max-model-len", "16384", "--num-gpu-blocks-override", "130", "--no-enable-prefix-caching")
+
+StartVllm = Callable[[str], Awaitable[LocalEngine]]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the tiny model; it is served under the directory's name."""
+    if not VLLM_PYTHON.exists():
+        pytest.fail(f"{VLLM_PYTHON} is missing: `make venv-vllm`, or leave these tests out with `make test-fast`")
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    made = subprocess.run([VLLM_PYTHON, TINY_MODEL_SCRIPT, directory], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    return directory
+
+
+@pytest.fixture(scope="session")
+def vllm_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalEngine, ...]]:
+    """Two vLLM servers of the same model with `MAX_NUM_SEQS` seats each, warmed up. Leave them idle and not paused."""
+    log_dir = tmp_path_factory.mktemp("vllm")
+
+    async def start() -> list[LocalEngine]:
+        return await asyncio.gather(*(_start(name, tiny_model, log_dir) for name in ("vllm-0", "vllm-1")))
+
+    async def stop(engines: list[LocalEngine]) -> None:
+        await asyncio.gather(*(engine.stop() for engine in engines))
+
+    engines = asyncio.run(start())
+    yield tuple(engines)
+    asyncio.run(stop(engines))
+
+
+@pytest.fixture
+async def start_vllm_server(tiny_model: Path, tmp_path: Path) -> AsyncIterator[StartVllm]:
+    """A function that starts one more server like those of `vllm_servers`, for a test that will kill it."""
+    started: list[LocalEngine] = []
+
+    async def start(name: str) -> LocalEngine:
+        started.append(await _start(name, tiny_model, tmp_path))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        await engine.stop()
+
+
+async def _start(name: str, model: Path, log_dir: Path) -> LocalEngine:
+    return await start_vllm(
+        name, python=VLLM_PYTHON, model=model, log_dir=log_dir, max_num_seqs=MAX_NUM_SEQS, arguments=VLLM_ARGUMENTS
+    )

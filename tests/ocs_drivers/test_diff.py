@@ -1,0 +1,180 @@
+"""The pure half: diffs against a model of the device so simple that it is right by inspection."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ocs_drivers import diff as diffs
+from ocs_drivers.errors import Conflict, InvalidChange
+from ocs_drivers.model import (
+    Change,
+    ChangeMode,
+    Circuit,
+    Connectivity,
+    CrossConnect,
+    Diff,
+    Facts,
+    PortState,
+    PortStatus,
+    Reading,
+    fingerprint,
+)
+
+SIDES = Facts("v", "m", "s", "1", Connectivity.INGRESS_EGRESS, range(1, 6), range(6, 11), 0.01)
+SHARED = Facts("v", "m", "s", "1", Connectivity.INGRESS_EGRESS, range(1, 6), range(1, 6), 0.01)
+ANY = Facts("v", "m", "s", "1", Connectivity.ANY_TO_ANY, range(1, 9), range(1, 9), 0.01)
+
+Pairs = frozenset[CrossConnect]
+
+
+def reading(pairs: Pairs) -> Reading:
+    return Reading(tuple(Circuit(pair) for pair in sorted(pairs)), fingerprint(pairs))
+
+
+def clash(facts: Facts, one: CrossConnect, two: CrossConnect) -> bool:
+    """Whether two different cross-connects need one and the same port, said without `Facts.ends`."""
+    if facts.connectivity is Connectivity.ANY_TO_ANY:
+        return bool({one.ingress_port, one.egress_port} & {two.ingress_port, two.egress_port})
+    return one.ingress_port == two.ingress_port or one.egress_port == two.egress_port
+
+
+def no_port_twice(facts: Facts, pairs: Pairs) -> bool:
+    return not any(clash(facts, one, two) for one, two in itertools.combinations(pairs, 2))
+
+
+@st.composite
+def matchings(draw: st.DrawFn, facts: Facts) -> Pairs:
+    """Some cross-connects, no port twice."""
+    count = draw(st.integers(0, 4))
+    if facts.connectivity is Connectivity.ANY_TO_ANY:
+        ports = draw(st.permutations(list(facts.ingress_ports)))
+        return frozenset(facts.normal(CrossConnect(*ports[2 * i : 2 * i + 2])) for i in range(count))
+    ingress = draw(st.permutations(list(facts.ingress_ports)))
+    egress = draw(st.permutations(list(facts.egress_ports)))
+    return frozenset(CrossConnect(a, b) for a, b in list(zip(ingress, egress, strict=True))[:count])
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[Facts, Pairs, Change, Diff]:
+    """A device, what it shows, a change in a mode that may evict, and its diff."""
+    facts = draw(st.sampled_from([SIDES, SHARED, ANY]))
+    present = draw(matchings(facts))
+    connect = draw(matchings(facts))
+    mode = draw(st.sampled_from([ChangeMode.UPDATE, ChangeMode.OVERWRITE] if connect else [ChangeMode.UPDATE]))
+    leaving = draw(st.sets(st.sampled_from(sorted(present)))) if present and mode is ChangeMode.UPDATE else set()
+    change = Change(tuple(sorted(connect)), tuple(sorted(leaving - connect)))
+    return facts, present, change, diffs.plan(facts, (), reading(present), change, mode)
+
+
+def prefixes(diff: Diff) -> list[Pairs]:
+    """What the device shows after each step of the diff, before the first included."""
+    shown = [diff.before]
+    for pair in diff.remove:
+        shown.append(shown[-1] - {pair})
+    for pair in diff.add:
+        shown.append(shown[-1] | {pair})
+    return shown
+
+
+@given(planned())
+def test_no_port_is_used_twice_at_any_step(case: tuple[Facts, Pairs, Change, Diff]) -> None:
+    facts, _, _, diff = case
+    assert all(no_port_twice(facts, shown) for shown in prefixes(diff))
+    assert prefixes(diff)[-1] == diff.after
+
+
+@given(planned())
+def test_the_change_is_true_afterwards_and_then_asks_for_nothing(case: tuple[Facts, Pairs, Change, Diff]) -> None:
+    facts, _, change, diff = case
+    assert frozenset(change.connect) <= diff.after
+    assert not frozenset(change.disconnect) & diff.after
+    assert diffs.plan(facts, (), reading(diff.after), change, diff.mode).empty
+    assert diffs.remaining(facts, diff, diff.after).empty
+
+
+@given(planned())
+def test_evictions_are_exactly_those_in_the_way(case: tuple[Facts, Pairs, Change, Diff]) -> None:
+    facts, present, change, diff = case
+    unnamed = present - frozenset(change.connect) - frozenset(change.disconnect)
+    if diff.mode is ChangeMode.OVERWRITE:
+        expected = unnamed
+    else:
+        expected = {held for held in unnamed if any(clash(facts, held, wanted) for wanted in change.connect)}
+    assert frozenset(diff.evicted) == expected
+    assert frozenset(diff.remove) == expected | (frozenset(change.disconnect) & present)
+
+
+@given(planned())
+def test_from_every_prefix_the_rest_completes_and_the_way_back_restores(
+    case: tuple[Facts, Pairs, Change, Diff],
+) -> None:
+    facts, _, _, diff = case
+    for shown in prefixes(diff):
+        rest = diffs.remaining(facts, diff, shown)
+        assert (shown - frozenset(rest.remove)) | frozenset(rest.add) == diff.after
+        back = diffs.way_back(facts, diff, shown)
+        assert (shown - frozenset(back.remove)) | frozenset(back.add) == diff.before
+        assert no_port_twice(facts, shown - frozenset(back.remove) | frozenset(back.add))
+
+
+@given(planned())
+def test_safe_refuses_exactly_when_somebody_would_be_evicted(case: tuple[Facts, Pairs, Change, Diff]) -> None:
+    facts, present, change, diff = case
+    if diff.mode is ChangeMode.OVERWRITE:
+        return
+    if not diff.evicted:
+        assert diffs.plan(facts, (), reading(present), change).remove == diff.remove
+        return
+    with pytest.raises(Conflict) as refused:
+        diffs.plan(facts, (), reading(present), change)
+    assert all(str(pair) in str(refused.value) for pair in diff.evicted)
+
+
+@given(matchings(SIDES), st.lists(st.builds(CrossConnect, st.integers(-1, 12), st.integers(-1, 12)), max_size=4))
+def test_a_change_is_malformed_exactly_when_it_could_not_stand_alone(
+    present: Pairs, wanted: list[CrossConnect]
+) -> None:
+    well_formed = all(
+        pair.ingress_port in SIDES.ingress_ports and pair.egress_port in SIDES.egress_ports for pair in wanted
+    ) and not any(clash(SIDES, one, two) for one, two in itertools.combinations(wanted, 2))
+    change = Change(tuple(wanted))
+    if well_formed:
+        assert diffs.plan(SIDES, (), reading(present), change, ChangeMode.UPDATE).after >= frozenset(wanted)
+    else:
+        with pytest.raises(InvalidChange):
+            diffs.plan(SIDES, (), reading(present), change, ChangeMode.UPDATE)
+
+
+def test_unusable_ports_are_refused_only_where_something_is_to_be_added() -> None:
+    ports = [PortState(1, PortStatus.FAILED), PortState(7, PortStatus.DISABLED)]
+    there = frozenset({CrossConnect(1, 6)})
+    assert diffs.plan(SIDES, ports, reading(there), Change((CrossConnect(1, 6),))).empty
+    with pytest.raises(Conflict) as refused:
+        diffs.plan(SIDES, ports, reading(frozenset()), Change((CrossConnect(1, 6), CrossConnect(2, 7))))
+    assert refused.value.faults == [
+        "connect[0].ingress_port: port is failed, got 1",
+        "connect[1].egress_port: port is disabled, got 7",
+    ]
+
+
+def test_one_number_may_serve_on_both_sides_where_the_device_numbers_so() -> None:
+    loop, crossing = CrossConnect(3, 3), CrossConnect(2, 1)
+    assert diffs.plan(SHARED, (), reading(frozenset()), Change((loop, crossing))).add == (crossing, loop)
+    with pytest.raises(InvalidChange, match="connected to itself"):
+        diffs.plan(ANY, (), reading(frozenset()), Change((loop,)))
+
+
+def test_any_to_any_has_one_way_to_write_a_circuit() -> None:
+    there = frozenset({CrossConnect(2, 5)})
+    assert diffs.plan(ANY, (), reading(there), Change((CrossConnect(5, 2),))).empty
+    assert diffs.plan(ANY, (), reading(there), Change(disconnect=(CrossConnect(5, 2),))).remove == (CrossConnect(2, 5),)
+
+
+def test_what_others_hold_is_not_overrun_by_either_way() -> None:
+    diff = diffs.plan(SIDES, (), reading(frozenset({CrossConnect(1, 6)})), Change(disconnect=(CrossConnect(1, 6),)))
+    theirs = frozenset({CrossConnect(1, 7)})
+    assert diffs.remaining(SIDES, diff, theirs).empty
+    with pytest.raises(Conflict, match="1:7"):
+        diffs.way_back(SIDES, diff, theirs)

@@ -1,0 +1,144 @@
+"""The driver over a wire: the writer's lock, broken sessions, cancelled commits."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from ocs_drivers.conformance import carry_out
+from ocs_drivers.driver import Limits, SwitchDriver
+from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import Change, Circuit, CrossConnect
+from ocs_drivers.virtual import VirtualSwitch, VirtualWire
+from orchestrrl.clock import VirtualClock
+
+ONE, TWO = CrossConnect(1, 17), CrossConnect(2, 18)
+
+
+@pytest.fixture
+async def clock() -> AsyncIterator[VirtualClock]:
+    clock = VirtualClock(1000.0)
+
+    async def run() -> None:
+        while True:
+            await clock.advance(0.001)
+
+    running = asyncio.create_task(run())
+    yield clock
+    running.cancel()
+
+
+class RecordingWire(VirtualWire):
+    """Notes what is asked of it; can be made unreadable once a setter was sent."""
+
+    def __init__(self, switch: VirtualSwitch, clock: VirtualClock, *, bulk: bool = True) -> None:
+        super().__init__(switch.glass, clock, bulk=bulk)
+        self.calls: list[str] = []
+        self.goes_silent = False
+        self.under_way = 0
+
+    async def open(self) -> None:
+        self.calls.append("open")
+        await super().open()
+
+    async def read_circuits(self) -> Sequence[Circuit]:
+        self.under_way += 1
+        assert self.under_way == 1, "two commands share a session"
+        try:
+            await asyncio.sleep(0)
+            if self.goes_silent and "add" in self.calls:
+                raise Retryable("no route to host", answer="EHOSTUNREACH")
+            return await super().read_circuits()
+        finally:
+            self.under_way -= 1
+
+    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+        self.calls.append("add")
+        await super().add(pairs)
+
+
+@pytest.fixture
+def wire(clock: VirtualClock) -> RecordingWire:
+    return RecordingWire(VirtualSwitch("ocs1", clock=clock, reconfiguration_s=0.05), clock)
+
+
+@pytest.fixture
+def driver(wire: RecordingWire, clock: VirtualClock) -> SwitchDriver:
+    return SwitchDriver("ocs1", wire, clock=clock, limits=Limits(command_s=0.5, lock_s=0.5))
+
+
+async def test_nothing_is_opened_before_the_first_call(driver: SwitchDriver, wire: RecordingWire) -> None:
+    assert wire.calls == []
+    await driver.facts()
+    await driver.cross_connects()
+    assert wire.calls == ["open"]
+
+
+async def test_one_session_carries_one_command_at_a_time(driver: SwitchDriver) -> None:
+    await asyncio.gather(*(driver.cross_connects() for _ in range(5)), carry_out(driver, (ONE,)))
+
+
+async def test_a_writer_waits_for_the_other_and_then_says_so(driver: SwitchDriver, wire: RecordingWire) -> None:
+    diff = await driver.plan(Change((ONE,)))
+    wire._glass.inject(Fault(FaultKind.STICK_MIRROR, 1))  # the first commit waits a second for the mirror
+    first = asyncio.ensure_future(driver.commit(diff, diff.revision))
+    await asyncio.sleep(0)
+    with pytest.raises(Retryable, match="another change is under way"):
+        await driver.commit(diff, diff.revision)
+    assert not (await first).done
+    assert (await driver.rollback(diff)).done
+
+
+async def test_if_the_device_cannot_be_read_afterwards_the_outcome_is_unknown(
+    driver: SwitchDriver, wire: RecordingWire
+) -> None:
+    diff = await driver.plan(Change((ONE,)))
+    wire.goes_silent = True
+    with pytest.raises(OutcomeUnknown) as unknown:
+        await driver.commit(diff, diff.revision)
+    assert (unknown.value.device, unknown.value.answer) == ("ocs1", "EHOSTUNREACH")
+    wire.goes_silent = False
+    assert (await driver.verify(diff)).missing == ()
+
+
+async def test_a_cancelled_commit_frees_the_device_for_the_next(driver: SwitchDriver, wire: RecordingWire) -> None:
+    diff = await driver.plan(Change((ONE,)))
+    wire._glass.inject(Fault(FaultKind.SLOW_ANSWER, delay_s=0.4))
+    commit = asyncio.ensure_future(driver.commit(diff, diff.revision))
+    while "add" not in wire.calls:
+        await asyncio.sleep(0)
+    commit.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await commit
+    assert (await carry_out(driver, (ONE, TWO))).done
+    assert wire.calls.count("open") == 2  # the session in the middle of an answer was not used again
+
+
+async def test_without_bulk_the_first_refusal_ends_the_sending(clock: VirtualClock) -> None:
+    wire = RecordingWire(VirtualSwitch("ocs1", clock=clock), clock, bulk=False)
+    driver = SwitchDriver("ocs1", wire, clock=clock)
+    diff = await driver.plan(Change((ONE, TWO, CrossConnect(3, 19))))
+    wire._glass.inject(Fault(FaultKind.FAIL_PORT, 18))
+    result = await driver.commit(diff, diff.revision)
+    assert [item.done for item in result.items] == [True, False, False]
+    assert "PORT 18 FAILED" in result.items[1].detail
+    assert result.items[2].detail == "not sent, because of the others"
+    assert result.commands_sent == 2
+
+
+async def test_the_wire_itself_refuses_an_empty_list(clock: VirtualClock, wire: RecordingWire) -> None:
+    await wire.open()
+    for setter in (wire.add, wire.remove):
+        with pytest.raises(ValueError, match="empty list"):
+            await setter([])
+
+
+def test_errors_name_device_command_and_the_devices_words() -> None:
+    error = Permanent("refused", device="ocs1", command="connect 1:17", answer="PORT 17 FAILED")
+    assert str(error) == "ocs1: refused; command: connect 1:17; the device said: PORT 17 FAILED"
+
+
+def test_limits_check_themselves() -> None:
+    with pytest.raises(ValueError, match="lock_s must be > 0, got 0"):
+        Limits(lock_s=0)

@@ -1,0 +1,145 @@
+"""A device in another process, behind the service OcsDriver, passes the same suite; and the connection may break."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import grpc
+import pytest
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.conformance import DriverConformance, carry_out, refusal
+from ocs_drivers.errors import InvalidOptions, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.faults import Fault
+from ocs_drivers.model import Change, ChangeMode, CrossConnect, Diff
+from ocs_drivers.registry import make_driver
+from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.rpc.ocs_server import OcsDriverService, serve_driver
+from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
+
+SCRIPT = Path(__file__).with_name("virtual_process.py")
+
+
+class TestOutOfProcess(DriverConformance):
+    # Real time runs here: mirrors are fast, and only the faults that wait for a time-out pay for it.
+    options: ClassVar[dict[str, Any]] = {
+        "ports": 320,
+        "reconfiguration_s": 0.002,
+        "command_timeout_s": 2.0,
+        "link_timeout_s": 0.2,
+    }
+
+    @pytest.fixture(autouse=True)
+    async def _processes(self) -> AsyncIterator[None]:
+        self.processes: list[asyncio.subprocess.Process] = []
+        yield
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            await asyncio.wait_for(process.wait(), 30)
+
+    async def make_driver(self) -> OcsDriver:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(SCRIPT),
+            json.dumps(self.options),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self.processes.append(process)
+        assert process.stdout is not None
+        port = int(await asyncio.wait_for(process.stdout.readline(), 30))
+        return make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
+
+    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+        process = self.processes[-1]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(asdict(fault)).encode() + b"\n")
+        assert await asyncio.wait_for(process.stdout.readline(), 30) == b"injected\n"
+
+
+async def test_a_process_that_is_not_there_is_retryable() -> None:
+    driver = make_driver("grpc", "lab1", {"target": "127.0.0.1:1"})
+    async with refusal(Retryable, "lab1", "127.0.0.1:1"):
+        await driver.cross_connects()
+    await driver.close()
+
+
+async def test_an_answer_that_makes_no_sense_is_not_believed() -> None:
+    class Confused(OcsDriverService):
+        async def ListPorts(self, request: object, context: object) -> ocs_pb2.ListPortsResponse:
+            return ocs_pb2.ListPortsResponse(ports=[ocs_pb2.PortState(port=1, status=99)])
+
+        async def Commit(self, request: ocs_pb2.CommitRequest, context: object) -> ocs_pb2.CommitResult:
+            await super().Commit(request, context)
+            return ocs_pb2.CommitResult()
+
+    server = grpc.aio.server()
+    switch = VirtualSwitch("served", reconfiguration_s=0.002)
+    ocs_pb2_grpc.add_OcsDriverServicer_to_server(Confused(switch), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
+    async with refusal(Permanent, "lab1", "status"):
+        await driver.ports()
+    result = await carry_out(driver, (CrossConnect(1, 17),))
+    assert result.done
+    assert "did not answer for every circuit" in result.items[0].detail
+    await driver.close()
+    await server.stop(None)
+
+
+async def test_a_commit_that_reaches_no_process_has_done_nothing() -> None:
+    driver = make_driver("grpc", "lab1", {"target": "127.0.0.1:1", "command_timeout_s": 0.1})
+    async with refusal(Retryable, "nothing was sent"):
+        await driver.commit(Diff(ChangeMode.SAFE, 0, frozenset(), (), (CrossConnect(1, 17),)), 0)
+    await driver.close()
+
+
+async def test_a_commit_whose_process_dies_is_unknown_not_failed() -> None:
+    switch = VirtualSwitch("served", reconfiguration_s=0.5)
+    server, port = await serve_driver(switch, "127.0.0.1:0")
+    driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
+    diff = await driver.plan(Change((CrossConnect(1, 17),)))
+    heard = switch.glass.listen()
+    commit = asyncio.ensure_future(driver.commit(diff, diff.revision))
+    await asyncio.wait_for(heard.get(), 30)
+    await server.stop(None)
+    async with refusal(OutcomeUnknown, "lab1"):
+        await commit
+    await driver.close()
+
+
+async def test_a_commit_whose_answer_is_lost_is_read_back() -> None:
+    switch = VirtualSwitch("served", reconfiguration_s=0.2)
+    server, port = await serve_driver(switch, "127.0.0.1:0")
+    driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}", "commit_timeout_s": 0.05})
+    result = await carry_out(driver, (CrossConnect(1, 17), CrossConnect(2, 18)))
+    assert result.done
+    assert "DEADLINE_EXCEEDED" in result.items[0].detail
+    await driver.close()
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "fault"),
+    [
+        ("scpii", {}, "driver: must be one of grpc, virtual, got 'scpii'"),
+        ("grpc", {}, "options.target: is missing"),
+        ("grpc", {"target": ""}, "options.target: must be HOST:PORT, got ''"),
+        ("virtual", {"prots": 32}, "options.prots: is not an option of driver virtual (known: boot, bulk,"),
+        ("virtual", {"ports": 31, "seed": "x"}, "options.ports: must be an even number >= 2, got 31"),
+        ("virtual", {"ports": 31, "seed": "x"}, "options.seed: must be a whole number, got 'x'"),
+        ("virtual", {"faults": [{"kind": "fail"}]}, "options.faults[0]: kind must be one of fail_port,"),
+        ("virtual", {"faults": [{"kind": "fail_port", "port": 99}]}, "port must be within 1..32, got 99"),
+    ],
+)
+def test_options_are_refused_by_name(name: str, options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InvalidOptions) as refused:
+        make_driver(name, "ocs1", options)
+    assert fault in str(refused.value)

@@ -1,0 +1,135 @@
+"""The virtual switch passes the suite of all drivers, small and large, and behaves as its schedule says."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+import pytest
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.conformance import DriverConformance, carry_out
+from ocs_drivers.faults import Fault, FaultKind, FaultSchedule, parse_schedule
+from ocs_drivers.model import CircuitState, CrossConnect, Event
+from ocs_drivers.registry import make_driver
+from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.clock import VirtualClock
+
+
+@pytest.fixture
+async def clock() -> AsyncIterator[VirtualClock]:
+    """Virtual time that runs by itself, as fast as the event loop turns."""
+    clock = VirtualClock(1000.0)
+
+    running = asyncio.create_task(_run(clock))
+    yield clock
+    running.cancel()
+
+
+async def _run(clock: VirtualClock) -> None:
+    while True:
+        await clock.advance(0.001)
+
+
+class TestVirtual(DriverConformance):
+    options: ClassVar[dict[str, Any]] = {}
+
+    @pytest.fixture(autouse=True)
+    def _time(self, clock: VirtualClock) -> None:
+        self.clock = clock
+
+    async def make_driver(self) -> OcsDriver:
+        options: ClassVar = {"command_timeout_s": 0.5, "link_timeout_s": 0.5, **self.options}
+        return make_driver("virtual", "ocs1", options, self.clock)
+
+    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+        assert isinstance(driver, VirtualSwitch)
+        driver.glass.inject(fault)
+
+
+class TestVirtualAnyToAny(TestVirtual):
+    options: ClassVar = {"connectivity": "any_to_any"}
+
+
+class TestVirtualOneByOne(TestVirtual):
+    options: ClassVar = {"bulk": False}
+
+
+class TestVirtualJitter(TestVirtual):
+    options: ClassVar = {"jitter_s": 0.05, "seed": 7, "boot": "restore"}
+
+
+class TestVirtual320(TestVirtual):
+    options: ClassVar = {"ports": 320, "reconfiguration_s": 0.010}
+
+
+class TestVirtual1008(TestVirtual):
+    options: ClassVar = {"ports": 1008, "connectivity": "any_to_any", "reconfiguration_s": 0.1}
+
+
+def switch(clock: VirtualClock, **options: Any) -> VirtualSwitch:
+    return VirtualSwitch("ocs1", clock=clock, **options)
+
+
+async def test_light_goes_where_the_mirrors_point_once_they_have_moved() -> None:
+    clock = VirtualClock()
+    glass = switch(clock).glass
+    glass.add([CrossConnect(3, 17)])
+    assert glass.where_does(3) is None
+    await clock.advance(0.025)
+    assert glass.where_does(3) == 17
+    assert glass.where_does(17) == 3
+    glass.add([CrossConnect(3, 20)])  # re-routed without a word, as many devices do
+    await clock.advance(0.025)
+    assert (glass.where_does(3), glass.where_does(17)) == (20, None)
+
+
+async def test_faults_come_about_on_schedule_and_are_reported(clock: VirtualClock) -> None:
+    faults = [{"at_s": 12, "kind": "fail_port", "port": 7}, {"at_s": 20, "kind": "mend_port", "port": 7}]
+    driver = switch(clock, faults=faults)
+    events = [event async for event in _first(2, driver)]
+    assert [(event.text, event.port) for event in events] == [("port 7 failed", 7), ("port 7 enabled", 7)]
+    assert 1012.0 <= events[0].at_s < 1012.1
+    assert 1020.0 <= events[1].at_s < 1020.1
+
+
+async def _first(count: int, driver: VirtualSwitch) -> AsyncIterator[Event]:
+    async with aclosing(driver.watch()) as events:
+        async for event in events:
+            yield event
+            count -= 1
+            if not count:
+                return
+
+
+async def test_a_failed_port_takes_its_circuit_down(clock: VirtualClock) -> None:
+    driver = switch(clock, faults=[{"at_s": 5, "kind": "fail_port", "port": 17}])
+    await carry_out(driver, (CrossConnect(3, 17),))
+    await clock.sleep(5)
+    (circuit,) = (await driver.cross_connects()).circuits
+    assert (circuit.state, circuit.link_up) == (CircuitState.FAILED, False)
+
+
+async def test_the_same_seed_gives_the_same_times() -> None:
+    async def times(seed: int) -> list[float | None]:
+        clock = VirtualClock()
+        running = asyncio.create_task(_run(clock))
+        result = await carry_out(
+            switch(clock, jitter_s=0.5, seed=seed), tuple(CrossConnect(p, p + 16) for p in (1, 2, 3))
+        )
+        running.cancel()
+        return [item.tuned_s for item in result.items]
+
+    assert await times(1) == await times(1) != await times(2)
+
+
+def test_a_schedule_reads_as_it_is_written() -> None:
+    schedule = FaultSchedule().at(12.0).fail_port(7).at(3.0).drop_connection().slow_answer(2.0)
+    assert [(at_s, fault.kind, fault.port) for at_s, fault in schedule.due] == [
+        (3.0, FaultKind.DROP_CONNECTION, None),
+        (3.0, FaultKind.SLOW_ANSWER, None),
+        (12.0, FaultKind.FAIL_PORT, 7),
+    ]
+    plain = [{"at_s": 12, "kind": "fail_port", "port": 7}, {"at_s": 3, "kind": "drop_connection"}]
+    assert parse_schedule(plain)[0].due == schedule.due[:1] + schedule.due[2:]
+    assert len(parse_schedule([{"at_s": -1}, {"kind": "fail_port"}, "x", {"kind": "restart", "prot": 1}])[1]) == 4

@@ -1,0 +1,27 @@
+"""A process that serves one virtual switch as OcsDriver: `python virtual_process.py '{"ports": 32}'`.
+
+Prints its port. Each line on standard input is one fault for the device, as JSON, answered with a line when it is in
+force. Ends when standard input does.
+"""
+
+import asyncio
+import json
+import sys
+
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.rpc.ocs_server import serve_driver
+
+
+async def main() -> None:
+    switch = VirtualSwitch("served", **json.loads(sys.argv[1]))
+    server, port = await serve_driver(switch, "127.0.0.1:0")
+    print(port, flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        values = json.loads(line)
+        switch.glass.inject(Fault(FaultKind(values.pop("kind")), **values))
+        print("injected", flush=True)
+    await server.stop(None)
+
+
+asyncio.run(main())

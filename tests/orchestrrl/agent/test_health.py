@@ -1,0 +1,133 @@
+"""What a scrape means, against brute force."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.agent.health import Limits, Track, fold, judge, metric_faults
+from orchestrrl.engines.base import EngineMetrics, Reading
+from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.rpc import convert
+from planner.model import EngineHealth
+
+LIMITS = Limits(slow_after_s=1.0, gone_after_s=5.0, rate_window_s=1.0)
+METRICS = EngineMetrics(
+    running=3,
+    waiting=1,
+    kv_usage_fraction=0.5,
+    kv_capacity_tokens=1000,
+    generation_tokens_total=100,
+    prompt_tokens_total=50,
+    preemptions_total=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "waited_s", "health", "detail"),
+    [
+        (METRICS, 0.1, EngineHealth.OK, ""),
+        (METRICS, 1.5, EngineHealth.SLOW, "answered after 1.5 s, limit 1 s"),
+        (None, 1.5, EngineHealth.SLOW, "no answer for 1.5 s, limit 1 s"),
+        (None, 5.0, EngineHealth.GONE, "no answer for 5 s, limit 5 s"),
+        (Retryable("connection refused", 1.0), 0.0, EngineHealth.GONE, "connection refused"),
+        (OutcomeUnknown("connection reset"), 0.0, EngineHealth.GONE, "connection reset"),
+        (Permanent("not metrics: '<html>'"), 0.0, EngineHealth.NONSENSE, "not metrics: '<html>'"),
+        (KeyError("x"), 0.0, EngineHealth.NONSENSE, "unreadable answer: KeyError('x')"),
+        (replace(METRICS, running=-3), 0.1, EngineHealth.NONSENSE, "running cannot be -3"),
+        (
+            replace(METRICS, waiting=2**40, kv_usage_fraction=math.nan),
+            9.0,
+            EngineHealth.NONSENSE,
+            f"waiting cannot be {2**40}; kv_usage_fraction cannot be nan",
+        ),
+    ],
+)
+def test_each_answer_has_its_health_and_words(
+    answer: EngineMetrics | BaseException | None, waited_s: float, health: EngineHealth, detail: str
+) -> None:
+    reading = judge(answer, waited_s, LIMITS)
+    assert (reading.health, reading.detail, reading.scrape_s) == (health, detail, waited_s)
+    assert (reading.metrics is not None) == (health in (EngineHealth.OK, EngineHealth.SLOW) and answer is not None)
+
+
+def test_limits_check_themselves() -> None:
+    with pytest.raises(ValueError, match="slow_after_s must be > 0 and <= gone_after_s, got 2 and 1"):
+        Limits(slow_after_s=2, gone_after_s=1)
+    with pytest.raises(ValueError, match="rate_window_s"):
+        Limits(rate_window_s=0)
+
+
+# One scrape: seconds since the one before, tokens since then (negative: a restart), running, and whether it answered.
+_SCRAPE = st.tuples(
+    st.sampled_from([0.0, 0.25, 0.25, 0.3, 1.0, 4.0]),
+    st.integers(-50, 400),
+    st.sampled_from([0, 1, 5, 5, 5]),
+    st.sampled_from([True, True, True, True, False]),
+)
+
+
+def expected_rate(history: list[tuple[float, int, int, bool]], window_s: float) -> float | None:
+    """The same by looking back over the whole history: (at_s, total, running, readable), newest last."""
+    unbroken: list[tuple[float, int]] = []
+    last_total: int | None = None
+    for at_s, total, running, readable in history:
+        if not readable:
+            unbroken, last_total = [], None
+            continue
+        if last_total is not None and total < last_total:
+            unbroken = []
+        last_total = total
+        if running == 0:
+            unbroken = []
+        else:
+            unbroken.append((at_s, total))
+    if len(unbroken) < 2:
+        return None
+    now_s, tokens = unbroken[-1]
+    start_s, start_tokens = next((p for p in reversed(unbroken) if now_s - p[0] >= window_s), unbroken[0])
+    span_s = now_s - start_s
+    if span_s == 0 or (tokens == start_tokens and span_s < window_s):
+        return None
+    return (tokens - start_tokens) / span_s
+
+
+@given(st.lists(_SCRAPE, max_size=30), st.sampled_from([0.25, 1.0, 3.0]))
+def test_the_decode_rate_is_the_mean_over_an_unbroken_window(
+    scrapes: list[tuple[float, int, int, bool]], window_s: float
+) -> None:
+    limits = Limits(rate_window_s=window_s)
+    track, at_s, total = Track(), 100.0, 1000
+    history: list[tuple[float, int, int, bool]] = []
+    for gap_s, tokens, running, readable in scrapes:
+        at_s += gap_s
+        total = total + tokens if tokens >= 0 else 0
+        history.append((at_s, total, running, readable))
+        metrics = replace(METRICS, running=running, generation_tokens_total=total) if readable else None
+        track, sample = fold(track, Reading(EngineHealth.OK, "", metrics, 0.01), at_s, limits)
+        if sample is None:
+            assert not readable
+            assert track == Track()
+            continue
+        assert sample.decode_tokens_per_s == expected_rate(history, window_s)
+        assert sample.decode_tokens_per_s is None or sample.decode_tokens_per_s >= 0
+        assert (sample.sampled_s, sample.running, sample.generation_tokens_total) == (at_s, running, total)
+        assert len(track.points) <= 2 + sum(1 for h in history if at_s - h[0] < window_s)
+
+
+@given(
+    st.integers(-(2**70), 2**70),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.integers(-(2**70), 2**70),
+)
+def test_what_passes_fits_on_the_wire(running: int, tokens: int, usage: float, capacity: int) -> None:
+    metrics = EngineMetrics(running, 0, usage, capacity, tokens, tokens, 0)
+    reading = judge(metrics, 0.1, LIMITS)
+    assert (reading.health is EngineHealth.OK) == (not metric_faults(metrics))
+    _, sample = fold(Track(), reading, 1.0, LIMITS)
+    if sample is not None:
+        assert 0 <= sample.kv_usage_fraction <= 1
+        assert convert.engine_sample_from_pb(convert.engine_sample_to_pb(sample)) == sample

@@ -1,0 +1,107 @@
+"""Watching over real HTTP: an engine process that is killed and returns changed, and servers that are no engines."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from orchestrrl.agent.health import Limits
+from orchestrrl.agent.watch import EngineWatch, Observation
+from orchestrrl.clock import WallClock
+from orchestrrl.engines.base import connect
+from planner.model import EngineHealth, EngineId
+
+DEADLINE_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def watching(url: str, limits: Limits | None = None) -> AsyncIterator[list[Observation]]:
+    seen: list[Observation] = []
+    engine = connect("vllm", url)
+    watch = EngineWatch(EngineId("e0"), engine, seen.append, clock=WallClock(), interval_s=0.05, limits=limits)
+    task = asyncio.create_task(watch.run())
+    try:
+        yield seen
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await engine.close()
+
+
+async def until(seen: list[Observation], condition: Callable[[Observation], bool]) -> Observation:
+    async with asyncio.timeout(DEADLINE_S):
+        while not (seen and condition(seen[-1])):
+            await asyncio.sleep(0.01)
+    return seen[-1]
+
+
+async def start_engine(port: int, max_sequences: int) -> tuple[asyncio.subprocess.Process, str]:
+    arguments = ["--port", str(port), "--max-num-seqs", str(max_sequences)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "orchestrrl", "engine", "simulated", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    return process, (await process.stdout.readline()).decode().strip()
+
+
+async def test_a_killed_engine_is_gone_and_one_that_returns_is_asked_anew() -> None:
+    process, url = await start_engine(0, max_sequences=8)
+    async with watching(url) as seen:
+        first = await until(seen, lambda seen: seen.capabilities is not None and seen.health is EngineHealth.OK)
+        process.kill()
+        await process.wait()
+        gone = await until(seen, lambda seen: seen.health is EngineHealth.GONE)
+        assert (gone.sample, gone.capabilities) == (None, None)
+        assert gone.health_detail
+        process, _ = await start_engine(int(url.rpartition(":")[2]), max_sequences=16)
+        back = await until(seen, lambda seen: seen.capabilities is not None and seen.health is EngineHealth.OK)
+        assert first.capabilities is not None
+        assert back.capabilities is not None
+        assert (first.capabilities.max_sequences, back.capabilities.max_sequences) == (8, 16)
+    process.kill()
+    await process.wait()
+
+
+ANSWERS = {
+    "a web page": b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 15\r\n\r\n<html>hi</html>",
+    "an error": b"HTTP/1.1 500 Oops\r\nContent-Length: 0\r\n\r\n",
+    "no HTTP": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "a cut answer": b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nvllm:num_requests_running 1",
+    "not a number": b'HTTP/1.1 200 OK\r\nContent-Length: 39\r\n\r\nvllm:num_requests_running{a="b"} seven\n\n',
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+async def test_what_is_no_engine_is_marked_and_nothing_crashes(answer: bytes) -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(reply, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, watching(f"http://127.0.0.1:{port}") as seen:
+        marked = await until(seen, lambda seen: seen.health in (EngineHealth.GONE, EngineHealth.NONSENSE))
+        assert marked.sample is None
+        assert marked.health_detail
+        count = len(seen)
+        await until(seen, lambda _: len(seen) > count + 2)
+
+
+async def test_a_server_that_accepts_and_says_nothing_is_gone() -> None:
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the client hangs up
+        writer.close()
+
+    server = await asyncio.start_server(hold, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        async with watching(f"http://127.0.0.1:{port}", Limits(slow_after_s=0.1, gone_after_s=0.5)) as seen:
+            gone = await until(seen, lambda seen: seen.health is EngineHealth.GONE)
+            assert gone.health_detail.startswith("no answer for")

@@ -1,0 +1,186 @@
+"""An agent's reports and operations, the last of them against a real gRPC server."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import grpc
+import pytest
+from fake_engine import FakeEngine
+
+from orchestrrl.agent.operations import EngineOperations
+from orchestrrl.agent.sidecar import Agent, Outgoing
+from orchestrrl.agent.watch import Observation
+from orchestrrl.clock import VirtualClock, WallClock
+from orchestrrl.engines.base import Capabilities, PauseMode
+from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.operations import (
+    AbortRequests,
+    Action,
+    MoveRequests,
+    Operation,
+    OperationId,
+    OperationStatus,
+    PauseEngine,
+    ProbeEngine,
+    ResumeEngine,
+    SetRoutes,
+)
+from orchestrrl.rpc import convert
+from orchestrrl.rpc.channel import SERVER_OPTIONS
+from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
+from planner.model import EngineHealth, EngineId, NodeId, RequestId
+
+E0, E1 = EngineId("e0"), EngineId("e1")
+
+
+def observation(engine: EngineId, detail: str = "", version: str | None = "1") -> Observation:
+    capabilities = None if version is None else Capabilities("fake", version, ())
+    return Observation(engine, "http://x:1", EngineHealth.OK, detail, None, capabilities)
+
+
+class TestOutgoing:
+    async def test_only_the_newest_of_each_engine_goes_out(self) -> None:
+        outgoing = Outgoing(NodeId("a"))
+        for engine, detail in ((E0, "old"), (E1, "only"), (E0, "new")):
+            outgoing.put(observation(engine, detail))
+        reports = [await outgoing.next_report() for _ in range(2)]
+        assert [(r.engine, r.health_detail, r.sequence) for r in reports] == [(E1, "only", 1), (E0, "new", 2)]
+        waiting = asyncio.create_task(outgoing.next_report())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        outgoing.put(observation(E0, "newer"))
+        assert (await waiting).health_detail == "newer"
+
+    async def test_features_are_told_once_per_stream_and_when_they_change(self) -> None:
+        outgoing = Outgoing(NodeId("a"))
+
+        async def told(version: str | None) -> str | None:
+            outgoing.put(observation(E0, version=version))
+            capabilities = (await outgoing.next_report()).capabilities
+            return capabilities.version if capabilities else None
+
+        assert [await told(v) for v in ("1", "1", "2", "2", None, "2")] == ["1", None, "2", None, None, "2"]
+        outgoing.start_stream()
+        assert [await told(v) for v in ("2", "2")] == ["2", None]
+
+
+def order(action: Action) -> Operation:
+    return Operation(OperationId("op"), 1, 1e12, action)
+
+
+class TestEngineOperations:
+    @pytest.mark.parametrize(
+        ("action", "call", "detail"),
+        [
+            (PauseEngine(E0, PauseMode.KEEP), "pause keep", "e0 is paused (keep)"),
+            (ResumeEngine(E0), "resume", "e0 runs again"),
+            (AbortRequests(E0, (RequestId("r1"), RequestId("r2"))), "abort r1 r2", "asked e0 to stop 2"),
+            (ProbeEngine(E0), "probe", "e0 generated a token in 0.125 s"),
+        ],
+    )
+    async def test_each_reaches_its_engine(self, action: Action, call: str, detail: str) -> None:
+        engine, other = FakeEngine(VirtualClock()), FakeEngine(VirtualClock())
+        result = await EngineOperations(NodeId("a"), {E0: engine, E1: other}).run(order(action))
+        assert (result.status, result.detail) == (OperationStatus.DONE, detail)
+        assert (engine.calls, other.calls) == ([call], [])
+        assert [item.done for item in result.items] == [True] * call.count(" r")
+
+    @pytest.mark.parametrize(
+        ("action", "words"),
+        [
+            (ResumeEngine(EngineId("e9")), "no engine 'e9' at a; known: e0"),
+            (SetRoutes(()), "a is an agent: set_routes is for gateways"),
+            (MoveRequests(()), "a is an agent: move_requests is for gateways"),
+            (PauseEngine(E0, PauseMode.KEEP), "cannot pause"),
+        ],
+    )
+    async def test_what_cannot_be_done_is_refused_in_words(self, action: Action, words: str) -> None:
+        engine = FakeEngine(VirtualClock(), offers=Capabilities("fake", "1", ()))
+        with pytest.raises(Permanent, match=words):
+            await EngineOperations(NodeId("a"), {E0: engine}).run(order(action))
+
+
+class Daemon(agent_pb2_grpc.NodeServicer, telemetry_pb2_grpc.TelemetryServicer):
+    """Orders what it is told to; keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.orders: asyncio.Queue[agent_pb2.Operation] = asyncio.Queue()
+        self.hello: agent_pb2.NodeHello | None = None
+        self.results: list[agent_pb2.OperationResult] = []
+        self.reports: list[telemetry_pb2.EngineReport] = []
+
+    async def Attach(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[agent_pb2.NodeMessage], context: object
+    ) -> AsyncIterator[agent_pb2.Operation]:
+        self.hello = (await anext(request_iterator)).hello
+        while True:
+            yield await self.orders.get()
+            self.results.append((await anext(request_iterator)).result)
+
+    async def ReportEngines(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[telemetry_pb2.EngineReport], context: object
+    ) -> AsyncIterator[telemetry_pb2.ReportAck]:
+        async for report in request_iterator:
+            self.reports.append(report)
+            yield telemetry_pb2.ReportAck(sequence=report.sequence, generation=1)
+
+    def ReportRequests(self, request_iterator: object, context: object) -> AsyncIterator[telemetry_pb2.ReportAck]:  # type: ignore[override]
+        raise NotImplementedError
+
+
+@pytest.fixture
+async def daemon() -> AsyncIterator[tuple[Daemon, str]]:
+    server, servicer = grpc.aio.server(options=SERVER_OPTIONS), Daemon()
+    agent_pb2_grpc.add_NodeServicer_to_server(servicer, server)
+    telemetry_pb2_grpc.add_TelemetryServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(grace=None)
+
+
+async def test_an_agent_of_two_engines_reports_both_and_obeys(daemon: tuple[Daemon, str]) -> None:
+    servicer, address = daemon
+    clock = WallClock()
+    good, bad = FakeEngine(clock), FakeEngine(clock, error=Retryable("connection refused", 1.0))
+    good.current = replace(good.current, running=7)
+    agent = Agent(NodeId("a0"), {E0: good, E1: bad}, address, clock=clock, rng=random.Random(1), interval_s=0.02)
+    task = asyncio.create_task(agent.run())
+
+    def newest(engine: EngineId) -> telemetry_pb2.EngineReport | None:
+        return next((r for r in reversed(servicer.reports) if r.engine_id == engine), None)
+
+    async with asyncio.timeout(30):
+        while newest(E0) is None or newest(E1) is None or len(servicer.reports) < 10 or servicer.hello is None:
+            await asyncio.sleep(0.01)
+        invalid = agent_pb2.Operation(operation_id="op0", generation=1, valid_until_unix_s=1e12)
+        await servicer.orders.put(invalid)
+        await servicer.orders.put(convert.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
+        await servicer.orders.put(convert.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
+        while len(servicer.results) < 3:
+            await asyncio.sleep(0.01)
+    assert not task.done()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+    assert (servicer.hello.node_id, list(servicer.hello.engine_ids)) == ("a0", ["e0", "e1"])
+    one, other = newest(E0), newest(E1)
+    assert one is not None
+    assert other is not None
+    assert (one.health, one.sample.running) == (telemetry_pb2.ENGINE_HEALTH_OK, 7)
+    assert (other.health, other.health_detail) == (telemetry_pb2.ENGINE_HEALTH_GONE, "connection refused")
+    assert not other.HasField("sample")
+    told = [report for report in servicer.reports if report.HasField("capabilities")]
+    assert [(report.engine_id, report.capabilities.pause) for report in told] == [("e0", True)]
+    sequences = [report.sequence for report in servicer.reports]
+    assert sequences == sorted(set(sequences))
+    refused, paused, again = servicer.results
+    assert refused.status == agent_pb2.OPERATION_STATUS_FAILED
+    assert refused.detail.startswith("not an operation")
+    assert paused == again
+    assert paused.status == agent_pb2.OPERATION_STATUS_DONE
+    assert good.calls.count("pause wait") == 1

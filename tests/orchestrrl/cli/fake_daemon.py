@@ -1,0 +1,239 @@
+"""A daemon with fixed answers, served by grpc.aio from a thread of its own: commands run their own event loop."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import grpc
+
+from orchestrrl.rpc.channel import SERVER_OPTIONS
+from orchestrrl.rpc.pb import control_pb2 as pb
+from orchestrrl.rpc.pb import control_pb2_grpc, telemetry_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+CAPABILITIES = telemetry_pb2.EngineCapabilities(
+    engine="vllm", version="0.32.0", models=["tiny"], pause=True, max_model_len_tokens=4096
+)
+WORKERS = [
+    pb.Worker(
+        engine_id="e0",
+        url="http://127.0.0.1:8000",
+        configuration="tp2",
+        health=telemetry_pb2.ENGINE_HEALTH_OK,
+        running=12,
+        waiting=3,
+        kv_capacity_tokens=10000,
+        kv_free_tokens=2500,
+        decode_tokens_per_s=1234.5,
+        load_index=0.00125,
+        age_s=0.21,
+        max_sequences=48,
+        capabilities=CAPABILITIES,
+    ),
+    pb.Worker(
+        engine_id="e1",
+        url="http://127.0.0.1:8001",
+        health=telemetry_pb2.ENGINE_HEALTH_GONE,
+        health_detail="connection refused [Errno 111]",
+        load_index=float("inf"),
+    ),
+]
+CONTROL = pb.PlanControl(state="pinned", reason="benchmark", expires_unix_s=1_000_600.0)
+PLAN = pb.Plan(
+    plan_id="plan-3",
+    created_unix_s=1_000_000.0,
+    decision="keep",
+    reason_code="gain_too_small",
+    reason="gain 4.0 s is within epsilon 10 s",
+    current_configuration="tp2",
+    proposed_configuration="tp4",
+    proposed_instances=2,
+    current_makespan_s=430.0,
+    proposed_makespan_s=424.0,
+    switch_cost_s=2.0,
+    lower_bound_s=400.0,
+    solve_s=0.125,
+    alternatives=[
+        pb.Alternative(configuration="tp1", instances=8, infeasible_because="a request of 9000 tokens does not fit"),
+        pb.Alternative(configuration="tp2", instances=4, makespan_s=430.0),
+        pb.Alternative(configuration="tp4", instances=2, makespan_s=424.0, switch_cost_s=2.0),
+    ],
+    inputs_age_s=0.3,
+    requests_running=120,
+    requests_waiting=40,
+    bin_tokens=512,
+    remaining_counts=[10, 40, 0, 2],
+    forecast_method="empirical",
+    actual_makespan_s=441.0,
+)
+BALANCE = pb.Balance(
+    decided_unix_s=1_000_005.0,
+    load_index=[pb.WorkerLoad(engine_id="e0", before=0.006, after=0.003), pb.WorkerLoad(engine_id="e1")],
+    spread_before=0.006,
+    spread_after=0.003,
+    theta=0.0002,
+    moves=[pb.BalanceMove(request_id="r7", from_engine_id="e0", to_engine_id="e1", state="waiting")],
+    stopped_because="within_theta",
+    gate_reason="rebalance: load differs by 0.006",
+    inputs_age_s=0.2,
+)
+STATUS = pb.Status(
+    version="0.1.0",
+    mode=pb.MODE_ADVISE,
+    generation=3,
+    now_unix_s=1_000_010.0,
+    uptime_s=7384.0,
+    workers=WORKERS,
+    nodes=[pb.NodeStatus(node_id="agent-e0", kind="agent", attached=True, age_s=0.1)],
+    requests_running=12,
+    requests_waiting=3,
+    requests_finished=4567,
+    moves_done=8,
+    moves_failed=1,
+    tokens_recomputed=90000,
+    plan_id="plan-3",
+    plan_control=CONTROL,
+    balance_reason="within_theta: spread 0.0001",
+)
+REQUESTS = [
+    telemetry_pb2.RequestProgress(
+        request_id="r1",
+        engine_id="e0",
+        state=telemetry_pb2.REQUEST_STATE_RUNNING,
+        prompt_tokens=100,
+        generated_tokens=2345,
+        max_tokens=4096,
+        movable=True,
+        age_s=12.5,
+    ),
+    telemetry_pb2.RequestProgress(
+        request_id="r2",
+        state=telemetry_pb2.REQUEST_STATE_WAITING,
+        prompt_tokens=100,
+        movable=False,
+        movable_detail="a grammar guides it",
+    ),
+]
+JOURNAL = [
+    pb.JournalEntry(
+        sequence=1, at_unix_s=1e6, generation=3, kind="mode", subject_id="act", body_json='{"reason": "go"}'
+    ),
+    pb.JournalEntry(
+        sequence=2,
+        at_unix_s=1e6 + 1,
+        generation=3,
+        kind="operation.result",
+        subject_id="op1",
+        body_json='{"done": true}',
+    ),
+]
+
+
+class FakeDaemon(control_pb2_grpc.ControlServicer):
+    """`heard` holds every order; `empty` makes it a daemon that has just started."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.empty = False
+        self.address = ""
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:  # type: ignore[override]
+        return pb.Status(version="0.1.0", mode=pb.MODE_ADVISE) if self.empty else STATUS
+
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:  # type: ignore[override]
+        return pb.ListWorkersResponse(workers=[] if self.empty else WORKERS)
+
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:  # type: ignore[override]
+        self.heard.append(request)
+        return pb.ListRequestsResponse(requests=[] if self.empty else REQUESTS, total=0 if self.empty else 7)
+
+    async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.Plan:  # type: ignore[override]
+        if self.empty:
+            await refuse(context, grpc.StatusCode.NOT_FOUND, "no plan has been made yet")
+        if request.plan_id not in ("", PLAN.plan_id):
+            await refuse(context, grpc.StatusCode.NOT_FOUND, f"no plan {request.plan_id!r}")
+        return PLAN
+
+    async def ListPlans(self, request: pb.ListPlansRequest, context: Context) -> pb.ListPlansResponse:  # type: ignore[override]
+        self.heard.append(request)
+        return pb.ListPlansResponse(plans=[] if self.empty else [PLAN])
+
+    async def WatchPlans(self, request: pb.WatchPlansRequest, context: Context) -> AsyncIterator[pb.PlanEvent]:  # type: ignore[override]
+        yield pb.PlanEvent(plan=None if self.empty else PLAN, control=CONTROL)
+
+    async def OverridePlan(self, request: pb.OverridePlanRequest, context: Context) -> pb.PlanControl:  # type: ignore[override]
+        self.heard.append(request)
+        if request.configuration == "tp3":
+            faults = "configuration: is not one of tp2, tp4, got 'tp3'\nreason: must not be empty"
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, faults)
+        return pb.PlanControl(state="overridden", configuration=request.configuration, reason=request.reason)
+
+    async def PinPlan(self, request: pb.PinPlanRequest, context: Context) -> pb.PlanControl:  # type: ignore[override]
+        self.heard.append(request)
+        return CONTROL
+
+    async def ReleasePlan(self, request: pb.ReleasePlanRequest, context: Context) -> pb.PlanControl:  # type: ignore[override]
+        self.heard.append(request)
+        return pb.PlanControl(state="free")
+
+    async def GetBalance(self, request: pb.GetBalanceRequest, context: Context) -> pb.Balance:  # type: ignore[override]
+        if self.empty:
+            await refuse(context, grpc.StatusCode.NOT_FOUND, "the fast loop has not decided anything yet")
+        return BALANCE
+
+    async def SetMode(self, request: pb.SetModeRequest, context: Context) -> pb.SetModeResponse:  # type: ignore[override]
+        self.heard.append(request)
+        return pb.SetModeResponse(mode=request.mode, previous=pb.MODE_ADVISE)
+
+    async def MoveRequest(self, request: pb.MoveRequestRequest, context: Context) -> pb.MoveRequestResponse:  # type: ignore[override]
+        self.heard.append(request)
+        match request.request_id:
+            case "r1":
+                return pb.MoveRequestResponse(done=True, operation_id="op9")
+            case "r2":
+                return pb.MoveRequestResponse(done=False, detail="a grammar guides it")
+            case "late":
+                await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, "no result from the gateway")
+        return await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"no request {request.request_id!r}")
+
+    async def WatchJournal(self, request: pb.WatchJournalRequest, context: Context) -> AsyncIterator[pb.JournalEntry]:  # type: ignore[override]
+        self.heard.append(request)
+        for entry in JOURNAL:
+            yield entry
+
+
+async def refuse(context: Context, code: grpc.StatusCode, details: str) -> NoReturn:
+    await context.abort(code, details)
+
+
+class Serving:
+    """`with Serving(daemon, "127.0.0.1:0"):` sets daemon.address and serves until the end of the block."""
+
+    def __init__(self, daemon: FakeDaemon, address: str = "127.0.0.1:0") -> None:
+        self._daemon = daemon
+        self._address = address
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def __enter__(self) -> FakeDaemon:
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self._daemon
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        control_pb2_grpc.add_ControlServicer_to_server(self._daemon, server)
+        port = server.add_insecure_port(self._address)
+        await server.start()
+        unix = self._address.startswith("unix:")
+        self._daemon.address = self._address if unix else f"127.0.0.1:{port}"
+        self._ready.set()
+        await self._end.wait()
+        await server.stop(grace=None)

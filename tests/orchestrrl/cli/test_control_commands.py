@@ -1,0 +1,258 @@
+"""Every command that asks the daemon, through Typer's runner and real gRPC, against fixed answers."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_daemon import PLAN, FakeDaemon, Serving
+from typer.testing import CliRunner, Result
+
+from orchestrrl.cli.control import DAEMON_VARIABLE
+from orchestrrl.cli.main import application
+from orchestrrl.rpc.pb import control_pb2 as pb
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[FakeDaemon]:
+    with Serving(FakeDaemon()) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def daemon(served: FakeDaemon) -> FakeDaemon:
+    served.heard.clear()
+    served.empty = False
+    return served
+
+
+def run(daemon: FakeDaemon | str, *arguments: str) -> Result:
+    address = daemon if isinstance(daemon, str) else daemon.address
+    return CliRunner().invoke(application(), [*arguments], env={DAEMON_VARIABLE: address})
+
+
+def said(result: Result) -> str:
+    """Standard output of a success, with spaces collapsed: columns adapt their width."""
+    assert result.exit_code == 0, result.output
+    return " ".join(result.stdout.split())
+
+
+READING = [
+    ["status"],
+    ["workers"],
+    ["requests"],
+    ["mode"],
+    ["moves"],
+    ["plan", "show"],
+    ["plan", "explain"],
+    ["plan", "list"],
+    ["top", "--once"],
+]
+
+
+@pytest.mark.parametrize("command", READING, ids=" ".join)
+def test_reading_commands_print_one_json_object(daemon: FakeDaemon, command: list[str]) -> None:
+    result = run(daemon, *command, "--json")
+    assert result.exit_code == 0, result.output
+    assert isinstance(json.loads(result.stdout), dict)
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("command", READING, ids=" ".join)
+def test_a_daemon_that_has_just_started_has_little_to_say(daemon: FakeDaemon, command: list[str]) -> None:
+    daemon.empty = True
+    result = run(daemon, *command)
+    if command in (["moves"], ["plan", "show"], ["plan", "explain"]):
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "yet" in result.stderr
+    else:
+        assert result.exit_code == 0, result.output
+
+
+def test_status(daemon: FakeDaemon) -> None:
+    text = said(run(daemon, "status"))
+    assert "OrchestrRL 0.1.0, mode advise, generation 3, up 2 h 03 min" in text
+    assert "12 running, 3 waiting, 4,567 finished" in text
+    assert "8 done, 1 failed, 90,000 tokens recomputed" in text
+    assert "e1 is gone: connection refused [Errno 111]" in text
+    assert "planner pinned (benchmark)" in text
+    assert "e0 ok 12 3 48 75 % 10,000 1,234 tok/s 0.00125 210 ms ago tp2" in text
+    assert "e1 gone 0 0 - - - - - never -" in text
+    assert "agent-e0 agent yes 100 ms ago" in text
+
+
+def test_json_has_plain_words_numbers_and_nulls(daemon: FakeDaemon) -> None:
+    seen: dict[str, Any] = json.loads(run(daemon, "status", "--json").stdout)
+    assert (seen["mode"], seen["generation"], seen["plan_control"]["state"]) == ("advise", 3, "pinned")
+    e0, e1 = seen["workers"]
+    assert (e0["health"], e0["load_index"], e0["kv_free_tokens"]) == ("ok", 0.00125, 2500)
+    assert e0["capabilities"]["max_model_len_tokens"] == 4096
+    assert e0["capabilities"]["max_sequences"] is None
+    assert (e1["health"], e1["load_index"], e1["age_s"], e1["capabilities"]) == ("gone", None, None, None)
+
+
+def test_workers(daemon: FakeDaemon) -> None:
+    text = said(run(daemon, "workers"))
+    assert "e0 vllm 0.32.0 tiny 4,096 0 http://127.0.0.1:8000" in text
+    assert "e1 not asked yet" in text
+
+
+def test_requests(daemon: FakeDaemon) -> None:
+    text = said(run(daemon, "requests", "--engine", "e0", "--limit", "2"))
+    assert "Requests: 2 of 7" in text
+    assert "r1 e0 running 100 2,345 4,096 0 12.5 s yes" in text
+    assert "r2 gateway waiting 100 0 - 0 0 ms a grammar guides it" in text
+    assert daemon.heard == [pb.ListRequestsRequest(engine_id="e0", limit=2)]
+
+
+def test_mode_is_asked_and_set(daemon: FakeDaemon) -> None:
+    assert said(run(daemon, "mode")) == "mode advise"
+    assert daemon.heard == []
+    assert said(run(daemon, "mode", "act", "--reason", "ready")) == "mode act, was advise"
+    assert daemon.heard == [pb.SetModeRequest(mode=pb.MODE_ACT, reason="ready")]
+    assert json.loads(run(daemon, "mode", "advise", "--json").stdout) == {"mode": "advise", "previous": "advise"}
+    assert run(daemon, "mode", "sometimes").exit_code == 2
+
+
+def test_move(daemon: FakeDaemon) -> None:
+    assert said(run(daemon, "move", "r1", "--to", "e1")) == "r1 continues on e1"
+    assert daemon.heard == [pb.MoveRequestRequest(request_id="r1", to_engine_id="e1")]
+    declined = run(daemon, "move", "r2", "--to", "e1")
+    assert (declined.exit_code, declined.stdout) == (1, "")
+    assert declined.stderr == "r2 was not moved: a grammar guides it\n"
+    as_json = run(daemon, "move", "r2", "--to", "e1", "--json")
+    assert (as_json.exit_code, json.loads(as_json.stdout)["done"]) == (1, False)
+    unknown = run(daemon, "move", "r3", "--to", "e1")
+    assert (unknown.exit_code, unknown.stderr) == (1, "no request 'r3'\n")
+
+
+def test_moves(daemon: FakeDaemon) -> None:
+    text = said(run(daemon, "moves"))
+    assert "e0 0.006 0.003 e1 stalled stalled" in text
+    assert "r7 e0 e1 waiting" in text
+    assert "rebalance: load differs by 0.006" in text
+    assert "1 moves, stopped because within_theta" in text
+
+
+def test_plan_show(daemon: FakeDaemon) -> None:
+    text = said(run(daemon, "plan", "show"))
+    assert text.startswith("plan-3: keep, not acted on why: gain 4.0 s is within epsilon 10 s (gain_too_small)")
+    assert "planner: pinned for 9 min 50 s more (benchmark)" in text
+    shown = json.loads(run(daemon, "plan", "show", "plan-3", "--json").stdout)
+    assert (shown["plan_id"], shown["control"]["state"]) == ("plan-3", "pinned")
+    missing = run(daemon, "plan", "show", "plan-9")
+    assert (missing.exit_code, missing.stderr) == (1, "no plan 'plan-9'\n")
+
+
+def test_plan_explain(daemon: FakeDaemon) -> None:
+    result = run(daemon, "plan", "explain")
+    text = said(result)
+    assert "inputs: at most 300 ms old; 120 requests running, 40 waiting; forecast: empirical" in text
+    assert "10.0 s ago" in text or "10 s ago" in text
+    assert "tp4 2 424.00 s 2 s 426.00 s -4.00 s best" in text
+    assert "tp2 4 430.00 s 0 ms 430.00 s +0.00 s deployed" in text
+    assert "tp1 8 - - - - infeasible: a request of 9000 tokens does not fit" in text
+    assert text.index("tp4 2") < text.index("tp2 4") < text.index("tp1 8"), "fastest first, infeasible last"
+    assert "no plan of this kind can end before 400.00 s" in text
+    assert "predicted against actual: 430.00 s, 441.00 s (+2.6 %)" in text
+    bars = {line.split()[0]: line for line in result.stdout.splitlines() if "█" in line}
+    assert bars["512-1,024"].count("█") == 40
+    assert bars["0-512"].count("█") == 10
+    assert bars["1,536-2,048"].endswith(" 2")
+
+
+def test_plan_list(daemon: FakeDaemon) -> None:
+    assert "keep gain_too_small tp2 tp4 430.00 s 424.00 s 441.00 s no" in said(
+        run(daemon, "plan", "list", "--limit", "3")
+    )
+    assert daemon.heard == [pb.ListPlansRequest(limit=3)]
+
+
+def test_plan_watch_prints_one_object_a_line(daemon: FakeDaemon) -> None:
+    lines = run(daemon, "plan", "watch", "--json").stdout.splitlines()
+    assert [json.loads(line)["plan"]["plan_id"] for line in lines] == ["plan-3"]
+    assert "plan-3 keep: gain 4.0 s is within epsilon 10 s (430.00 s now, 424.00 s" in said(
+        run(daemon, "plan", "watch")
+    )
+    daemon.empty = True
+    assert said(run(daemon, "plan", "watch")).startswith("no plan yet; planner pinned")
+
+
+def test_plan_override_pin_release(daemon: FakeDaemon) -> None:
+    text = said(run(daemon, "plan", "override", "tp4", "--reason", "long tail", "--ttl-s", "60"))
+    assert text == "planner: overridden to tp4 until released (long tail)"
+    assert said(run(daemon, "plan", "pin", "--reason", "why not")).startswith("planner: pinned")
+    assert said(run(daemon, "plan", "release")) == "planner: free"
+    assert daemon.heard == [
+        pb.OverridePlanRequest(configuration="tp4", reason="long tail", ttl_s=60),
+        pb.PinPlanRequest(reason="why not"),
+        pb.ReleasePlanRequest(),
+    ]
+    assert json.loads(run(daemon, "plan", "pin", "--json").stdout)["expires_unix_s"] == 1_000_600.0
+
+
+def test_malformed_input_is_status_2_with_every_fault(daemon: FakeDaemon) -> None:
+    wrong = run(daemon, "plan", "override", "tp3")
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert wrong.stderr.splitlines() == [
+        "configuration: is not one of tp2, tp4, got 'tp3'",
+        "reason: must not be empty",
+    ]
+    negative = run(daemon, "plan", "pin", "--ttl-s", "-1")
+    assert (negative.exit_code, negative.stderr) == (2, "--ttl-s: must be >= 0, got -1\n")
+    address = run("nowhere", "status")
+    assert (address.exit_code, address.stdout) == (2, "")
+    assert address.stderr.startswith("--daemon: must be HOST:PORT")
+
+
+def test_journal(daemon: FakeDaemon) -> None:
+    lines = run(daemon, "journal", "--tail", "2", "--kind", "mode", "--kind", "operation.result", "--json").stdout
+    entries = [json.loads(line) for line in lines.splitlines()]
+    assert [(entry["kind"], entry["body"]) for entry in entries] == [
+        ("mode", {"reason": "go"}),
+        ("operation.result", {"done": True}),
+    ]
+    assert daemon.heard == [pb.WatchJournalRequest(tail=2, kinds=["mode", "operation.result"])]
+    text = said(run(daemon, "journal", "--follow"))
+    assert 'g3 mode act reason="go"' in text
+    assert run(daemon, "journal", "--kind", "gossip").exit_code == 2
+
+
+def test_top_prints_one_picture_into_a_pipe(daemon: FakeDaemon) -> None:
+    for arguments in (["top"], ["top", "--once"]):
+        text = said(run(daemon, *arguments))
+        assert "75 %" in text
+        assert "r7: e0 -> e1 (waiting)" in text
+        assert "plan-3: keep" in text
+        assert "planner: pinned for 9 min 50 s more" in text
+    daemon.empty = True
+    assert "plan: none yet" in said(run(daemon, "top", "--once"))
+
+
+def test_no_daemon_says_what_to_do() -> None:
+    result = run("127.0.0.1:1", "status")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "no daemon at 127.0.0.1:1: start one with `orchestrrl daemon -c FILE`" in result.stderr
+    followed = run("127.0.0.1:1", "journal", "--follow")
+    assert (followed.exit_code, followed.stdout) == (1, "")
+
+
+def test_an_unknown_outcome_says_to_look_first(daemon: FakeDaemon) -> None:
+    result = run(daemon, "move", "late", "--to", "e1")
+    assert result.exit_code == 1
+    assert "look before trying again" in result.stderr
+
+
+def test_the_flag_beats_the_environment(daemon: FakeDaemon) -> None:
+    result = CliRunner().invoke(
+        application(), ["mode", "--daemon", daemon.address], env={DAEMON_VARIABLE: "127.0.0.1:1"}
+    )
+    assert said(result) == "mode advise"
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = os.path.relpath(tmp_path / "d.sock")  # absolute ones can be too long for a socket
+    with Serving(FakeDaemon(), f"unix:{path}") as daemon:
+        assert json.loads(run(daemon, "plan", "show", "--json").stdout)["plan_id"] == PLAN.plan_id

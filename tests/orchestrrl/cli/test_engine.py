@@ -1,0 +1,42 @@
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from orchestrrl.cli.main import application
+
+runner = CliRunner()
+
+
+def test_every_wrong_option_is_named_at_once() -> None:
+    result = runner.invoke(
+        application(), ["engine", "simulated", "--alpha-s", "-1", "--speed", "0", "--max-num-seqs", "0"]
+    )
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["alpha_s", "max_num_seqs", "speed"]
+    assert lines[0].endswith("got -1.0")
+
+
+def test_a_cache_that_cannot_hold_one_request_is_named() -> None:
+    result = runner.invoke(application(), ["engine", "simulated", "--kv-capacity-tokens", "100"])
+    assert result.exit_code == 2
+    assert "kv_capacity_tokens must hold one request" in result.stderr
+
+
+def test_a_wrong_length_model_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.yaml"
+    file.write_text(json.dumps({"quantiles": [0, 1], "tokens": [0, "many"], "correlation": 2}))
+    result = runner.invoke(application(), ["engine", "simulated", "--lengths", str(file)])
+    assert result.exit_code == 2
+    assert "lengths.tokens[1]" in result.stderr
+    missing = runner.invoke(application(), ["engine", "simulated", "--lengths", str(tmp_path / "none.yaml")])
+    assert missing.exit_code == 2
+    assert "lengths: cannot be read" in missing.stderr
+
+
+def test_help_shows_an_example() -> None:
+    result = runner.invoke(application(), ["engine", "simulated", "--help"])
+    assert result.exit_code == 0
+    assert "orchestrrl engine simulated --port 8100" in result.stdout

@@ -1,0 +1,35 @@
+"""The command's map of modules is the truth: each module adds exactly the commands that it is listed with."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from orchestrrl.cli.main import COMMANDS, application
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_a_module_adds_the_commands_that_it_is_listed_with(module: str) -> None:
+    app = typer.Typer()
+    importlib.import_module(f"orchestrrl.cli.{module}").register(app)
+    commands = [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
+    assert sorted(commands + [g.name for g in app.registered_groups if g.name]) == sorted(COMMANDS[module])
+
+
+def test_a_known_command_is_found_without_the_others() -> None:
+    assert len(application("balance").registered_commands) == 1
+    assert len(application("nonsense").registered_commands) == len(application().registered_commands)
+    assert not application("--version").registered_commands
+
+
+def test_one_command_imports_no_more_than_it_runs() -> None:
+    code = (
+        "import sys; sys.argv = ['orchestrrl', 'engine', '--help']\n"
+        "from orchestrrl.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print(sorted({'grpc', 'ortools', 'statsmodels', 'matplotlib', 'numba'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.endswith("[]\n")

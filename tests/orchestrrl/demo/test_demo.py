@@ -1,0 +1,116 @@
+"""The demo's scenario and report. The demo itself runs in tests/integration."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrrl.cli.main import application
+from orchestrrl.demo.report import as_json, write
+from orchestrrl.demo.run import DemoOutcome, OracleMark, SeedOutcome
+from orchestrrl.demo.scenario import ENGINES, expected_ids, load_scenario, samples
+from orchestrrl.demo.step import StepRecord
+from orchestrrl.engines.simulated_tokens import EOS
+
+
+def test_the_step_is_as_rl_frameworks_submit_it():
+    scenario = load_scenario("simulated")
+    step = samples(scenario, "simulated", 1)
+    assert len(step) == 32 * 8
+    assert [sample.dealt_to for sample in step[:40:8]] == [0, 1, 2, 3, 0]
+    assert all(len({s.dealt_to for s in step[i : i + 8]}) == 1 for i in range(0, 256, 8))
+    assert len({sample.prompt_ids for sample in step}) == 256
+    assert step == samples(scenario, "simulated", 1)
+    assert step != samples(scenario, "simulated", 2)
+
+
+def test_lengths_have_the_heavy_tail():
+    scenario = load_scenario("simulated")
+    lengths = sorted(s.output_tokens for seed in range(20) for s in samples(scenario, "simulated", seed))
+    # Sampling error of a median over 640 prompts whose samples are correlated.
+    assert lengths[len(lengths) // 2] == pytest.approx(602, rel=0.15)
+    assert lengths[int(len(lengths) * 0.9)] == pytest.approx(1818, rel=0.25)
+    assert lengths[-1] == scenario.max_tokens
+
+
+def test_an_answer_ends_by_itself_or_at_the_limit():
+    scenario = load_scenario("simulated")
+    for sample in samples(scenario, "simulated", 3)[:64]:
+        ids = expected_ids(scenario, sample)
+        assert len(ids) == sample.output_tokens
+        assert (ids[-1] == EOS) == (sample.output_tokens < scenario.max_tokens)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_request_fits_an_engine(engine: str):
+    scenario = load_scenario(engine)
+    longest = scenario.prompt_tokens[1] + scenario.max_tokens
+    assert longest <= scenario.engine.max_model_len_tokens <= scenario.engine.kv_capacity_tokens
+
+
+def outcome() -> DemoOutcome:
+    scenario = load_scenario("simulated")
+    seeds = []
+    for seed, (static_s, ours_s, oracle_s) in enumerate([(200, 160, 150), (100, 95, 90), (300, 200, 150)], start=1):
+        step = samples(scenario, "simulated", seed)[:4]
+        answers = {sample.id: [1, 2] for sample in step}
+
+        def record(makespan_s: float, step=step, answers=answers) -> StepRecord:
+            finish_s = {s.id: makespan_s * (i + 1) / 4 for i, s in enumerate(step)}
+            return StepRecord(makespan_s, finish_s, dict(answers), {}, [1.0, 2.0, 3.0, 4.0])
+
+        mark = OracleMark(oracle_s, static_s, oracle_s - 1, 8192)
+        seeds.append(SeedOutcome(seed, step, record(static_s), record(ours_s), mark, 7, 900))
+    return DemoOutcome("simulated", scenario, seeds)
+
+
+def test_the_report_has_what_the_contract_asks_for(tmp_path: Path):
+    report_path, picture_path = write(outcome(), tmp_path)
+    report = json.loads(report_path.read_text())
+    assert report["engine"] == "simulated"
+    assert report["requests"] == 4
+    assert report["seeds"] == [1, 2, 3]
+    assert report["makespan_s"]["static"] == [200, 100, 300]
+    assert report["makespan_s"]["orchestrrl"] == [160, 95, 200]
+    assert math.isclose(report["ratio_median"], 200 / 160)
+    assert math.isclose(report["oracle_ratio_median"], 200 / 150)
+    assert math.isclose(report["gain_kept"], 0.25 / (200 / 150 - 1))
+    assert (report["moves"], report["tokens_recomputed"]) == (21, 2700)
+    assert (report["lost"], report["differing"]) == (0, 0)
+    assert set(report["idle_s"]) == {"static", "orchestrrl"}
+    assert picture_path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_lost_or_differs_is_counted():
+    (seed, *_) = outcome().seeds
+    expected = {sample.id: [1, 2] for sample in seed.samples}
+    assert seed.lost() == []
+    assert seed.differing(expected) == []
+    del seed.orchestrrl.answers[seed.samples[0].id]
+    seed.orchestrrl.answers[seed.samples[1].id] = [1, 3]
+    seed.static.answers[seed.samples[2].id] = [1]
+    assert seed.lost() == [seed.samples[0].id]
+    assert seed.differing(expected) == [seed.samples[1].id, seed.samples[2].id]
+
+
+def test_an_oracle_without_a_gain_leaves_nothing_to_keep():
+    demo = outcome()
+    for seed in demo.seeds:
+        seed.oracle = OracleMark(100, 100, 90, 8192)
+    assert as_json(demo)["gain_kept"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--engine", "sglang"], "--engine: must be one of simulated, vllm, got 'sglang'"),
+        (["--seeds", "1,x,-2"], "--seeds[1]: must be a whole number, got 'x'"),
+    ],
+)
+def test_bad_flags_end_with_status_2(arguments: list[str], fault: str):
+    result = CliRunner().invoke(application(), ["demo", *arguments])
+    assert result.exit_code == 2
+    assert fault in result.stderr
+    assert result.stdout == ""

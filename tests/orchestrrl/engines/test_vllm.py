@@ -1,0 +1,256 @@
+"""The client against servers that answer badly. How it does with good ones is the conformance suite's matter."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, PauseMode, Refused
+from orchestrrl.engines.vllm import VllmEngine, parse_metrics
+from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Serve = Callable[..., Awaitable[VllmEngine]]
+
+FIRST = {"choices": [{"index": 0, "text": "a", "token_ids": [7], "prompt_token_ids": [1, 2], "finish_reason": None}]}
+LAST = {"choices": [{"index": 0, "text": "b", "token_ids": [8], "finish_reason": "length", "stop_reason": None}]}
+DEADLINE_S = 30
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """A client of a server with the given handlers: `serve(completions=handler)`, or any path by `routes`."""
+    servers: list[TestServer] = []
+    engines: list[VllmEngine] = []
+
+    async def start(completions: Handler | None = None, routes: dict[str, Handler] | None = None) -> VllmEngine:
+        application = web.Application()
+        for path, handler in {**({"/v1/completions": completions} if completions else {}), **(routes or {})}.items():
+            application.router.add_route("*", path, handler)
+        servers.append(TestServer(application))
+        await servers[-1].start_server()
+        engines.append(VllmEngine(str(servers[-1].make_url("/"))))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        await engine.close()
+    for server in servers:
+        await server.close()
+
+
+def streaming(*events: Any, cut: bool = False) -> Handler:
+    """A handler that streams these events, and may then break the connection."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for event in events:
+            data = event if isinstance(event, str) else json.dumps(event)
+            await response.write(f"data: {data}\n\n".encode())
+        if cut:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    return handler
+
+
+def answering(status: int, body: Any, headers: dict[str, str] | None = None) -> Handler:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        text = body if isinstance(body, str) else json.dumps(body)
+        return web.Response(status=status, text=text, headers=headers)
+
+    return handler
+
+
+def request(request_id: str = "x1", endpoint: Endpoint = Endpoint.COMPLETIONS) -> GenerationRequest:
+    return GenerationRequest(request_id, endpoint, {"model": "m", "prompt": [1, 2]})
+
+
+async def chunks_of(engine: VllmEngine, *, into: list[Chunk] | None = None) -> list[Chunk]:
+    chunks = [] if into is None else into
+    async for chunk in engine.generate(request()):
+        chunks.append(chunk)
+    return chunks
+
+
+async def test_asks_for_a_stream_with_token_ids_under_its_own_request_id(serve: Serve) -> None:
+    seen: list[Any] = []
+
+    async def handler(asked: web.Request) -> web.StreamResponse:
+        seen.extend([await asked.json(), asked.headers["X-Request-Id"]])
+        return await streaming(FIRST, LAST, "[DONE]")(asked)
+
+    chunks = await chunks_of(await serve(handler))
+    assert seen == [{"model": "m", "prompt": [1, 2], "stream": True, "return_token_ids": True}, "x1"]
+    assert chunks[0].prompt_token_ids == (1, 2)
+    assert [chunk.token_ids for chunk in chunks] == [(7,), (8,)]
+    assert chunks[1].finish_reason == "length"
+    assert chunks[1].raw == LAST["choices"][0]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_stream_without_a_finish_reason_has_an_unknown_outcome(serve: Serve, cut: bool) -> None:
+    engine = await serve(streaming(FIRST, cut=cut))
+    chunks: list[Chunk] = []
+    with pytest.raises(OutcomeUnknown):
+        await chunks_of(engine, into=chunks)
+    assert [chunk.token_ids for chunk in chunks] == [(7,)]
+
+
+async def test_nobody_there_is_retryable() -> None:
+    engine = VllmEngine(f"http://127.0.0.1:{unused_port()}")
+    for call in (chunks_of(engine), engine.metrics(), engine.probe(), engine.pause(PauseMode.KEEP)):
+        with pytest.raises(Retryable):
+            await call
+    assert not await engine.healthy()
+    await engine.close()
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_a_busy_or_broken_engine_is_retryable(serve: Serve, status: int) -> None:
+    engine = await serve(answering(status, {"error": {"message": "busy"}}, {"Retry-After": "7"}))
+    with pytest.raises(Retryable, match="busy") as raised:
+        await chunks_of(engine)
+    assert raised.value.after_s == 7
+
+
+async def test_a_refusal_carries_the_engines_own_words(serve: Serve) -> None:
+    body = {"error": {"message": "no such thing", "type": "BadRequestError", "param": "prompt", "code": 400}}
+    with pytest.raises(Refused, match="no such thing") as raised:
+        await chunks_of(await serve(answering(400, body)))
+    assert (raised.value.status, raised.value.body) == (400, body)
+
+
+async def test_a_refusal_in_other_words_becomes_an_error_object(serve: Serve) -> None:
+    with pytest.raises(Refused) as raised:
+        await chunks_of(await serve(answering(404, "<html>nothing here</html>")))
+    assert raised.value.status == 404
+    assert "nothing here" in raised.value.body["error"]["message"]
+
+
+async def test_an_error_in_the_stream_is_a_refusal_or_the_end_of_the_engine(serve: Serve) -> None:
+    wrong = {"error": {"message": "out of vocabulary", "type": "BadRequestError", "param": None, "code": 400}}
+    with pytest.raises(Refused, match="out of vocabulary") as raised:
+        await chunks_of(await serve(streaming(wrong, "[DONE]")))
+    assert raised.value.body == wrong
+    dying = {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}
+    with pytest.raises(OutcomeUnknown, match="EngineCore died"):
+        await chunks_of(await serve(streaming(FIRST, dying, "[DONE]")))
+
+
+@pytest.mark.parametrize("event", ["not json", "[]", '{"choices": 3}', '{"choices": [{"index": 0}]}', "{}"])
+async def test_nonsense_in_the_stream_is_permanent(serve: Serve, event: str) -> None:
+    with pytest.raises(Permanent):
+        await chunks_of(await serve(streaming(event)))
+
+
+async def test_abort_names_both_forms_and_never_sends_an_empty_list(serve: Serve) -> None:
+    bodies: list[Any] = []
+
+    async def handler(asked: web.Request) -> web.StreamResponse:
+        bodies.append(await asked.json())
+        return web.json_response({})
+
+    engine = await serve(routes={"/abort_requests": handler})
+    await engine.abort(["x1"])
+    await engine.abort([])
+    assert bodies == [{"request_ids": ["cmpl-x1-0", "chatcmpl-x1"]}]
+
+
+@pytest.mark.parametrize("events", [(FIRST,), ()], ids=["after its first token", "before its first token"])
+async def test_abort_closes_the_connection_where_the_engine_has_no_abort(serve: Serve, events: tuple[Any, ...]) -> None:
+    gone = asyncio.Event()
+    open_streams: list[web.Request] = []
+
+    async def handler(asked: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(asked)
+        for event in events:
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        open_streams.append(asked)
+        try:  # the test server cancels a handler whose client has left
+            await asyncio.Event().wait()
+        finally:
+            gone.set()
+        return response
+
+    engine = await serve(handler)
+    chunks: list[Chunk] = []
+    reading = asyncio.create_task(chunks_of(engine, into=chunks))
+    async with asyncio.timeout(DEADLINE_S):
+        while not open_streams or len(chunks) < len(events):
+            await asyncio.sleep(0.01)
+        await engine.abort(["x1"])
+        await reading
+        await gone.wait()
+    assert chunks[-1] == Chunk(finish_reason="abort")
+    assert len(chunks) == len(events) + 1
+
+
+async def test_without_development_mode_there_is_less_to_offer(serve: Serve) -> None:
+    api = {"paths": {"/version": {}, "/v1/completions": {}}, "components": {"schemas": {}}}
+    routes = {
+        "/openapi.json": answering(200, api),
+        "/version": answering(200, {"version": "9"}),
+        "/v1/models": answering(200, {"data": [{"id": "m", "max_model_len": 10}]}),
+    }
+    found = await (await serve(routes=routes)).capabilities()
+    assert (found.version, found.models, found.max_model_len_tokens) == ("9", ("m",), 10)
+    assert not any((found.token_ids, found.abort_requests, found.pause))
+    assert found.max_sequences is None
+
+
+@pytest.mark.parametrize(
+    "body", ["", "<html>", "vllm:num_requests_running 1", 'vllm:num_requests_running{engine="0"} x']
+)
+async def test_metrics_that_are_none_are_permanent(serve: Serve, body: str) -> None:
+    with pytest.raises(Permanent):
+        await (await serve(routes={"/metrics": answering(200, body)})).metrics()
+
+
+async def test_a_server_that_does_not_speak_http_is_permanent() -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ESMTP\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        engine = VllmEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(Permanent):
+            await engine.metrics()
+        await engine.close()
+
+
+def test_metrics_of_data_parallel_engines_are_summed() -> None:
+    page = []
+    for engine, (running, usage) in enumerate([(3, 0.5), (1, 0.25)]):
+        labels = f'engine="{engine}",model_name="m"'
+        page += [
+            f"vllm:num_requests_running{{{labels}}} {running}.0",
+            f"vllm:num_requests_waiting{{{labels}}} 2.0",
+            f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 2.0',
+            f"vllm:kv_cache_usage_perc{{{labels}}} {usage}",
+            f"vllm:generation_tokens_total{{{labels}}} 1e+06",
+            f"vllm:prompt_tokens_total{{{labels}}} 5.0",
+            f"vllm:num_preemptions_total{{{labels}}} 0.0",
+            f'vllm:cache_config_info{{block_size="16",engine="{engine}",num_gpu_blocks="100"}} 1.0',
+        ]
+    metrics = parse_metrics("# HELP x\n" + "\n".join(page) + "\n")
+    assert (metrics.running, metrics.waiting, metrics.kv_usage_fraction) == (4, 4, 0.375)
+    assert (metrics.kv_capacity_tokens, metrics.generation_tokens_total) == (3200, 2_000_000)
+
+
+async def test_a_session_that_was_given_stays_open(serve: Serve) -> None:
+    theirs = await serve(streaming(LAST))
+    async with aiohttp.ClientSession() as session:
+        engine = VllmEngine(theirs.url, session=session)
+        assert await chunks_of(engine)
+        await engine.close()
+        assert not session.closed

@@ -1,0 +1,330 @@
+"""The life of operations, interrupted everywhere: closed once, with what really happened."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from builders import GATEWAY, engine_report, gateway_report, request, sample
+
+from orchestrrl.clock import VirtualClock
+from orchestrrl.errors import Retryable
+from orchestrrl.execute.moves import run_moves
+from orchestrrl.execute.runner import GIVE_UP_AFTER_S, Runner
+from orchestrrl.execute.settle import Evidence
+from orchestrrl.journal import Journal, Kind
+from orchestrrl.operations import (
+    ItemResult,
+    MoveRequests,
+    Operation,
+    OperationId,
+    OperationResult,
+    OperationStatus,
+    ProbeEngine,
+    RequestMove,
+    status_of,
+)
+from orchestrrl.state import State
+from planner.model import EngineId, NodeId, RequestId
+
+E0, E1 = EngineId("e0"), EngineId("e1")
+VALID_S = 10.0
+
+
+def move(id: str, to: EngineId = E1) -> RequestMove:
+    return RequestMove(RequestId(id), E0, to)
+
+
+MOVE = MoveRequests((move("a"), move("b")))
+
+
+class FakeGateway:
+    """Behaves as a node must: once per id, refuses what is expired or superseded; its requests really move."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.where = {"a": "e0", "b": "e0"}
+        self.attached = True
+        self.delivered: list[Operation] = []
+        self.carried_out: list[OperationId] = []
+        self._results: dict[OperationId, OperationResult] = {}
+        self._newest_generation = 0
+        self._sequence = 0
+
+    def send(self, node: NodeId, operation: Operation) -> None:
+        if not self.attached or node != GATEWAY:
+            raise Retryable(f"node {node} is not attached", 1.0)
+        self.delivered.append(operation)
+
+    def hear(self, generation: int) -> None:
+        self._newest_generation = max(self._newest_generation, generation)
+
+    def perform(self, operation: Operation) -> OperationResult:
+        if operation.id in self._results:
+            return self._results[operation.id]
+        self.hear(operation.generation)
+        if operation.generation < self._newest_generation or self.clock.now_s() > operation.valid_until_s:
+            return OperationResult(operation.id, GATEWAY, OperationStatus.REFUSED, "too late")
+        assert isinstance(operation.action, MoveRequests)
+        self.carried_out.append(operation.id)
+        items = tuple(self._move(m) for m in operation.action.moves)
+        self._results[operation.id] = OperationResult(operation.id, GATEWAY, status_of(items), items=items)
+        return self._results[operation.id]
+
+    def _move(self, m: RequestMove) -> ItemResult:
+        if self.where.get(m.request) != m.from_engine:
+            return ItemResult(m.request, False, "is elsewhere")
+        self.where[m.request] = m.to_engine
+        return ItemResult(m.request, True, recomputed_tokens=110)
+
+    def forget(self) -> None:
+        """Restart, keeping only the requests (which a real gateway would lose too)."""
+        self._results.clear()
+        self._newest_generation = 0
+
+    def report(self, state: State) -> None:
+        self._sequence += 1
+        held = [request(id, engine) for id, engine in self.where.items()]
+        state.fold_gateway(gateway_report(*held, sequence=self._sequence), self.clock.now_s())
+
+
+class House:
+    """One daemon life after the other over the same journal file and the same gateway."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clock = VirtualClock(100.0)
+        self.gateway = FakeGateway(self.clock)
+        self.journal: Journal | None = None
+        self.start()
+
+    def start(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
+        self.journal = Journal(self.path, self.clock.now_s())
+        self.state = State()
+        self.closed: list[OperationResult] = []
+        self.runner = Runner(self.journal, self.gateway, self.clock, lambda _, result: self.closed.append(result))
+        self.runner.recover()
+
+    def settle(self) -> None:
+        snapshot = self.state.snapshot(self.clock.now_s())
+        self.runner.settle(lambda node: Evidence(snapshot, self.state.heard_s(node)))
+
+    def results(self) -> list[dict[str, object]]:
+        assert self.journal is not None
+        return [dict(entry.body) for entry in self.journal.since(0, (Kind.OPERATION_RESULT,))]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path / "journal.sqlite")
+    yield made
+    assert made.journal is not None
+    made.journal.close()
+
+
+async def begin(house: House, action: MoveRequests | ProbeEngine = MOVE) -> asyncio.Task[OperationResult]:
+    task = asyncio.create_task(house.runner.run(GATEWAY, action, VALID_S))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_intent_then_sent_then_result(house: House) -> None:
+    task = await begin(house)
+    (operation,) = house.gateway.delivered
+    house.runner.receive(house.gateway.perform(operation))
+    assert (await task).status is OperationStatus.DONE
+    assert house.journal is not None
+    entries = [(e.kind, e.subject) for e in house.journal.since(0)]
+    assert entries == [
+        (Kind.OPERATION_INTENT, operation.id),
+        (Kind.OPERATION_SENT, operation.id),
+        (Kind.OPERATION_RESULT, operation.id),
+    ]
+    assert house.runner.open == ()
+
+
+async def test_a_result_delivered_twice_counts_once(house: House) -> None:
+    task = await begin(house)
+    result = house.gateway.perform(house.gateway.delivered[0])
+    for _ in range(3):
+        house.runner.receive(result)
+    await task
+    assert len(house.closed) == len(house.results()) == 1
+
+
+async def test_another_nodes_word_does_not_close_an_operation(house: House) -> None:
+    task = await begin(house)
+    operation = house.gateway.delivered[0].id
+    house.runner.receive(OperationResult(operation, NodeId("stranger"), OperationStatus.DONE))
+    assert len(house.runner.open) == 1
+    task.cancel()
+
+
+async def test_an_operation_delivered_twice_is_carried_out_once(house: House) -> None:
+    task = await begin(house)
+    house.runner.attached(GATEWAY)
+    first, second = house.gateway.delivered
+    assert first == second
+    for delivered in (first, second):
+        house.runner.receive(house.gateway.perform(delivered))
+    assert house.gateway.carried_out == [first.id]
+    assert (await task).status is OperationStatus.DONE
+    assert len(house.results()) == 1
+
+
+async def test_nothing_is_sent_to_a_node_that_is_away(house: House) -> None:
+    house.gateway.attached = False
+    result = await house.runner.run(GATEWAY, MOVE, VALID_S)
+    assert result.status is OperationStatus.FAILED
+    assert result.detail == "nothing was sent: node gw is not attached"
+    assert house.runner.open == ()
+
+
+async def test_a_refusal_of_the_only_delivery_is_the_outcome(house: House) -> None:
+    task = await begin(house)
+    await house.clock.advance(VALID_S + 1)
+    house.runner.receive(house.gateway.perform(house.gateway.delivered[0]))
+    assert (await task).status is OperationStatus.REFUSED
+    assert house.gateway.where["a"] == "e0"
+
+
+@pytest.mark.parametrize("happened", [True, False])
+async def test_a_result_that_never_comes_is_seen_in_telemetry(house: House, happened: bool) -> None:
+    task = await begin(house)
+    if happened:
+        house.gateway.perform(house.gateway.delivered[0])
+    house.gateway.report(house.state)
+    house.settle()
+    assert not task.done()  # the result may still come
+    await house.clock.advance(VALID_S + 1)
+    house.settle()
+    assert task.done() is False or happened  # a report from before the expiry does not show that nothing happened
+    house.gateway.report(house.state)
+    house.settle()
+    result = await asyncio.wait_for(task, 5)
+    assert result.status is (OperationStatus.DONE if happened else OperationStatus.FAILED)
+    assert [item.done for item in result.items] == [happened, happened]
+
+
+async def test_what_a_node_cannot_tell_is_observed(house: House) -> None:
+    task = await begin(house)
+    operation = house.gateway.delivered[0]
+    house.gateway.where["a"] = "e1"
+    house.runner.receive(OperationResult(operation.id, GATEWAY, OperationStatus.UNKNOWN, "the connection broke"))
+    await house.clock.advance(0.1)
+    house.gateway.report(house.state)
+    house.settle()
+    result = await asyncio.wait_for(task, 5)
+    assert result.status is OperationStatus.PARTIAL
+    assert [(item.id, item.done, item.detail) for item in result.items] == [("a", True, ""), ("b", False, "is on e0")]
+
+
+async def test_a_node_that_never_returns_leaves_an_unknown_outcome(house: House) -> None:
+    task = await begin(house)
+    await house.clock.advance(VALID_S + GIVE_UP_AFTER_S)
+    house.settle()
+    assert not task.done()
+    await house.clock.advance(1.0)
+    house.settle()
+    assert (await asyncio.wait_for(task, 5)).status is OperationStatus.UNKNOWN
+
+
+async def test_what_telemetry_cannot_show_is_unknown_and_said_so(house: House) -> None:
+    task = await begin(house, ProbeEngine(E0))
+    await house.clock.advance(VALID_S + 1)
+    house.state.fold_engine(engine_report("e0", 1, sample(), agent=GATEWAY), house.clock.now_s())
+    house.settle()
+    result = await asyncio.wait_for(task, 5)
+    assert (result.status, result.detail) == (
+        OperationStatus.UNKNOWN,
+        "no result came, and telemetry does not show the outcome of probe_engine",
+    )
+
+
+# What has happened when the daemon is killed, one more each time.
+STEPS = ("intent journalled", "sent and journalled", "carried out by the node", "result received")
+
+
+@pytest.mark.parametrize("reached", range(1, len(STEPS) + 1))
+@pytest.mark.parametrize("node_remembers", [True, False])
+@pytest.mark.parametrize("node_answers", [True, False])
+async def test_killed_after_any_step_the_next_daemon_finds_out_what_happened(
+    house: House, reached: int, node_remembers: bool, node_answers: bool
+) -> None:
+    if reached == 1:
+        house.gateway.send = _killed  # type: ignore[method-assign]
+        with pytest.raises(_KilledError):
+            await house.runner.run(GATEWAY, MOVE, VALID_S)
+        del house.gateway.send  # type: ignore[method-assign]
+    else:
+        task = await begin(house)
+        operation = house.gateway.delivered[0]
+        if reached >= 3:
+            result = house.gateway.perform(operation)
+        if reached >= 4:
+            house.runner.receive(result)
+        task.cancel()
+    truth = reached >= 3
+    if not node_remembers:
+        house.gateway.forget()
+
+    await house.clock.advance(1.0)
+    house.start()
+    assert house.journal is not None
+    assert len(house.runner.open) == (0 if reached >= 4 else 1)
+    house.gateway.delivered.clear()
+    house.gateway.hear(house.journal.generation)  # routes come first on a new stream
+    house.runner.attached(GATEWAY)
+    for delivered in house.gateway.delivered:
+        answer = house.gateway.perform(delivered)
+        if node_answers:
+            house.runner.receive(answer)
+    for _ in range(3):
+        await house.clock.advance(VALID_S)
+        house.gateway.report(house.state)
+        house.settle()
+
+    assert house.runner.open == ()
+    assert house.journal.open_operations() == []
+    (written,) = house.results()
+    assert written["status"] == ("done" if truth else "failed")
+    assert len(house.gateway.carried_out) == (1 if truth else 0)  # never by the daemon that came later
+    assert house.gateway.where == dict.fromkeys("ab", "e1" if truth else "e0")
+
+
+class _KilledError(Exception):
+    pass
+
+
+def _killed(node: NodeId, operation: Operation) -> None:
+    raise _KilledError
+
+
+class TestMoves:
+    async def test_each_gateway_moves_its_own(self, house: House) -> None:
+        other = NodeId("gw2")
+        sent: list[tuple[NodeId, Operation]] = []
+        house.gateway.send = lambda node, operation: sent.append((node, operation))  # type: ignore[method-assign]
+        holders = {"a": GATEWAY, "b": other, "c": GATEWAY}
+        task = asyncio.create_task(
+            run_moves(house.runner, [move("a"), move("b"), move("c"), move("x")], lambda id: holders.get(id), VALID_S)
+        )
+        await asyncio.sleep(0.01)
+        assert [node for node, _ in sent] == [GATEWAY, other]
+        for node, operation in sent:
+            assert isinstance(operation.action, MoveRequests)
+            items = tuple(ItemResult(m.request, m.request != "c", "finished") for m in operation.action.moves)
+            house.runner.receive(OperationResult(operation.id, node, status_of(items), items=items))
+        outcome = await task
+        assert [(item.id, item.done) for item in outcome.items] == [
+            ("a", True), ("b", True), ("c", False), ("x", False),
+        ]  # fmt: skip
+        assert outcome.items[3].detail == "no gateway has it in flight"
+        assert [result.node for result in outcome.operations] == [GATEWAY, other]
+
+    async def test_an_operation_without_items_fails_each_of_its_moves(self, house: House) -> None:
+        house.gateway.attached = False
+        outcome = await run_moves(house.runner, [move("a")], lambda _: GATEWAY, VALID_S)
+        assert outcome.items == (ItemResult(RequestId("a"), False, "nothing was sent: node gw is not attached"),)

@@ -1,0 +1,303 @@
+"""Engines that behave, without sockets: deterministic tokens, characters of several tokens, every way to go wrong."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrrl.clock import VirtualClock
+from orchestrrl.engines.base import (
+    Capabilities,
+    Chunk,
+    Endpoint,
+    EngineMetrics,
+    GenerationRequest,
+    PauseMode,
+    Refused,
+    TokenLogprob,
+)
+from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.gateway.ask import Ask, read_ask
+from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.relay import Limits
+from orchestrrl.operations import Route
+from planner.model import EngineId, NodeId
+
+# A token is a byte, so most characters take several; EOS ends an answer.
+CHARACTERS = [character.encode() for character in "ab é€漢😀"]
+EOS = 256
+MODEL_LENGTH = 4096
+
+
+def next_token(context: Sequence[int], *, may_stop: bool) -> int:
+    """A deterministic function of the whole context, which yields whole characters one byte after the other."""
+    digest = hashlib.blake2b(b"".join(token.to_bytes(2, "big") for token in context), digest_size=8).digest()
+    number = int.from_bytes(digest, "big")
+    begun = _begun_character(context)
+    if begun:
+        choices = [character for character in CHARACTERS if character.startswith(begun) and character != begun]
+        return choices[number % len(choices)][len(begun)]
+    if may_stop and number % 61 == 0:
+        return EOS
+    return CHARACTERS[number % len(CHARACTERS)][0]
+
+
+def _begun_character(context: Sequence[int]) -> bytes:
+    """The bytes at the end that are the beginning of a character, and not yet all of it."""
+    for length in (3, 2, 1):
+        tail = context[-length:]
+        if len(tail) == length and all(token < 256 for token in tail):
+            piece = bytes(tail)
+            if any(character.startswith(piece) and character != piece for character in CHARACTERS):
+                return piece
+    return b""
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+class DecodeStream:
+    """As the tokenizers library has it: text is held back while a character is incomplete, and a stream that begins
+    inside a character shows everything before it as new."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._tokens = list(prompt)
+        text = decode(prompt)
+        self._shown = "" if text.endswith("\ufffd") else text
+
+    def step(self, token: int) -> str:
+        self._tokens.append(token)
+        text = decode(self._tokens)
+        if len(text) <= len(self._shown) or text.endswith("\ufffd"):
+            return ""
+        new, self._shown = text[len(self._shown) :], text
+        return new
+
+
+def undisturbed(prompt: Sequence[int], max_tokens: int, *, min_tokens: int = 0) -> tuple[list[int], str, str]:
+    """Tokens, text and finish_reason of an answer that nothing happened to."""
+    tokens: list[int] = []
+    stream = DecodeStream(prompt)
+    text = ""
+    while True:
+        token = next_token([*prompt, *tokens], may_stop=len(tokens) >= min_tokens)
+        tokens.append(token)
+        if token == EOS:
+            return tokens, text, "stop"
+        text += stream.step(token)
+        if len(tokens) >= max_tokens:
+            return tokens, text, "length"
+
+
+def logprob_of(context: Sequence[int], token: int) -> TokenLogprob:
+    value = -0.25 * (len(context) % 8)
+    return TokenLogprob(f"<{token}>", value, ((f"<{token}>", value), (f"<{(token + 1) % 256}>", value - 1)))
+
+
+@dataclass(slots=True)
+class Attempt:
+    request: GenerationRequest
+    chunks: "asyncio.Queue[Chunk | Exception]"
+    context: list[int]
+    left: int
+    min_left: int
+    stream: DecodeStream
+    told_prompt: bool = False
+
+
+@dataclass
+class FakeEngine:
+    """Makes `tokens_per_step` tokens for each of its requests whenever the test says `step`."""
+
+    url: str = "fake"
+    max_sequences: int = 1000
+    tokens_per_step: int = 1
+    dead: bool = False
+    paused: bool = False
+    hangs: bool = False
+    refuses: Refused | None = None
+    aborted: list[str] = field(default_factory=list)
+    seen: list[GenerationRequest] = field(default_factory=list)
+    attempts: dict[str, Attempt] = field(default_factory=dict)
+    model_length: int | None = MODEL_LENGTH
+
+    # --- what a test does to it ---
+
+    def step(self) -> None:
+        if self.dead or self.paused or self.hangs:
+            return
+        for attempt in list(self.attempts.values())[: self.max_sequences]:
+            self._advance(attempt)
+
+    def die(self) -> None:
+        self.dead = True
+        self._break_all(OutcomeUnknown("connection reset"))
+
+    def revive(self) -> None:
+        self.dead = False
+
+    def give_up_all(self) -> None:
+        """As a pause that aborts does."""
+        for attempt in self.attempts.values():
+            attempt.chunks.put_nowait(Chunk(finish_reason="abort"))
+        self.attempts.clear()
+
+    def _break_all(self, error: Exception) -> None:
+        for attempt in self.attempts.values():
+            attempt.chunks.put_nowait(error)
+        self.attempts.clear()
+
+    def _advance(self, attempt: Attempt) -> None:
+        body = attempt.request.body
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        text, finish_reason = "", None
+        while len(tokens) < self.tokens_per_step and finish_reason is None:
+            token = next_token(attempt.context, may_stop=attempt.min_left <= 0)
+            logprobs.append(logprob_of(attempt.context, token))
+            attempt.context.append(token)
+            tokens.append(token)
+            attempt.left -= 1
+            attempt.min_left -= 1
+            if token == EOS:
+                finish_reason = "stop"
+            else:
+                text += attempt.stream.step(token)
+                finish_reason = "length" if attempt.left == 0 else None
+        prompt = None
+        if not attempt.told_prompt:
+            prompt = tuple(attempt.context[: len(attempt.context) - len(tokens)])
+            attempt.told_prompt = True
+        wanted = body.get("logprobs")
+        asked = wanted is not None and wanted is not False  # 0 asks for the tokens' own
+        attempt.chunks.put_nowait(
+            Chunk(
+                token_ids=tuple(tokens),
+                text=text,
+                prompt_token_ids=prompt,
+                logprobs=tuple(logprobs) if asked else None,
+                finish_reason=finish_reason,
+            )
+        )
+        if finish_reason is not None:
+            del self.attempts[attempt.request.request_id]
+
+    # --- what the gateway asks of it ---
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        self.seen.append(request)
+        if self.dead:
+            raise Retryable("connection refused", 1.0)
+        if self.refuses is not None:
+            raise self.refuses
+        prompt = prompt_of(request)
+        limit = request.body.get("max_tokens")
+        if limit is None:
+            limit = 16 if request.endpoint is Endpoint.COMPLETIONS else MODEL_LENGTH - len(prompt)
+        assert limit >= 1
+        attempt = Attempt(
+            request, asyncio.Queue(), list(prompt), limit, request.body.get("min_tokens") or 0, DecodeStream(prompt)
+        )
+        self.attempts[request.request_id] = attempt
+        try:
+            while True:
+                item = await attempt.chunks.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            self.attempts.pop(request.request_id, None)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        if self.dead:
+            raise Retryable("connection refused", 1.0)
+        self.aborted.extend(request_ids)
+
+    async def capabilities(self) -> Capabilities:
+        if self.dead:
+            raise Retryable("connection refused", 1.0)
+        return Capabilities("fake", "0", ("model",), token_ids=True, max_model_len_tokens=self.model_length)
+
+    async def metrics(self) -> EngineMetrics:
+        return EngineMetrics(len(self.attempts), 0, 0.0, 0, 0, 0, 0)
+
+    async def healthy(self) -> bool:
+        return not self.dead
+
+    async def probe(self) -> float:
+        return 0.0
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    async def is_paused(self) -> bool:
+        if self.dead:
+            raise Retryable("connection refused", 1.0)
+        if self.hangs and not self.paused:
+            raise Permanent("no such path")
+        return self.paused
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        if self.dead:
+            raise Retryable("connection refused", 1.0)
+        return decode(token_ids)
+
+    async def close(self) -> None:
+        self._break_all(OutcomeUnknown("closed"))
+
+
+def prompt_of(request: GenerationRequest) -> list[int]:
+    if request.endpoint is Endpoint.CHAT:
+        return chat_prompt(request.body["messages"])
+    prompt = request.body["prompt"]
+    return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+
+
+def chat_prompt(messages: Sequence[dict[str, Any]]) -> list[int]:
+    return list("".join(f"<{message['role']}>{message['content']}" for message in messages).encode())
+
+
+@dataclass
+class World:
+    """A gateway over fake engines e0, e1, ... in virtual time."""
+
+    gateway: Gateway
+    engines: dict[str, FakeEngine]
+    clock: VirtualClock
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.gateway.fleet
+
+    def ask(self, endpoint: Endpoint = Endpoint.COMPLETIONS, request_id: str = "r", **body: Any) -> Ask:
+        return read_ask(
+            endpoint, body, request_id=request_id, group="", tag="", default_model="model", now_s=self.clock.now_s()
+        )
+
+    async def settle(self) -> None:
+        """Let every task come to rest, without time passing."""
+        await self.clock.advance(0.0)
+        await self.clock.advance(0.0)
+
+    async def step(self, *names: str) -> None:
+        for name in names or self.engines:
+            self.engines[name].step()
+        await self.settle()
+
+
+def world(engines: int = 2, **limits: Any) -> World:
+    clock = VirtualClock(1000.0)
+    fakes = {f"e{index}": FakeEngine(url=f"http://e{index}") for index in range(engines)}
+    by_url = {fake.url: fake for fake in fakes.values()}
+    fleet = Fleet(lambda url: by_url[url], clock=clock)
+    fleet.set_routes([Route(EngineId(name), fake.url) for name, fake in fakes.items()])
+    gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(**limits), clock=clock)
+    return World(gateway, fakes, clock)

@@ -1,0 +1,29 @@
+"""An engine client that stops reading where a test wants to step in, however fast the server is."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from orchestrrl.engines.base import Chunk, GenerationRequest
+from orchestrrl.engines.vllm import VllmEngine
+
+
+class HeldEngine(VllmEngine):
+    """Reads an attempt up to a number of tokens (`holds`, for the next attempts in their order) and no further until
+    released. What the server goes on to send is not read, as after any cut."""
+
+    def __init__(self, url: str, holds: deque[int], released: asyncio.Event) -> None:
+        super().__init__(url)
+        self._holds = holds
+        self._released = released
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        hold = self._holds.popleft() if self._holds else None
+        tokens = 0
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+                tokens += len(chunk.token_ids)
+                if hold is not None and tokens >= hold:
+                    await self._released.wait()

@@ -1,0 +1,50 @@
+"""A gateway as a process of its own, as operators run it."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+class GatewayProcess:
+    """`start` waits for the URL that the process prints; `kill` and `stop` end it."""
+
+    def __init__(self, log_path: Path, arguments: list[str], port: int = 0) -> None:
+        self._log_path = log_path
+        self._command = [sys.executable, "-m", "orchestrrl", "gateway", "--listen", f"127.0.0.1:{port}", *arguments]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    async def start(self) -> str:
+        self.url = (await asyncio.to_thread(self._spawn)).strip()
+        assert self.url.startswith("http://"), self._log_path.read_text()
+        return self.url
+
+    def _spawn(self) -> str:
+        """The first line of its output."""
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log)
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().decode()
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    async def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGTERM)
+        return await asyncio.to_thread(self._process.wait, 60)
+
+
+def free_port() -> int:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        return port

@@ -1,0 +1,86 @@
+"""The record of a request, and what is kept and told of those that ended."""
+
+import pytest
+
+from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
+from orchestrrl.gateway.ledger import DuplicateRequest, Ledger, Record
+from planner.model import EngineId, RequestId, RequestState
+
+
+def record(name: str = "r", *, streaming: bool = True, **more: object) -> Record:
+    return Record(RequestId(name), Endpoint.COMPLETIONS, {}, streaming, 100.0, 16, **more)  # type: ignore[arg-type]
+
+
+def test_a_record_grows_and_hands_out_each_delta_once() -> None:
+    r = record()
+    r.begin_attempt(EngineId("e0"), 101.0)
+    assert (r.attempt_id, r.state, r.prompt_tokens) == ("r~1", RequestState.WAITING, 1)
+    r.append(Chunk((5,), "a", prompt_token_ids=(1, 2, 3)), "a", None, 102.0)
+    r.append(Chunk((6, 7), "bc", logprobs=(TokenLogprob("b", -1.0), TokenLogprob("c", -2.0))), "bc", None, 103.0)
+    assert (r.text, list(r.generated_ids), r.context_tokens, r.started_s) == ("abc", [5, 6, 7], 6, 102.0)
+    assert [delta.token_ids for delta in r.take_undelivered()] == [(5,), (6, 7)]
+    assert r.take_undelivered() == []
+    r.append(Chunk((8,), "d", finish_reason="length"), "d", None, 104.0)
+    assert [delta.text for delta in r.take_undelivered()] == ["d"]
+    assert r.done
+    summary = r.summary()
+    assert (summary.generated_tokens, summary.finish_reason, summary.duration_s) == (4, "length", 4.0)
+
+
+def test_prompt_ids_are_those_of_the_first_attempt() -> None:
+    r = record()
+    r.append(Chunk((5,), "a", prompt_token_ids=(1, 2)), "a", None, 1.0)
+    r.append(Chunk((6,), "b", prompt_token_ids=(1, 2, 5)), "b", None, 2.0)
+    assert r.prompt_ids == (1, 2)
+
+
+def test_what_was_delivered_cannot_be_forgotten() -> None:
+    r = record(immovable_because="stop: x")
+    r.append(Chunk((5,), "a"), "a", None, 1.0)
+    assert not r.movable_now
+    r.forget_answer()
+    assert (list(r.generated_ids), r.text, r.take_undelivered(), r.movable_now) == ([], "", [], True)
+    r.append(Chunk((5,), "a"), "a", None, 1.0)
+    r.take_undelivered()
+    with pytest.raises(ValueError, match="in part"):
+        r.forget_answer()
+
+
+def test_a_ledger_takes_all_of_an_ask_or_nothing() -> None:
+    ledger = Ledger()
+    ledger.add(record("a"))
+    with pytest.raises(DuplicateRequest):
+        ledger.add(record("b"), record("a"))
+    assert [r.id for r in ledger] == ["a"]
+
+
+def test_an_ended_request_is_reported_until_it_is_acknowledged() -> None:
+    ledger = Ledger()
+    names = ["a", "b", "c"]
+    records = {name: record(name) for name in names}
+    ledger.add(*records.values())
+    ledger.close(records["a"])
+    first, finished = ledger.report()
+    assert [summary.id for summary in finished] == ["a"]
+    ledger.close(records["b"])
+    second, finished = ledger.report()
+    assert [summary.id for summary in finished] == ["a", "b"]
+    ledger.acknowledge(first)
+    _, finished = ledger.report()
+    assert [summary.id for summary in finished] == ["b"]
+    ledger.close(records["b"])  # twice is once
+    ledger.acknowledge(second + 100)  # of another life
+    assert [summary.id for summary in ledger.report()[1]] == ["b"]
+    ledger.acknowledge(second)
+    assert ledger.report()[1] == ()
+
+
+def test_what_ended_is_bounded() -> None:
+    ledger = Ledger(keep_finished=3)
+    for index in range(10):
+        r = record(str(index))
+        ledger.add(r)
+        ledger.close(r)
+    assert [summary.id for summary in ledger.finished] == ["7", "8", "9"]
+    assert len(ledger.report()[1]) == 3
+    assert ledger.finished_by_reason["error"] == 10

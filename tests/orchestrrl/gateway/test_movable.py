@@ -1,0 +1,116 @@
+"""Which requests may be continued elsewhere, and the body that continues them."""
+
+from typing import Any
+
+import pytest
+
+from orchestrrl.engines.base import Endpoint
+from orchestrrl.gateway.movable import asked_tokens, continued, immovable_because
+
+COMPLETIONS, CHAT = Endpoint.COMPLETIONS, Endpoint.CHAT
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"structured_outputs": {"json": {}}},
+        {"guided_json": {"type": "object"}},
+        {"guided_regex": "a+"},
+        {"guided_choice": ["a"]},
+        {"guided_grammar": "root"},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function"}], "tool_choice": "auto"},
+        {"echo": True},
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": 3},
+        {"use_beam_search": True},
+        {"best_of": 2},
+        {"stop": "x"},
+        {"stop": ["x"]},
+        {"bad_words": ["x y"]},
+        {"logits_processors": ["f"]},
+        {"vllm_xargs": {"a": 1}},
+        {"thinking_token_budget": 10},
+        {"repetition_detection": {"n": 1}},
+        {"prompt_embeds": "..."},
+        {"kv_transfer_params": {"a": 1}},
+        {"seed": 7},
+        {"seed": 7, "temperature": 0.6},
+    ],
+)
+def test_what_is_tied_to_where_the_answer_began_stays_and_says_why(body: dict[str, Any]) -> None:
+    because = immovable_because(COMPLETIONS, body)
+    assert because.split(":")[0] in body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 4, "min_p": 0.1},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "stop": [], "stop_token_ids": [3], "min_tokens": 4},
+        {"repetition_penalty": 1.2, "logit_bias": {"3": 1.0}, "allowed_token_ids": [1, 2], "ignore_eos": True},
+        {"seed": 7, "temperature": 0},
+        {"seed": None, "response_format": {"type": "text"}, "best_of": 1, "echo": False, "use_beam_search": False},
+        {"tools": [{"type": "function"}], "tool_choice": "none"},
+        {"logprobs": 3, "skip_special_tokens": False},
+    ],
+)
+def test_what_depends_on_the_context_alone_may_move(body: dict[str, Any]) -> None:
+    assert immovable_because(COMPLETIONS, body) == ""
+
+
+def test_media_are_not_made_of_tokens() -> None:
+    text = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    assert immovable_because(CHAT, {"messages": [text, {"role": "assistant", "content": None}]}) == ""
+    assert "messages" in immovable_because(CHAT, {"messages": [text, image]})
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "tokens"),
+    [
+        (COMPLETIONS, {}, 16),
+        (COMPLETIONS, {"max_tokens": None}, 16),
+        (COMPLETIONS, {"max_tokens": 7}, 7),
+        (CHAT, {}, None),
+        (CHAT, {"max_tokens": 7}, 7),
+        (CHAT, {"max_tokens": 7, "max_completion_tokens": 9}, 9),
+        (CHAT, {"max_tokens": "many"}, None),
+        (COMPLETIONS, {"max_tokens": -1}, None),
+        (COMPLETIONS, {"max_tokens": 2**32 - 1}, 2**32 - 1),
+        (COMPLETIONS, {"max_tokens": 2**32}, None),
+    ],
+)
+def test_how_long_an_answer_may_get(endpoint: Endpoint, body: dict[str, Any], tokens: int | None) -> None:
+    assert asked_tokens(endpoint, body) == tokens
+
+
+def test_a_completion_goes_on_with_the_same_parameters() -> None:
+    body = {"model": "m", "prompt": "hi", "temperature": 0.5, "max_tokens": 10, "min_tokens": 2, "logprobs": 1}
+    new = continued(COMPLETIONS, {**body, "truncate_prompt_tokens": 5}, [1, 2], [3, 4, 5], 10)
+    assert new == {
+        "model": "m",
+        "prompt": [1, 2, 3, 4, 5],
+        "temperature": 0.5,
+        "max_tokens": 7,
+        "min_tokens": 0,
+        "logprobs": 1,
+        "add_special_tokens": False,
+    }
+
+
+def test_a_chat_goes_on_as_a_completion() -> None:
+    body = {"messages": [], "max_completion_tokens": 10, "logprobs": True, "chat_template_kwargs": {}, "top_p": 0.5}
+    assert continued(CHAT, body, [1], [2], 10) == {
+        "prompt": [1, 2],
+        "max_tokens": 9,
+        "logprobs": 0,
+        "top_p": 0.5,
+        "add_special_tokens": False,
+    }
+    assert continued(CHAT, {**body, "top_logprobs": 4}, [1], [2], 10)["logprobs"] == 4
+    assert "logprobs" not in continued(CHAT, {**body, "logprobs": False}, [1], [2], 10)

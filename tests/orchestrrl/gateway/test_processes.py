@@ -1,0 +1,127 @@
+"""The command as operators run it: a gateway and engines as processes, and what signals do to them."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from orchestrrl.deployers.local import LocalEngine, start_simulated
+from tests.orchestrrl.gateway.processes import GatewayProcess
+
+DEADLINE_S = 60.0
+ARGUMENTS = ("--speed", "10", "--tick-s", "0.005")
+BODY: dict[str, Any] = {
+    "model": "simulated",
+    "temperature": 0,
+    "max_tokens": 2000,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+@pytest.fixture
+async def engines(tmp_path: Path) -> AsyncIterator[list[LocalEngine]]:
+    names = ("e0", "e1")
+    started = await asyncio.gather(*(start_simulated(n, log_dir=tmp_path, arguments=ARGUMENTS) for n in names))
+    yield list(started)
+    for engine in started:
+        engine.kill()
+
+
+@pytest.fixture
+async def gateway(engines: list[LocalEngine], tmp_path: Path) -> AsyncIterator[GatewayProcess]:
+    arguments = [f"--engine=e{index}={engine.url}" for index, engine in enumerate(engines)]
+    process = GatewayProcess(tmp_path / "gateway.log", ["--engine-kind", "simulated", *arguments])
+    await process.start()
+    yield process
+    await process.stop()
+
+
+async def ask(http: aiohttp.ClientSession, url: str, index: int) -> list[int]:
+    """Token ids of one answer; every other one is streamed."""
+    body = {**BODY, "prompt": [index, 7, 8], "stream": index % 2 == 1}
+    async with http.post(url + "/v1/completions", json=body, headers={"X-Request-Id": f"q{index}"}) as response:
+        assert response.status == 200, await response.text()
+        if not body["stream"]:
+            ids: list[int] = (await response.json())["choices"][0]["token_ids"]
+            return ids
+        ids = []
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    ids += choice["token_ids"]
+        return ids
+
+
+async def until_running(http: aiohttp.ClientSession, url: str, count: int) -> dict[str, str]:
+    """Engine of each request, once `count` of them run."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            async with http.get(url + "/orchestrrl/requests") as response:
+                shown = (await response.json())["in_flight"]
+            running = {request["id"]: request["engine"] for request in shown if request["state"] == "running"}
+            if len(running) >= count:
+                return running
+            await asyncio.sleep(0.02)
+
+
+async def test_an_engine_killed_in_the_middle_of_a_step_loses_no_request(
+    engines: list[LocalEngine], gateway: GatewayProcess
+) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
+        expected = await asyncio.gather(*(ask(http, engines[0].url, index) for index in range(16)))
+        asking = [asyncio.create_task(ask(http, gateway.url, index)) for index in range(16)]
+        running = await until_running(http, gateway.url, 16)
+        assert set(running.values()) == {"e0", "e1"}
+        engines[1].kill()
+        assert await asyncio.gather(*asking) == expected
+        async with http.get(gateway.url + "/orchestrrl/requests") as response:
+            ledger = await response.json()
+        assert not ledger["in_flight"]
+        assert sorted(request["id"] for request in ledger["finished"]) == sorted(f"q{index}" for index in range(16))
+
+
+async def test_sigterm_lets_requests_finish_and_takes_no_new_ones(
+    engines: list[LocalEngine], gateway: GatewayProcess
+) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
+        asking = [asyncio.create_task(ask(http, gateway.url, index)) for index in range(4)]
+        await until_running(http, gateway.url, 4)
+        stopping = asyncio.create_task(gateway.stop())
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                async with http.get(gateway.url + "/health") as response:
+                    if response.status == 503:
+                        break
+                await asyncio.sleep(0.01)
+        async with http.post(gateway.url + "/v1/completions", json={**BODY, "prompt": [1]}) as response:
+            assert response.status == 503
+            assert "shutting down" in (await response.json())["error"]["message"]
+        assert [len(ids) for ids in await asyncio.gather(*asking)] == [2000] * 4
+        assert await stopping == 0
+
+
+def test_every_bad_flag_is_named_at_once() -> None:
+    flags = ["--listen", "nowhere", "--engine", "e0", "--engine", "e1=ftp://x", "--policy", "fair", "--stall-s", "-1"]
+    flags += ["--engine-kind", "abacus", "--daemon", "nobody", "--log-level", "loud"]
+    command = [sys.executable, "-m", "orchestrrl", "gateway", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    named = ["listen", "engine", "engine", "daemon", "policy", "stall-s", "log-level", "engine-kind"]
+    assert [line.split(":")[0] for line in lines] == [f"--{name}" for name in named]
+    assert "known: simulated, vllm" in result.stderr
+
+
+def test_a_gateway_needs_engines_or_a_daemon() -> None:
+    command = [sys.executable, "-m", "orchestrrl", "gateway"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert result.returncode == 2
+    assert "--engine: is missing" in result.stderr

@@ -1,0 +1,338 @@
+"""The gateway over real sockets, before simulated engines: what clients read is what the engine itself would say."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from orchestrrl.clock import WallClock
+from orchestrrl.engines.simulated import SimulatedEngine, SimulatedOptions, SimulatedServer
+from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.relay import Limits
+from orchestrrl.gateway.server import MAX_BODY_BYTES, Server
+from orchestrrl.operations import Route
+from planner.model import EngineId, NodeId
+from tests.orchestrrl.gateway.held import HeldEngine
+
+PROMPT = list(b"Once upon a time")
+MESSAGES = [{"role": "user", "content": "Tell me a story"}]
+DEADLINE_S = 30.0
+
+
+@dataclass
+class House:
+    url: str
+    engine_urls: list[str]
+    gateway: Gateway
+    http: aiohttp.ClientSession
+    holds: deque[int]
+    released: asyncio.Event
+
+    async def post(self, path: str, body: Any, url: str | None = None, **headers: str) -> tuple[int, Any]:
+        async with self.http.post((url or self.url) + path, json=body, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.http.get(self.url + path) as answer:
+            return answer.status, await answer.json()
+
+    async def stream(self, path: str, body: Any, url: str | None = None, **headers: str) -> list[dict[str, Any]]:
+        events = []
+        async with self.http.post((url or self.url) + path, json={**body, "stream": True}, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            async for line in answer.content:
+                if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+                    events.append(json.loads(line[len(b"data: ") :]))
+        assert line == b"\n"
+        return events
+
+    async def until_running(self, request_id: str) -> str:
+        """The engine of a request that makes tokens."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                status, shown = await self.get(f"/orchestrrl/requests?id={request_id}")
+                if status == 200 and shown["state"] == "running":
+                    return str(shown["engine"])
+                await asyncio.sleep(0.005)
+
+    async def move(self, request_id: str) -> dict[str, Any]:
+        """Move a running request to the other engine."""
+        source = await self.until_running(request_id)
+        target = "e1" if source == "e0" else "e0"
+        _, answer = await self.post("/orchestrrl/move", {"moves": [{"request_id": request_id, "to_engine_id": target}]})
+        item: dict[str, Any] = answer["items"][0]
+        return item
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    options = SimulatedOptions(speed=20.0, tick_s=0.002)
+    clock = WallClock()
+    async with (
+        SimulatedServer(options) as first,
+        SimulatedServer(options) as second,
+        aiohttp.ClientSession() as http,
+    ):
+        holds: deque[int] = deque()
+        released = asyncio.Event()
+        fleet = Fleet(lambda url: HeldEngine(url, holds, released), clock=clock)
+        gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(), clock=clock)
+        gateway.set_routes([Route(EngineId("e0"), first.url), Route(EngineId("e1"), second.url)])
+        server = Server(gateway)
+        url = await server.start("127.0.0.1", 0)
+        yield House(url, [first.url, second.url], gateway, http, holds, released)
+        await server.close()
+        await fleet.close()
+
+
+def same(answer: dict[str, Any], other: dict[str, Any]) -> None:
+    """Equal but for what names the answer, and for fields that say nothing."""
+    assert said(answer) == said(other)
+
+
+def said(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: said(item) for name, item in value.items() if item is not None and name not in ("id", "created")}
+    return [said(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 20}),
+        ("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 20}),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 20, "return_token_ids": True, "logprobs": 2}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 20}),
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "max_tokens": 9, "return_token_ids": True, "logprobs": True, "top_logprobs": 2},
+        ),
+    ],
+)
+async def test_an_answer_is_the_engines_own(house: House, path: str, body: dict[str, Any]) -> None:
+    body = {"model": "simulated", "temperature": 0, **body}
+    status, answer = await house.post(path, body)
+    assert status == 200, answer
+    _, direct = await house.post(path, body, house.engine_urls[0])
+    same(answer, direct)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "return_token_ids": True, "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "return_token_ids": True, "logprobs": True, "top_logprobs": 1}),
+    ],
+)
+@pytest.mark.parametrize("moves", [0, 1, 3])
+async def test_a_stream_is_the_engines_own_however_often_it_is_moved(
+    house: House, path: str, body: dict[str, Any], moves: int
+) -> None:
+    body = {"model": "simulated", "temperature": 0, "max_tokens": 300, "ignore_eos": True, **body}
+    body["stream_options"] = {"include_usage": True}
+    house.holds.extend([11] * moves)
+    reading = asyncio.create_task(house.stream(path, body, **{"X-Request-Id": "r"}))
+    for _ in range(moves):
+        result = await house.move("r")
+        assert result["done"], result
+    events = await reading
+    direct = await house.stream(path, body, house.engine_urls[0])
+    assert joined(events) == joined(direct)
+    assert events[-1]["usage"] == direct[-1]["usage"]
+    assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]].count("length") == 1
+    finished = house.gateway.ledger.finished[-1]
+    assert finished.moves == moves
+    assert house.gateway.moves_done == moves
+
+
+def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a stream says, however it is cut into chunks."""
+    whole: dict[str, Any] = {"text": "", "token_ids": [], "logprobs": [], "prompt_token_ids": None, "roles": []}
+    for event in events:
+        whole["prompt_token_ids"] = event.get("prompt_token_ids") or whole["prompt_token_ids"]
+        for choice in event["choices"]:
+            whole["prompt_token_ids"] = choice.get("prompt_token_ids") or whole["prompt_token_ids"]
+            delta = choice.get("delta", {})
+            whole["roles"] += [delta["role"]] if "role" in delta else []
+            whole["text"] += (delta.get("content") or "") if delta else choice["text"]
+            whole["token_ids"] += choice.get("token_ids") or []
+            logprobs = choice.get("logprobs") or {}
+            whole["logprobs"] += logprobs.get("content") or logprobs.get("token_logprobs") or []
+            whole["finish_reason"] = choice["finish_reason"]
+    return whole
+
+
+async def test_a_moved_answer_as_a_whole(house: House) -> None:
+    body = {"model": "simulated", "prompt": PROMPT, "temperature": 0, "max_tokens": 300, "ignore_eos": True}
+    body |= {"return_token_ids": True, "logprobs": 1}
+    house.holds.append(7)
+    asking = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "r"}))
+    result = await house.move("r")
+    assert result["done"], result
+    assert result["recomputed_tokens"] > len(PROMPT)
+    status, answer = await asking
+    assert status == 200
+    _, direct = await house.post("/v1/completions", body, house.engine_urls[0])
+    same(answer, direct)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_n_answers_are_those_of_n_seeds_in_order(house: House, path: str) -> None:
+    asked: dict[str, Any] = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
+    body = {"model": "simulated", "temperature": 0, "max_tokens": 9, "return_token_ids": True, **asked}
+    status, answer = await house.post(path, {**body, "n": 3, "seed": 5})
+    assert status == 200
+    for index, choice in enumerate(answer["choices"]):
+        _, direct = await house.post(path, {**body, "seed": 5 + index}, house.engine_urls[0])
+        assert said({**choice, "index": 0}) == said(direct["choices"][0])
+    assert answer["usage"]["prompt_tokens"] == direct["usage"]["prompt_tokens"]
+    assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"])
+
+
+async def test_prompts_come_back_in_their_order(house: House) -> None:
+    body = {"model": "simulated", "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+    prompts = [PROMPT, PROMPT[:3], [7]]
+    _, answer = await house.post("/v1/completions", {**body, "prompt": prompts, "n": 2})
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [prompts[index // 2] for index in range(6)]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+
+
+async def test_a_stream_of_several_answers(house: House) -> None:
+    body = {"model": "simulated", "prompt": PROMPT, "temperature": 0, "max_tokens": 30, "n": 3, "seed": 1}
+    events = await house.stream("/v1/completions", {**body, "return_token_ids": True})
+    _, whole = await house.post("/v1/completions", {**body, "return_token_ids": True})
+    for choice in whole["choices"]:
+        mine = [event for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert joined(mine)["token_ids"] == choice["token_ids"]
+        assert joined(mine)["text"] == choice["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_engines_refusal_is_the_gateways(house: House, stream: bool) -> None:
+    body = {"model": "simulated", "prompt": PROMPT, "max_tokens": -3}
+    status, answer = await house.post("/v1/completions", {**body, "stream": stream})
+    direct_status, direct = await house.post("/v1/completions", body, house.engine_urls[0])
+    assert (status, answer) == (direct_status, direct)
+    assert status == 400
+    assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ([], None),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "x", "n": 0}, "n"),
+        ({"prompt": "x", "n": "2"}, "n"),
+        ({"prompt": "x", "n": 5000}, "n"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "x", "use_beam_search": True, "n": 2}, "n"),
+    ],
+)
+async def test_bad_asks_are_openai_errors(house: House, body: Any, param: str | None) -> None:
+    status, answer = await house.post("/v1/completions", body)
+    assert status == 400
+    assert answer["error"]["param"] == param
+    assert answer["error"]["code"] == 400
+
+
+@pytest.mark.parametrize("header", ["X-Request-Id", "X-Group-Id", "X-Tag"])
+@pytest.mark.parametrize("value", [b"\xff", b"a\tb", b"x" * 257])
+async def test_labels_that_no_report_can_carry_are_refused(house: House, header: str, value: bytes) -> None:
+    body = json.dumps({"model": "simulated", "prompt": PROMPT, "max_tokens": 3}).encode()
+    host, port = house.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nConnection: close\r\n")
+    writer.write(header.encode() + b": " + value + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert header.encode() in answer
+
+
+async def test_what_is_not_json_not_there_or_too_large(house: House) -> None:
+    async with house.http.post(house.url + "/v1/completions", data=b"{") as answer:
+        assert answer.status == 400
+        assert "JSON" in (await answer.json())["error"]["message"]
+    status, answer_body = await house.get("/v2/nothing")
+    assert status == 404
+    assert answer_body["error"]["code"] == 404
+    async with house.http.post(house.url + "/v1/completions", data=b" " * (MAX_BODY_BYTES + 1)) as answer:
+        assert answer.status == 413
+
+
+async def test_an_id_in_flight_is_not_taken_twice(house: House) -> None:
+    body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
+    house.holds.append(7)
+    first = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "same"}))
+    await house.until_running("same")
+    status, answer = await house.post("/v1/completions", body, **{"X-Request-Id": "same"})
+    assert status == 409
+    assert "in flight" in answer["error"]["message"]
+    house.released.set()
+    assert (await first)[0] == 200
+    status, _ = await house.post("/v1/completions", {**body, "max_tokens": 3}, **{"X-Request-Id": "same"})
+    assert status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_the_engine(house: House, stream: bool) -> None:
+    body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": stream}
+    house.holds.append(7)
+    asking = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "r"}))
+    await house.until_running("r")
+    asking.cancel()
+    async with asyncio.timeout(DEADLINE_S):
+        while len(house.gateway.ledger) or (await engine_load(house)):
+            await asyncio.sleep(0.01)
+
+
+async def engine_load(house: House) -> int:
+    total = 0
+    for url in house.engine_urls:
+        engine = SimulatedEngine(url)
+        metrics = await engine.metrics()
+        total += metrics.running + metrics.waiting
+        await engine.close()
+    return total
+
+
+async def test_the_pages_for_operators(house: House) -> None:
+    headers = {"X-Request-Id": "r", "X-Group-Id": "g", "X-Tag": "step7"}
+    body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "presence_penalty": 1.0}
+    house.holds.append(7)
+    asking = asyncio.create_task(house.post("/v1/completions", body, **headers))
+    await house.until_running("r")
+    _, ledger = await house.get("/orchestrrl/requests")
+    (shown,) = ledger["in_flight"]
+    assert (shown["id"], shown["group"], shown["tag"], shown["attempt"]) == ("r", "g", "step7", 1)
+    assert not shown["movable"]
+    assert "presence_penalty" in shown["movable_detail"]
+    async with house.http.get(house.url + "/metrics") as answer:
+        text = await answer.text()
+    assert 'orchestrrl_gateway_requests{engine="e0",state="running"} 1.0' in text
+    assert 'orchestrrl_gateway_engine_usable{engine="e1"} 1.0' in text
+    assert (await house.get("/health")) == (200, {"engines": ["e0", "e1"], "draining": False})
+    status, models = await house.get("/v1/models")
+    assert status == 200
+    assert [model["id"] for model in models["data"]] == ["simulated"]
+    assert (await house.get("/version"))[1]["gateway"] == "gateway"
+    house.released.set()
+    assert (await asking)[0] == 200
+    _, ledger = await house.get("/orchestrrl/requests")
+    assert ledger["finished"][-1]["generated_tokens"] == 300
+
+
+@pytest.mark.parametrize("body", [[], {"moves": 3}, {"moves": [{"request_id": "r"}]}, {"moves": [7]}])
+async def test_bad_moves_are_named(house: House, body: Any) -> None:
+    status, answer = await house.post("/orchestrrl/move", body)
+    assert status == 400
+    assert answer["error"]["message"].startswith("moves")

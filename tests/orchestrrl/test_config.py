@@ -1,0 +1,142 @@
+"""One file -> one configuration, or every fault at once."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.config import EXAMPLE, Config, Reloadable, load_config, parse_config
+from orchestrrl.errors import ProblemFaults
+from planner.model import ConfigurationId, Mode
+
+
+def faults_in(text: str) -> list[str]:
+    with pytest.raises(ProblemFaults) as caught:
+        parse_config(text)
+    return caught.value.faults
+
+
+def test_the_empty_file_is_the_default_and_advises() -> None:
+    assert parse_config("") == Config()
+    assert parse_config("").mode is Mode.ADVISE
+
+
+def test_an_empty_section_is_the_default_one() -> None:
+    assert parse_config("fleet:\nfast: null\nmetrics:") == Config()
+
+
+def test_the_example_validates_and_shows_the_defaults() -> None:
+    example = parse_config(EXAMPLE)
+    defaults = Config()
+    assert (example.mode, example.listen, example.journal) == (defaults.mode, defaults.listen, defaults.journal)
+    assert (example.fast, example.slow) == (defaults.fast, defaults.slow)
+    assert [c.id for c in example.fleet.configuration_values()] == [ConfigurationId("tp2"), ConfigurationId("tp4")]
+
+
+def test_every_fault_comes_at_once_with_its_path_and_value() -> None:
+    assert faults_in(
+        """
+        mode: sometimes
+        listen: {address: "0.0.0.0:7070", port: 3}
+        fast: {interval_s: -3, theta: .nan, max_moves_per_tick: yes}
+        journal: {max_entries: 10}
+        fleet:
+          gpus: {count: 2}
+          configurations: [{id: tp2}]
+          engines:
+            - {id: a, url: "ftp://x", gpus: [0, 5], configuration: tp9}
+            - {id: a, url: "http://x", gpus: [0]}
+        ocs: [{id: o1, driver: virtual, timeout_s: 3}]
+        """
+    ) == [
+        "mode: should be 'advise' or 'act', got 'sometimes'",
+        "listen.address: is not a loopback address; set listen.allow_remote: true to serve other machines, "
+        "got '0.0.0.0:7070'",
+        "listen.port: is not a known field, got 3",
+        "journal.max_entries: must be >= 1000, got 10",
+        "fast.interval_s: must be > 0, got -3",
+        "fast.theta: must be >= 0, got nan",
+        "fast.max_moves_per_tick: should be a valid integer, got True",
+        "fleet.configurations[0].gpus: is missing, got nothing",
+        "fleet.configurations[0].alpha_s: is missing, got nothing",
+        "fleet.configurations[0].beta_s: is missing, got nothing",
+        "fleet.configurations[0].gamma_s: is missing, got nothing",
+        "fleet.configurations[0].kv_capacity_tokens: is missing, got nothing",
+        "fleet.configurations[0].max_sequences: is missing, got nothing",
+        "fleet.configurations[0].prefill_tokens_per_s: is missing, got nothing",
+        "fleet.configurations[0].switch_s: is missing, got nothing",
+        "fleet.engines[0].url: must be an http:// or https:// URL, got 'ftp://x'",
+        "ocs[0].timeout_s: is not a known field, got 3",
+        "fleet.engines[1].id: is the id of fleet.engines[0] already, got 'a'",
+        "fleet.engines[0].configuration: is not one of fleet.configurations (known: tp2), got 'tp9'",
+        "fleet.engines[0].gpus[1]: must be less than fleet.gpus.count (2), got 5",
+        "fleet.engines[1].gpus[0]: is in use by fleet.engines[0] already, got 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("[1, 2]", "(document): must be a mapping of sections, got [1, 2]"),
+        ("7", "(document): must be a mapping of sections, got 7"),
+        ("listen: {address: 'localhost'}", "listen.address: must be HOST:PORT with a port of 0 to 65535"),
+        ("listen: {address: '127.0.0.1:70000'}", "listen.address: must be HOST:PORT with a port of 0 to 65535"),
+        ("mode: act\nmode: advise", "(document): is not YAML: while reading a mapping"),
+        ("mode: [", "(document): is not YAML: while parsing"),
+        ("? [a]\n: 1", "(document): is not YAML: while constructing a mapping"),
+        ("? {a: 1}\n: 1", "(document): is not YAML: while constructing a mapping"),
+        ("1: 2", "[1]: Keys should be strings, got 1"),
+        ("fleet: {engines: 3}", "fleet.engines: should be a valid tuple, got 3"),
+        ("fleet: 3", "fleet: should be an object, got 3"),
+        ("ocs: [3]", "ocs[0]: should be an object, got 3"),
+    ],
+)
+def test_what_is_not_a_configuration_is_a_fault_and_no_crash(text: str, fault: str) -> None:
+    assert any(found.startswith(fault) for found in faults_in(text)), faults_in(text)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:7070", "[::1]:7070", "127.8.8.8:1"])
+def test_loopback_needs_no_permission(address: str) -> None:
+    assert parse_config(f"listen: {{address: '{address}'}}").listen.address == address
+
+
+def test_other_machines_are_served_when_that_is_asked_for() -> None:
+    assert parse_config("listen: {address: '0.0.0.0:7070', allow_remote: true}").listen.allow_remote
+
+
+def test_small_numbers_may_be_written_without_a_point() -> None:
+    assert parse_config("fast: {theta: 1e-4}").fast.theta == 0.0001
+
+
+def test_a_missing_file_is_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(ProblemFaults, match=r"absent\.yaml: No such file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+class TestReload:
+    def test_a_faulty_file_keeps_the_old_configuration(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text("fast: {theta: 0.5}")
+        file = Reloadable.load(path)
+        path.write_text("fast: {theta: -1}")
+        with pytest.raises(ProblemFaults, match=r"fast\.theta: must be >= 0, got -1"):
+            file.reload()
+        assert file.config.fast.theta == 0.5
+
+    def test_what_is_bound_to_sockets_and_files_stays(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text("fast: {theta: 0.5}")
+        file = Reloadable.load(path)
+        path.write_text("fast: {theta: 0.6}\nlisten: {address: '127.0.0.1:1'}\njournal: {path: x}")
+        with pytest.raises(ProblemFaults) as caught:
+            file.reload()
+        assert caught.value.faults == [
+            "listen: cannot change while the daemon runs",
+            "journal: cannot change while the daemon runs",
+        ]
+
+    def test_a_good_file_is_taken(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text("mode: advise")
+        file = Reloadable.load(path)
+        path.write_text("mode: act")
+        assert file.reload().mode is Mode.ACT

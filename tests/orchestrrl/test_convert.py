@@ -1,0 +1,160 @@
+"""What goes onto the wire comes back the same."""
+
+import pytest
+from builders import GATEWAY
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.engines.base import Capabilities, PauseMode
+from orchestrrl.operations import (
+    AbortRequests,
+    ItemResult,
+    MoveRequests,
+    Operation,
+    OperationId,
+    OperationResult,
+    OperationStatus,
+    PauseEngine,
+    ProbeEngine,
+    RequestMove,
+    ResumeEngine,
+    Route,
+    SetRoutes,
+)
+from orchestrrl.reports import (
+    EngineReport,
+    EngineSample,
+    FinishedRequest,
+    GatewayReport,
+    NodeHello,
+    NodeKind,
+    ReportAck,
+)
+from orchestrrl.rpc import convert
+from orchestrrl.rpc.pb import agent_pb2, telemetry_pb2
+from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestState, RequestView
+
+ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
+words = st.text(st.characters(codec="utf-8"), max_size=8)
+counts = st.integers(0, 2**32 - 1)
+totals = st.integers(0, 2**64 - 1)
+numbers = st.floats(allow_nan=False)
+engines, requests, nodes = ids.map(EngineId), ids.map(RequestId), ids.map(NodeId)
+
+
+def tuples(elements):  # type: ignore[no-untyped-def]
+    return st.lists(elements, max_size=3).map(tuple)
+
+
+def optional(values):  # type: ignore[no-untyped-def]
+    return st.none() | values
+
+
+capabilities = st.builds(
+    Capabilities, engine=words, version=words, models=tuples(words), token_ids=st.booleans(), pause=st.booleans(),
+    max_model_len_tokens=optional(counts), max_sequences=optional(counts),
+)  # fmt: skip
+samples = st.builds(
+    EngineSample, sampled_s=numbers, running=counts, waiting=counts, kv_usage_fraction=numbers,
+    kv_capacity_tokens=totals, generation_tokens_total=totals, prompt_tokens_total=totals, preemptions_total=totals,
+    decode_tokens_per_s=optional(numbers), scrape_s=numbers,
+)  # fmt: skip
+engine_reports = st.builds(
+    EngineReport, agent=nodes, sequence=totals, engine=engines, url=words, health=st.sampled_from(EngineHealth),
+    health_detail=words, sample=optional(samples), capabilities=optional(capabilities),
+)  # fmt: skip
+views = st.builds(
+    RequestView, id=requests, engine=optional(engines),
+    state=st.sampled_from([RequestState.WAITING, RequestState.RUNNING]), prompt_tokens=counts,
+    generated_tokens=counts, max_tokens=optional(counts), group=words, tag=words, movable=st.booleans(), moves=counts,
+    age_s=numbers, movable_detail=words,
+)  # fmt: skip
+finished = st.builds(
+    FinishedRequest, id=requests, engine=optional(engines), prompt_tokens=counts, generated_tokens=counts,
+    finish_reason=words, moves=counts, tag=words, duration_s=numbers,
+)  # fmt: skip
+gateway_reports = st.builds(
+    GatewayReport, gateway=nodes, sequence=totals, sampled_s=numbers, url=words, in_flight=tuples(views),
+    finished=tuples(finished),
+)  # fmt: skip
+routes = st.builds(
+    Route, engine=engines, url=words, health=optional(st.sampled_from(EngineHealth)), load_index=optional(numbers),
+    kv_capacity_tokens=totals, kv_free_tokens=totals, max_sequences=counts, draining=st.booleans(),
+)  # fmt: skip
+actions = st.one_of(
+    st.builds(SetRoutes, tuples(routes)),
+    st.builds(MoveRequests, tuples(st.builds(RequestMove, requests, engines, engines))),
+    st.builds(PauseEngine, engines, st.sampled_from(PauseMode)),
+    st.builds(ResumeEngine, engines),
+    st.builds(AbortRequests, engines, tuples(requests)),
+    st.builds(ProbeEngine, engines),
+)
+operations = st.builds(
+    Operation, id=ids.map(OperationId), generation=totals, valid_until_s=numbers, action=actions
+)  # fmt: skip
+results = st.builds(
+    OperationResult, operation=ids.map(OperationId), node=nodes, status=st.sampled_from(OperationStatus), detail=words,
+    duration_s=numbers, items=tuples(st.builds(ItemResult, words, st.booleans(), words, counts, numbers)),
+)  # fmt: skip
+hellos = st.builds(
+    NodeHello, node=nodes, kind=st.sampled_from(NodeKind), engines=tuples(engines), version=words, url=words
+)
+
+
+@given(engine_reports)
+def test_engine_reports(report: EngineReport) -> None:
+    assert convert.engine_report_from_pb(convert.engine_report_to_pb(report)) == report
+
+
+@given(gateway_reports)
+def test_gateway_reports(report: GatewayReport) -> None:
+    assert convert.gateway_report_from_pb(convert.gateway_report_to_pb(report)) == report
+
+
+@given(operations)
+def test_operations(operation: Operation) -> None:
+    message = agent_pb2.Operation.FromString(convert.operation_to_pb(operation).SerializeToString())
+    assert convert.operation_from_pb(message) == operation
+
+
+@given(results)
+def test_results(result: OperationResult) -> None:
+    assert convert.result_from_pb(convert.result_to_pb(result)) == result
+
+
+@given(hellos)
+def test_hellos(hello: NodeHello) -> None:
+    assert convert.hello_from_pb(convert.hello_to_pb(hello)) == hello
+
+
+def test_acks() -> None:
+    ack = ReportAck(7, 3)
+    assert convert.ack_from_pb(convert.ack_to_pb(ack)) == ack
+
+
+def test_a_request_without_a_state_waits_until_its_first_token() -> None:
+    silent = telemetry_pb2.RequestProgress(request_id="a")
+    assert convert.request_from_pb(silent).state is RequestState.WAITING
+    silent.generated_tokens = 1
+    assert convert.request_from_pb(silent).state is RequestState.RUNNING
+
+
+def test_a_status_of_a_later_version_is_unknown() -> None:
+    message = agent_pb2.OperationResult(operation_id="1", node_id=GATEWAY, status=99)  # type: ignore[arg-type]
+    assert convert.result_from_pb(message).status is OperationStatus.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda: convert.engine_report_from_pb(telemetry_pb2.EngineReport(agent_id="a")), "health must be specified"),
+        (lambda: convert.engine_report_from_pb(telemetry_pb2.EngineReport(health=1)), "agent_id must not be empty"),
+        (lambda: convert.gateway_report_from_pb(telemetry_pb2.GatewayReport()), "gateway_id must not be empty"),
+        (lambda: convert.hello_from_pb(agent_pb2.NodeHello(node_id="n")), "kind must be specified, got 0"),
+        (lambda: convert.operation_from_pb(agent_pb2.Operation(operation_id="1")), "action must be one that"),
+        (lambda: convert.operation_from_pb(agent_pb2.Operation()), "operation_id must not be empty"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_named(call, complaint: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=complaint):
+        call()

@@ -1,0 +1,176 @@
+"""The journal: append-only, one writer, readable meanwhile, and whole after the writer was killed."""
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.errors import Permanent
+from orchestrrl.journal import Journal, JournalReader, Kind
+
+# Writes for as long as it lives, and tells each sequence number once `append` has returned.
+WRITER = """
+import sys
+from pathlib import Path
+from orchestrrl.journal import Journal, Kind
+journal = Journal(Path(sys.argv[1]), at_s=0.0)
+print(journal.generation, flush=True)
+while True:
+    id = f"op-{journal.generation}-{journal.last_sequence + 1}"
+    journal.append(0.0, Kind.OPERATION_INTENT, id, {"n": 1})
+    print(journal.append(0.0, Kind.OPERATION_RESULT, id, {"n": 2}), flush=True)
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+def fill(journal: Journal, count: int) -> None:
+    for i in range(count):
+        journal.append(float(i), Kind.BALANCE, f"s{i}", {"i": i})
+
+
+def test_entries_come_back_as_they_were_written(path: Path) -> None:
+    with Journal(path, 0.0) as journal:
+        fill(journal, 5)
+        journal.append(9.0, Kind.MODE, "act", {"mode": "act"})
+        assert [entry.subject for entry in journal.tail(2)] == ["s4", "act"]
+        assert [entry.body for entry in journal.tail(2, (Kind.BALANCE,))] == [{"i": 3}, {"i": 4}]
+        assert [entry.sequence for entry in journal.since(3)] == [4, 5, 6]
+        assert [entry.sequence for entry in journal.since(0, limit=2)] == [1, 2]
+        latest = journal.latest(Kind.MODE)
+        assert latest is not None
+        assert (latest.at_s, latest.generation, latest.body) == (9.0, 1, {"mode": "act"})
+        assert journal.latest(Kind.PLAN) is None
+
+
+def test_a_generation_grows_at_each_start_and_follows_the_clock(path: Path) -> None:
+    generations = []
+    for at_s in (0.0, 0.0, 500.7, 400.0):
+        with Journal(path, at_s) as journal:
+            generations.append(journal.generation)
+    assert generations == [1, 2, 500, 501]
+
+
+def test_open_operations_are_the_intents_without_a_result(path: Path) -> None:
+    with Journal(path, 0.0) as journal:
+        for id in ("a", "b", "c"):
+            journal.append(0.0, Kind.OPERATION_INTENT, id, {"id": id})
+            journal.append(0.0, Kind.OPERATION_SENT, id, {})
+        journal.append(0.0, Kind.OPERATION_RESULT, "b", {})
+    with Journal(path, 0.0) as journal:
+        assert [entry.subject for entry in journal.open_operations()] == ["a", "c"]
+
+
+def test_a_killed_writer_leaves_every_entry_it_had_written(path: Path) -> None:
+    told = 0
+    for generation in (1, 2, 3):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == generation
+        for _ in range(50):
+            told = int(process.stdout.readline())
+        process.kill()
+        told = max([told, *(int(line) for line in process.stdout.read().split("\n")[:-1])])
+        process.wait()
+        reader = JournalReader(path)
+        entries = reader.since(0, limit=10**6)
+        assert [entry.sequence for entry in entries] == list(range(1, len(entries) + 1))
+        assert len(entries) >= told
+        # Killed between an intent and its result, it leaves at most that one open for each life.
+        assert len(reader.open_operations()) <= generation
+        reader.close()
+    with Journal(path, 0.0) as journal:
+        assert journal.generation == 4
+        assert journal.append(0.0, Kind.MODE, "", {}) == len(entries) + 1
+
+
+def test_a_second_writer_is_refused_and_readers_are_not(path: Path) -> None:
+    with Journal(path, 0.0) as journal:
+        fill(journal, 1)
+        with pytest.raises(Permanent, match="another daemon writes this journal"):
+            Journal(path, 0.0)
+        reader = JournalReader(path)
+        fill(journal, 1)
+        assert len(reader.tail(10)) == 2
+        reader.close()
+    with Journal(path, 0.0) as journal:
+        assert journal.generation == 2
+
+
+@pytest.mark.parametrize("content", [b"this is no database" * 100, b"SQLite format 3\x00" + b"\xff" * 4000])
+def test_a_damaged_file_is_named_and_left_alone(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    for open_it in (lambda: Journal(path, 0.0), lambda: JournalReader(path)):
+        with pytest.raises(Permanent, match=r"journal\.sqlite: is damaged or not a journal .*move it away"):
+            open_it()
+    assert path.read_bytes() == content
+
+
+def test_another_programs_database_is_refused(path: Path) -> None:
+    database = sqlite3.connect(path)
+    database.execute("CREATE TABLE theirs (x)")
+    database.close()
+    with pytest.raises(Permanent, match="is not a journal of OrchestrRL"):
+        Journal(path, 0.0)
+
+
+def test_a_later_format_is_refused(path: Path) -> None:
+    Journal(path, 0.0).close()
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(Permanent, match="has journal format 99, this version reads 1"):
+        Journal(path, 0.0)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Permanent, match="No such file or directory"):
+        Journal(tmp_path / "absent" / "journal.sqlite", 0.0)
+    with pytest.raises(Permanent, match="there is no journal"):
+        JournalReader(tmp_path / "absent.sqlite")
+
+
+def test_old_entries_go_and_what_recovery_needs_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrrl.journal.PRUNE_EVERY", 10)
+    with Journal(path, 0.0, max_entries=20) as journal:
+        journal.append(0.0, Kind.PLAN_CONTROL, "free", {})
+        journal.append(0.0, Kind.PLAN_CONTROL, "pinned", {})
+        journal.append(0.0, Kind.OPERATION_INTENT, "open", {})
+        journal.append(0.0, Kind.OPERATION_INTENT, "closed", {})
+        journal.append(0.0, Kind.OPERATION_RESULT, "closed", {})
+        fill(journal, 95)
+        entries = journal.since(0)
+        assert [entry.subject for entry in entries[:2]] == ["pinned", "open"]
+        assert [entry.sequence for entry in entries[2:]] == list(range(81, 101))
+    with Journal(path, 0.0) as journal:
+        assert journal.append(0.0, Kind.MODE, "", {}) == 101
+
+
+async def test_following_gives_what_was_missed_and_then_what_comes(path: Path) -> None:
+    with Journal(path, 0.0) as journal:
+        fill(journal, 3)
+        following = journal.follow(1, (Kind.BALANCE,))
+        seen = [(await anext(following)).sequence, (await anext(following)).sequence]
+        coming = asyncio.ensure_future(anext(following))
+        await asyncio.sleep(0)
+        journal.append(0.0, Kind.MODE, "", {})
+        await asyncio.sleep(0)
+        assert not coming.done()
+        fill(journal, 1)
+        seen.append((await coming).sequence)
+        assert seen == [2, 3, 5]
+        await following.aclose()
+
+
+async def test_following_catches_up_over_more_than_one_read(path: Path) -> None:
+    with Journal(path, 0.0) as journal:
+        fill(journal, 2500)
+        following = journal.follow(0)
+        assert [(await anext(following)).sequence for _ in range(2500)] == list(range(1, 2501))
+        await following.aclose()

@@ -1,0 +1,261 @@
+"""Changes of circuits: done and verified, or undone; resumed by what the switch shows, from every interrupted point."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from ocs_drivers.errors import Conflict, OutcomeUnknown, Retryable
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import Change, ChangeMode, CrossConnect, Diff
+from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.clock import VirtualClock
+from orchestrrl.execute.circuits import (
+    VALID_S,
+    CircuitExecutor,
+    CircuitOperation,
+    operation_from_json,
+    operation_to_json,
+)
+from orchestrrl.journal import Journal, Kind
+
+OLD = (CrossConnect(1, 17), CrossConnect(2, 18))
+NEW = (CrossConnect(1, 18), CrossConnect(2, 17))
+BYSTANDER = CrossConnect(9, 30)
+
+
+@pytest.fixture
+async def clock() -> AsyncIterator[VirtualClock]:
+    clock = VirtualClock(1000.0)
+
+    async def run() -> None:
+        while True:
+            await clock.advance(0.001)
+
+    running = asyncio.create_task(run())
+    yield clock
+    running.cancel()
+
+
+@pytest.fixture
+def switch(clock: VirtualClock) -> VirtualSwitch:
+    return VirtualSwitch("ocs1", clock=clock, command_timeout_s=0.2, lock_timeout_s=0.5, link_timeout_s=0.2)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with Journal(tmp_path / "journal.sqlite", 1000.0) as journal:
+        yield journal
+
+
+@pytest.fixture
+def executor(switch: VirtualSwitch, journal: Journal, clock: VirtualClock) -> CircuitExecutor:
+    return CircuitExecutor({"ocs1": switch}, journal, clock)
+
+
+def written(journal: Journal) -> list[tuple[str, bool | None]]:
+    kinds = (Kind.CIRCUITS_INTENT, Kind.CIRCUITS_RESULT)
+    return [(entry.kind, entry.body.get("done")) for entry in journal.tail(100, kinds)]
+
+
+async def shown(switch: VirtualSwitch) -> frozenset[CrossConnect]:
+    return (await switch.cross_connects()).cross_connects
+
+
+async def connect(executor: CircuitExecutor, *pairs: CrossConnect, mode: ChangeMode = ChangeMode.SAFE) -> None:
+    assert (await executor.change("ocs1", Change(pairs), mode)).done
+
+
+async def test_a_change_is_journalled_before_and_after(executor: CircuitExecutor, journal: Journal) -> None:
+    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    assert outcome.done
+    assert written(journal) == [("circuits.intent", None), ("circuits.result", True)]
+    intent, result = journal.tail(2, ("circuits.intent", "circuits.result"))
+    assert intent.body["add"] == ["1:17", "2:18"]
+    assert [item["cross_connect"] for item in result.body["items"]] == ["1:17", "2:18"]
+    assert result.subject == intent.subject == outcome.operation
+    assert executor.open == ()
+
+
+async def test_what_is_so_already_is_not_journalled(executor: CircuitExecutor, journal: Journal) -> None:
+    await connect(executor, *OLD)
+    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    assert outcome.done
+    assert outcome.items == ()
+    assert len(written(journal)) == 2
+
+
+async def test_evictions_are_told(executor: CircuitExecutor) -> None:
+    await connect(executor, *OLD, BYSTANDER)
+    outcome = await executor.change("ocs1", Change(NEW[:1]), ChangeMode.UPDATE)
+    assert outcome.evicted == OLD
+
+
+async def test_a_refused_change_leaves_no_trace_in_the_glass(
+    executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch
+) -> None:
+    await connect(executor, *OLD)
+    with pytest.raises(Conflict, match="1:17"):
+        await executor.change("ocs1", Change(NEW), ChangeMode.SAFE)
+    with pytest.raises(Conflict, match="expected 7"):
+        await executor.change("ocs1", Change((BYSTANDER,)), ChangeMode.SAFE, expect_revision=7)
+    assert await shown(switch) == frozenset(OLD)
+    assert len(written(journal)) == 2
+
+
+async def test_a_partial_commit_is_completed(executor: CircuitExecutor, switch: VirtualSwitch) -> None:
+    for silent in (False, True):
+        switch.glass.inject(Fault(FaultKind.PARTIAL_COMMIT, items=1, silent=silent))
+        outcome = await executor.change("ocs1", Change(OLD), ChangeMode.OVERWRITE)
+        assert outcome.done, outcome
+        assert await shown(switch) == frozenset(OLD)
+        await executor.change("ocs1", Change(disconnect=OLD), ChangeMode.SAFE)
+
+
+async def test_what_does_not_take_is_rolled_back_as_a_whole(
+    executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch
+) -> None:
+    await connect(executor, *OLD, BYSTANDER)
+    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, 3))
+    outcome = await executor.change("ocs1", Change((CrossConnect(1, 18), CrossConnect(3, 17))), ChangeMode.UPDATE)
+    assert not outcome.done
+    assert outcome.rolled_back
+    assert "add 3:17: the device shows it as tuning" in outcome.detail
+    assert not any(item.done for item in outcome.items)
+    assert await shown(switch) == {*OLD, BYSTANDER}
+    assert written(journal)[-1] == ("circuits.result", False)
+
+
+async def test_a_change_that_cannot_be_undone_says_what_is_where(journal: Journal, clock: VirtualClock) -> None:
+    # Port 17 fails while the commit waits for the stuck mirror of port 2: there is no way on and no way back.
+    faults = [{"at_s": 0.0, "kind": "stick_mirror", "port": 2}, {"at_s": 0.5, "kind": "fail_port", "port": 17}]
+    switch = VirtualSwitch("ocs1", clock=clock, faults=faults)
+    executor = CircuitExecutor({"ocs1": switch}, journal, clock)
+    await connect(executor, OLD[0])
+    outcome = await executor.change("ocs1", Change((OLD[1],), (OLD[0],)), ChangeMode.SAFE)
+    assert not outcome.done
+    assert not outcome.rolled_back
+    assert "add 2:18: the device shows it as tuning" in outcome.detail
+    assert "not rolled back: add 1:17" in outcome.detail
+    assert "PORT 17 FAILED" in outcome.detail
+    assert await shown(switch) == frozenset()
+    assert executor.open == ()
+
+
+async def test_light_that_does_not_come_is_told_but_stays_connected(
+    executor: CircuitExecutor, switch: VirtualSwitch
+) -> None:
+    switch.glass.inject(Fault(FaultKind.UNPLUG, 17))
+    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    assert outcome.done
+    assert outcome.detail == "in place, but no light arrives: 1:17"
+    assert outcome.items[0].tuned_s is not None
+    assert outcome.items[0].link_up_s is None
+
+
+def operation(diff: Diff, valid_until_s: float) -> CircuitOperation:
+    return CircuitOperation("circuits-7-1", "ocs1", diff, valid_until_s)
+
+
+@pytest.mark.parametrize("expired", [False, True])
+@pytest.mark.parametrize("done", range(5))
+async def test_a_restarted_daemon_ends_a_change_from_every_point(
+    done: int, expired: bool, switch: VirtualSwitch, journal: Journal, clock: VirtualClock
+) -> None:
+    """The order was written down, `done` of its four steps were carried out, and the daemon died."""
+    executor = CircuitExecutor({"ocs1": switch}, journal, clock)
+    await connect(executor, *OLD, BYSTANDER)
+    diff = await switch.plan(Change(NEW), ChangeMode.UPDATE)
+    for step in range(done):
+        change = Change(disconnect=(OLD[step],)) if step < 2 else Change((NEW[step - 2],))
+        part = await switch.plan(change)
+        await switch.commit(part, part.revision)
+    interrupted = operation(diff, clock.now_s() + (-1.0 if expired else VALID_S))
+    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, interrupted.id, operation_to_json(interrupted))
+
+    restarted = CircuitExecutor({"ocs1": switch}, journal, clock)
+    assert restarted.recover() == 1
+    await restarted.settle()
+
+    is_finished = done == 4 or (done > 0 and not expired)
+    assert await shown(switch) == {*(NEW if is_finished else OLD), BYSTANDER}
+    assert written(journal)[-1] == ("circuits.result", is_finished)
+    assert restarted.open == ()
+    before = journal.tail(100)
+    again = CircuitExecutor({"ocs1": switch}, journal, clock)
+    assert again.recover() == 0
+    await again.settle()
+    assert journal.tail(100) == before
+
+
+async def test_an_unknown_outcome_stays_open_until_the_switch_is_read(
+    journal: Journal, clock: VirtualClock, switch: VirtualSwitch
+) -> None:
+    class Unreadable(VirtualSwitch):
+        """Takes a commit, and is out of reach afterwards."""
+
+        reachable = True
+
+        async def cross_connects(self):  # type: ignore[no-untyped-def]
+            if not self.reachable:
+                raise Retryable("no route to host", device=self.device)
+            return await super().cross_connects()
+
+        async def commit(self, diff, expect_revision):  # type: ignore[no-untyped-def]
+            await super().commit(diff, expect_revision)
+            self.reachable = False
+            raise OutcomeUnknown("the connection broke", device=self.device)
+
+    lost = Unreadable("ocs1", clock=clock)
+    executor = CircuitExecutor({"ocs1": lost}, journal, clock)
+    with pytest.raises(OutcomeUnknown):
+        await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    assert len(executor.open) == 1
+    with pytest.raises(Retryable, match="no route to host"):
+        await executor.change("ocs1", Change((BYSTANDER,)), ChangeMode.SAFE)
+    await executor.settle()
+    assert len(executor.open) == 1
+    lost.reachable = True
+    await executor.settle()
+    assert executor.open == ()
+    assert written(journal) == [("circuits.intent", None), ("circuits.result", True)]
+
+
+async def test_what_somebody_else_has_overtaken_is_left_alone(
+    switch: VirtualSwitch, journal: Journal, clock: VirtualClock
+) -> None:
+    executor = CircuitExecutor({"ocs1": switch}, journal, clock)
+    await connect(executor, *OLD)
+    diff = await switch.plan(Change(NEW), ChangeMode.UPDATE)
+    await executor.change("ocs1", Change(disconnect=OLD), ChangeMode.SAFE)
+    await connect(executor, CrossConnect(1, 20))
+    interrupted = operation(diff, clock.now_s() + VALID_S)
+    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, interrupted.id, operation_to_json(interrupted))
+    restarted = CircuitExecutor({"ocs1": switch}, journal, clock)
+    restarted.recover()
+    await restarted.settle()
+    assert await shown(switch) == {CrossConnect(1, 20)}
+    assert "overtaken" in journal.tail(1)[0].body["detail"]
+
+
+async def test_a_switch_that_is_no_longer_configured_is_closed_and_said(journal: Journal, clock: VirtualClock) -> None:
+    gone = operation(Diff(ChangeMode.SAFE, 1, frozenset(), (), OLD), clock.now_s() + VALID_S)
+    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, gone.id, operation_to_json(gone))
+    executor = CircuitExecutor({}, journal, clock)
+    assert executor.recover() == 1
+    await executor.settle()
+    assert journal.tail(1)[0].body["detail"] == "the switch is no longer configured"
+
+
+async def test_changes_on_one_switch_take_turns(executor: CircuitExecutor, switch: VirtualSwitch) -> None:
+    pairs = [CrossConnect(port, port + 16) for port in range(1, 9)]
+    outcomes = await asyncio.gather(*(executor.change("ocs1", Change((pair,)), ChangeMode.SAFE) for pair in pairs))
+    assert all(outcome.done for outcome in outcomes)
+    assert await shown(switch) == frozenset(pairs)
+
+
+def test_an_operation_survives_the_journal() -> None:
+    diff = Diff(ChangeMode.UPDATE, 12345, frozenset({*OLD, BYSTANDER}), OLD, NEW, OLD[:1])
+    original = operation(diff, 1060.5)
+    assert operation_from_json(original.id, operation_to_json(original)) == original

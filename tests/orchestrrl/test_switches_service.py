@@ -1,0 +1,283 @@
+"""`orchestrrl ocs` against a real daemon with virtual switches, and one behind a process of its own."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from orchestrrl.cli.main import application
+from orchestrrl.clock import WallClock
+from orchestrrl.config import parse_config
+from orchestrrl.errors import ProblemFaults
+from orchestrrl.journal import JournalReader
+from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, ocs_pb2
+from orchestrrl.rpc.switches import drivers_of
+
+VIRTUAL_PROCESS = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
+DEADLINE_S = 60.0
+
+# A switch per test, so that one daemon serves them all.
+SWITCHES = """
+  - {id: plain, driver: virtual, options: {reconfiguration_s: 0.002}}
+  - {id: evicting, driver: virtual, options: {reconfiguration_s: 0.002}}
+  - {id: overwritten, driver: virtual, options: {reconfiguration_s: 0.002}}
+  - {id: untouched, driver: virtual}
+  - {id: slow, driver: virtual, options: {reconfiguration_s: 0.5}}
+  - {id: stuck, driver: virtual, options: {tune_timeout_s: 0.2, faults: [{kind: stick_mirror, port: 3}]}}
+  - {id: failed, driver: virtual, options: {faults: [{kind: fail_port, port: 17}]}}
+  - {id: unreachable, driver: grpc, options: {target: "127.0.0.1:1"}}
+"""
+
+
+@dataclass(frozen=True)
+class Daemon:
+    address: str
+    journal: Path
+    process: subprocess.Popen[str]
+
+
+@contextmanager
+def running_daemon(folder: Path, switches: str) -> Iterator[Daemon]:
+    config = folder / "orchestrrl.yaml"
+    journal = folder / "journal.sqlite"
+    config.write_text(f"listen: {{address: '127.0.0.1:0'}}\njournal: {{path: {journal}}}\nocs:{switches}")
+    command = [sys.executable, "-m", "orchestrrl", "daemon", "-c", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        address = process.stdout.readline().strip()
+        assert address, "the daemon did not start"
+        yield Daemon(address, journal, process)
+    finally:
+        process.terminate()
+        process.wait(DEADLINE_S)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with running_daemon(tmp_path_factory.mktemp("switches"), SWITCHES) as daemon:
+        yield daemon
+
+
+def ocs(daemon: Daemon, *arguments: str) -> Result:
+    result = CliRunner().invoke(application(), ["ocs", *arguments, "--daemon", daemon.address])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def answer(daemon: Daemon, *arguments: str, status: int = 0) -> Any:
+    result = ocs(daemon, *arguments, "--json")
+    assert result.exit_code == status, result.output
+    return json.loads(result.stdout)
+
+
+def circuits(daemon: Daemon, switch: str) -> list[str]:
+    return list(answer(daemon, "show", switch)["cross_connects"])
+
+
+def test_connect_show_and_disconnect(daemon: Daemon) -> None:
+    change = answer(daemon, "connect", "plain", "3:17", "5:19")
+    assert change["done"]
+    assert [(item["cross_connect"], item["action"], item["done"]) for item in change["results"]] == [
+        ("3:17", "add", True),
+        ("5:19", "add", True),
+    ]
+    item = change["results"][0]
+    assert 0 <= item["commanded_s"] <= item["tuned_s"] <= item["link_up_s"]
+    shown = answer(daemon, "show", "plain")
+    assert shown["circuits"] == [
+        {"cross_connect": pair, "state": "tuned", "link_up": True} for pair in ("3:17", "5:19")
+    ]
+    assert shown["revision"] == change["revision"]
+    assert len(shown["ports"]) == 32
+    assert answer(daemon, "disconnect", "plain", "3:17")["done"]
+    assert circuits(daemon, "plain") == ["5:19"]
+    assert answer(daemon, "disconnect", "plain", "3:17")["detail"] == "was so already"
+    entries = {entry.kind for entry in read_journal(daemon) if entry.subject == change["operation"]}
+    assert entries == {"circuits.intent", "circuits.result"}
+
+
+def test_list_tells_which_switches_answer(daemon: Daemon) -> None:
+    listed = {switch["switch"]: switch for switch in answer(daemon, "list")["switches"]}
+    plain, gone = listed["plain"], listed["unreachable"]
+    assert (plain["driver"], plain["reachable"], plain["ports"]) == ("virtual", True, 32)
+    assert (gone["driver"], gone["reachable"], gone["ports"]) == ("grpc", False, None)
+    assert "127.0.0.1:1" in gone["detail"]
+    table = ocs(daemon, "list").stdout
+    assert "plain" in table
+    assert "unreachable" in table
+    assert ocs(daemon, "show", "unreachable").exit_code == 1
+
+
+def test_safe_refuses_and_update_shows_whom_it_evicts_first(daemon: Daemon) -> None:
+    answer(daemon, "connect", "evicting", "3:17", "5:19")
+    refused = ocs(daemon, "connect", "evicting", "3:19")
+    assert refused.exit_code == 1
+    assert "3:17" in refused.stderr
+    assert "5:19" in refused.stderr
+    dry = answer(daemon, "connect", "evicting", "3:19", "--mode", "update", "--dry-run")
+    assert (dry["dry_run"], dry["done"], dry["evicted"]) == (True, False, ["3:17", "5:19"])
+    assert circuits(daemon, "evicting") == ["3:17", "5:19"]
+    done = ocs(daemon, "connect", "evicting", "3:19", "--mode", "update")
+    assert done.exit_code == 0
+    assert "evicting 3:17 5:19" in done.stderr
+    assert circuits(daemon, "evicting") == ["3:19"]
+
+
+def test_overwrite_keeps_only_what_is_named(daemon: Daemon) -> None:
+    answer(daemon, "connect", "overwritten", "3:17", "5:19")
+    change = answer(daemon, "connect", "overwritten", "5:19", "6:20", "--mode", "overwrite")
+    assert change["evicted"] == ["3:17"]
+    assert circuits(daemon, "overwritten") == ["5:19", "6:20"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "faults"),
+    [
+        (
+            ("3:x", "17", "5:19", "6:99999999999"),
+            ["pairs[0]: must be INGRESS:EGRESS, two port numbers, got '3:x'", "pairs[1]:", "pairs[3]:"],
+        ),
+        (
+            ("3:17", "4:17", "99:18"),
+            [
+                "untouched: connect[1].egress_port: is used by connect[0] already, got 17",
+                "untouched: connect[2].ingress_port: must be within 1..16, got 99",
+            ],
+        ),
+    ],
+)
+def test_every_bad_argument_is_named_at_once(daemon: Daemon, pairs: tuple[str, ...], faults: list[str]) -> None:
+    result = ocs(daemon, "connect", "untouched", *pairs)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == len(faults)
+    assert all(line.startswith(fault) for line, fault in zip(lines, faults, strict=True))
+    assert circuits(daemon, "untouched") == []
+
+
+def test_an_unknown_switch_lists_the_known_ones(daemon: Daemon) -> None:
+    result = ocs(daemon, "show", "agg9")
+    assert result.exit_code == 1
+    assert "'agg9'" in result.stderr
+    assert "overwritten, plain" in result.stderr
+
+
+def test_what_does_not_take_is_rolled_back_and_fails(daemon: Daemon) -> None:
+    change = answer(daemon, "connect", "stuck", "3:17", "5:19", status=1)
+    assert change["rolled_back"]
+    assert not change["done"]
+    assert not any(item["done"] for item in change["results"])
+    assert "3:17: the device shows it as tuning" in change["detail"]
+    assert circuits(daemon, "stuck") == []
+    table = ocs(daemon, "connect", "stuck", "3:17")
+    assert table.exit_code == 1
+    assert "NO" in table.stdout
+
+
+def test_a_failed_port_is_shown_and_refused(daemon: Daemon) -> None:
+    assert "failed" in ocs(daemon, "show", "failed").stdout
+    refused = ocs(daemon, "connect", "failed", "3:17")
+    assert refused.exit_code == 1
+    assert "connect[0].egress_port: port is failed, got 17" in refused.stderr
+
+
+async def test_an_order_goes_on_when_the_operator_hangs_up(daemon: Daemon) -> None:
+    async with grpc.aio.insecure_channel(daemon.address) as channel:
+        stub = control_pb2_grpc.SwitchesStub(channel)
+        pair = ocs_pb2.CrossConnect(ingress_port=3, egress_port=17)
+        call = stub.ConnectPorts(control_pb2.ConnectPortsRequest(switch_id="slow", cross_connects=[pair]))
+        await call.wait_for_connection()
+        while not of_switch(daemon, "slow", "circuits.intent"):
+            await asyncio.sleep(0.01)
+        call.cancel()
+    async with asyncio.timeout(DEADLINE_S):
+        while not of_switch(daemon, "slow", "circuits.result"):
+            await asyncio.sleep(0.01)
+    assert of_switch(daemon, "slow", "circuits.result") == [True]
+
+
+def test_without_a_daemon_it_says_so() -> None:
+    result = CliRunner().invoke(application(), ["ocs", "list", "--daemon", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "no daemon at 127.0.0.1:1" in result.stderr
+
+
+def test_a_killed_daemon_leaves_nothing_half_done(tmp_path: Path) -> None:
+    device = subprocess.Popen(
+        [sys.executable, str(VIRTUAL_PROCESS), json.dumps({"reconfiguration_s": 1.0})],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert device.stdin is not None
+    assert device.stdout is not None
+    target = f"127.0.0.1:{device.stdout.readline().strip()}"
+    switches = f"\n  - {{id: far, driver: grpc, options: {{target: '{target}'}}}}\n"
+    with running_daemon(tmp_path, switches) as daemon:
+        command = [sys.executable, "-m", "orchestrrl", "ocs", "connect", "far", "3:17", "--daemon", daemon.address]
+        order = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        wait_for(lambda: of_switch(daemon, "far", "circuits.intent"))
+        daemon.process.send_signal(signal.SIGKILL)
+        daemon.process.wait(DEADLINE_S)
+        _, words = order.communicate(timeout=DEADLINE_S)
+        assert order.returncode == 1
+        assert "Traceback" not in words
+    with running_daemon(tmp_path, switches) as daemon:
+        wait_for(lambda: of_switch(daemon, "far", "circuits.result"))
+        # Whether the order had reached the device when the daemon died is for the device to say.
+        (done,) = of_switch(daemon, "far", "circuits.result")
+        assert circuits(daemon, "far") == (["3:17"] if done else [])
+    device.stdin.close()
+    device.wait(DEADLINE_S)
+    device.stdout.close()
+
+
+def test_faults_of_all_switches_come_at_once() -> None:
+    config = parse_config("""
+ocs:
+  - {id: a, driver: virtual, options: {ports: 31}}
+  - {id: b, driver: telescope}
+  - {id: c, driver: grpc}
+""")
+    with pytest.raises(ProblemFaults) as refused:
+        drivers_of(config.ocs, WallClock())
+    assert refused.value.faults == [
+        "ocs[0].options.ports: must be an even number >= 2, got 31",
+        "ocs[1].driver: must be one of grpc, virtual, got 'telescope'",
+        "ocs[2].options.target: is missing",
+    ]
+
+
+def read_journal(daemon: Daemon) -> list[Any]:
+    reader = JournalReader(daemon.journal)
+    try:
+        return reader.tail(1000, ("circuits.intent", "circuits.result"))
+    finally:
+        reader.close()
+
+
+def of_switch(daemon: Daemon, switch: str, kind: str) -> list[bool]:
+    """Of each entry of that kind about the switch, whether it is done (an intent: always True)."""
+    return [e.body.get("done", True) for e in read_journal(daemon) if e.kind == kind and e.body["switch"] == switch]
+
+
+def wait_for(condition: Any) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited too long"
+        time.sleep(0.02)

@@ -1,0 +1,120 @@
+"""The makespan problem and its answer: who decodes what, on which engines. Values only; `makespan.solve` answers.
+
+Requests are columns, because there may be hundreds of thousands.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, RequestId
+
+NOWHERE = -1
+
+RUNNING, WAITING, NEW = 0, 1, 2  # values of Requests.state
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What moving KV costs: per-GPU rates between and within nodes, and a fixed part."""
+
+    inter_node_gbps_per_gpu: float
+    intra_node_gbps_per_gpu: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An engine: a configuration on certain GPUs."""
+
+    id: EngineId
+    configuration: ConfigurationId
+    gpus: tuple[GpuId, ...]  # ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """All requests, in input order."""
+
+    ids: tuple[RequestId, ...]
+    context_tokens: NDArray[np.int64]  # [request], resident or to be rebuilt
+    remaining_tokens: NDArray[np.int64]  # [request], at least 1
+    instance: NDArray[np.int64]  # [request], index into Problem.current, NOWHERE for new ones
+    state: NDArray[np.int8]  # [request], RUNNING | WAITING | NEW
+
+
+@dataclass(frozen=True, slots=True)
+class KvBalance:
+    """Equation 2: each instance's KV footprint over its capacity should lie in mu ± delta. Soft."""
+
+    mu: float
+    delta: float
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    gpus_count: int
+    per_node: int
+    configurations: tuple[Configuration, ...]
+    kv_bytes_per_token: float
+    transfer: Transfer
+    current: tuple[Instance, ...]
+    requests: Requests
+    epsilon_s: float
+    kv_balance: KvBalance | None = None
+    work_budget: int | None = None  # deterministic bound on the search
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One instance of a solution. `requests` are indices into the problem's, in order of admission."""
+
+    id: EngineId
+    configuration: ConfigurationId
+    gpus: tuple[GpuId, ...]
+    requests: NDArray[np.int64]
+    kept: bool
+    decode_s: float
+    migration_s: float
+    switch_s: float
+
+    @property
+    def finish_s(self) -> float:
+        return self.decode_s + self.migration_s + self.switch_s
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """A running request that changes instance."""
+
+    request: int  # index
+    source: EngineId
+    destination: EngineId
+    method: str  # transfer | recompute
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """`reconfigure` or `rebalance` only where it gains more than epsilon; otherwise `keep`, with the current fleet."""
+
+    decision: str  # reconfigure | rebalance | keep
+    reason: str
+    makespan_s: float
+    current_makespan_s: float | None  # None without a current fleet
+    lower_bound_s: float  # proven for the contract's model
+    kv_balance_violation: float
+    instances: tuple[Placed, ...]
+    migrations: tuple[Migration, ...]
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan may be from the best, as a fraction."""
+        if self.lower_bound_s <= 0:
+            return 0.0
+        return self.makespan_s / self.lower_bound_s - 1
+
+
+class Infeasible(ValueError):
+    """No fleet can serve the requests: `limit` names what is missed, and by how much."""

@@ -1,0 +1,174 @@
+"""What engines cost: decode step time, prefill, KV room, switching and moving, and where each figure came from. Pure.
+
+Curves are kept as measured; the makespan solver wants step times affine in sequences and KV tokens, and gets the affine
+fit over the range of batches that the rest of the step will see (`EngineProfile.configuration`).
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from planner.model import Configuration, ConfigurationId
+
+
+class Source(StrEnum):
+    """Where a profile's figures come from, in order of trust."""
+
+    MEASURED = "measured"  # on the user's own engines
+    IMPORTED = "imported"  # from a vendor's measured kernel data
+    ROOFLINE = "roofline"  # from constants of GPU and model
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Who says so, since when, and how well the curves fit what was seen."""
+
+    source: Source
+    date: str  # ISO 8601
+    detail: str = ""  # e.g. the URL that was measured, or the package and version that was imported
+    samples: int = 0  # observations behind the fit; 0 where nothing was fitted
+    fit_error_mean: float | None = None  # relative, over the samples; None where nothing was fitted
+    fit_error_max: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A piecewise linear function through its knots; beyond the first and last it goes on straight, never below 0."""
+
+    xs: tuple[float, ...]  # strictly increasing
+    ys: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.xs or len(self.xs) != len(self.ys):
+            raise ValueError(f"a curve needs as many ys as xs, and one at least, got {len(self.xs)} and {len(self.ys)}")
+        if any(later <= sooner for sooner, later in zip(self.xs, self.xs[1:], strict=False)):
+            raise ValueError(f"xs must increase, got {self.xs}")
+        if any(not y >= 0 for y in self.ys):
+            raise ValueError(f"ys must be >= 0, got {self.ys}")
+
+    @classmethod
+    def line(cls, intercept: float, slope: float) -> "Curve":
+        return cls((0.0, 1.0), (intercept, intercept + slope))
+
+    def at(self, x: float) -> float:
+        xs, ys = self.xs, self.ys
+        if len(xs) == 1:
+            return ys[0]
+        right = min(max(bisect_right(xs, x), 1), len(xs) - 1)
+        slope = (ys[right] - ys[right - 1]) / (xs[right] - xs[right - 1])
+        return max(0.0, ys[right - 1] + slope * (x - xs[right - 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one decode iteration: a curve over sequences, plus what reading the KV cache takes per token.
+
+    Where the engine spills KV to CPU memory, tokens beyond `kv_capacity_tokens` cost `spill_s_per_token` more each.
+    """
+
+    base_s: Curve  # over running sequences; host time per sequence and communication included
+    kv_s_per_token: float
+    spill_s_per_token: float = 0.0
+
+    def at(self, sequences: float, kv_tokens: float, kv_capacity_tokens: float = float("inf")) -> float:
+        spilled_tokens = max(0.0, kv_tokens - kv_capacity_tokens)
+        return self.base_s.at(sequences) + self.kv_s_per_token * kv_tokens + self.spill_s_per_token * spilled_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """How one engine is laid out over its GPUs. `attention_gpus + ffn_gpus` are the engine's GPUs under AFD."""
+
+    tp: int = 1
+    dp: int = 1  # data-parallel attention replicas; with ep > 1 they share the experts
+    ep: int = 1
+    attention_gpus: int = 0  # AFD only
+    ffn_gpus: int = 0  # AFD only
+    micro_batches: int = 1  # AFD only: overlapped, hiding transfers
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp", "ep", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if (self.attention_gpus > 0) != (self.ffn_gpus > 0):
+            raise ValueError("AFD needs both attention and FFN GPUs")
+
+    @property
+    def afd(self) -> bool:
+        return self.ffn_gpus > 0
+
+    @property
+    def gpus(self) -> int:
+        return self.attention_gpus + self.ffn_gpus if self.afd else self.tp * self.dp
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """One way to run an engine, with its measured or predicted curves."""
+
+    id: ConfigurationId
+    parallelism: Parallelism
+    step: StepTime
+    prefill_tokens_per_s: float
+    kv_capacity_tokens: int
+    max_sequences: int
+    switch_s: float
+    provenance: Provenance
+    spill_capacity_tokens: int = 0  # KV tokens that CPU memory can take beyond the capacity; 0: the engine cannot spill
+
+    def configuration(self, sequences: tuple[float, float] | None = None) -> Configuration:
+        """The affine step time closest to the curve over that range of batches (its knots' range by default)."""
+        low, high = sequences or (min(1.0, self.step.base_s.xs[-1]), self.step.base_s.xs[-1])
+        alpha_s, beta_s = affine_fit(self.step.base_s, low, max(low + 1.0, high))
+        return Configuration(
+            id=self.id,
+            gpus=self.parallelism.gpus,
+            alpha_s=alpha_s,
+            beta_s=beta_s,
+            gamma_s=self.step.kv_s_per_token,
+            kv_capacity_tokens=self.kv_capacity_tokens,
+            max_sequences=self.max_sequences,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            switch_s=self.switch_s,
+        )
+
+
+def affine_fit(curve: Curve, low: float, high: float, points: int = 33) -> tuple[float, float]:
+    """Intercept and slope, both >= 0, with the least squared relative error over `low..high`."""
+    xs = np.geomspace(max(low, 1.0), max(high, 1.0 + 1e-9), points)
+    ys = np.array([curve.at(x) for x in xs])
+    weights = 1.0 / np.maximum(ys, 1e-12)
+    design = np.stack([np.ones_like(xs), xs], axis=1) * weights[:, None]
+    (alpha, beta), *_ = np.linalg.lstsq(design, ys * weights, rcond=None)
+    if beta < 0:
+        return float(np.average(ys, weights=weights**2)), 0.0
+    if alpha < 0:
+        return 0.0, float(np.sum(xs * ys * weights**2) / np.sum(xs**2 * weights**2))
+    return float(alpha), float(beta)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCosts:
+    """Seconds that it takes to bring a request's tokens to another engine (appendix A of the paper)."""
+
+    kv_bytes_per_token: float
+    transfer_s: Curve  # over bytes
+    recompute_s: Curve  # over tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Everything known about one model on one kind of GPU and engine."""
+
+    model: str
+    gpu: str
+    engine: str
+    configurations: tuple[EngineProfile, ...]
+    moves: MoveCosts | None = None
+
+    def __post_init__(self) -> None:
+        ids = [configuration.id for configuration in self.configurations]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"configurations must have different ids, got {ids}")

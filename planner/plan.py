@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from planner.cost import DoesNotFit, Pending
 from planner.forecast import Forecast, forecast
 from planner.gate import FREE, Control, ControlState, Limits, Proposal, judge
-from planner.makespan import Job, as_placed_s, estimate, instances_that_fit, why_none_fits
+from planner.homogeneous import Job, as_placed_s, estimate, instances_that_fit, why_none_fits
 from planner.model import (
     Alternative,
     Configuration,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from planner_builders import configuration, configurations, pendings
 
 from planner.cost import Pending, lower_bound_s
-from planner.makespan import Job, as_placed_s, estimate, instances_that_fit, spread, why_none_fits
+from planner.homogeneous import Job, as_placed_s, estimate, instances_that_fit, spread, why_none_fits
 from planner.model import Configuration, ConfigurationId, EngineId
 
 

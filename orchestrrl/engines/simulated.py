@@ -224,12 +224,11 @@ class SimulatedServer:
         if not isinstance(body, dict):
             raise refusal("Request body must be a JSON object", kind="Bad Request")
         names = body.get("request_ids")
+        # Like vLLM, the reply counts what was named, not what was found; of everything it counts what there was.
         if names:
             self.runtime.abort(names)
-        else:
-            self.runtime.abort_all()
-        # Like vLLM, the reply counts what was named, not what was found.
-        return web.json_response({"status": "aborted", "aborted": len(names or ())})
+        aborted = len(names) if names else self.runtime.abort_all()
+        return web.json_response({"status": "aborted", "aborted": aborted})
 
 
 async def _whole(parts: AsyncIterator[Part]) -> Part:

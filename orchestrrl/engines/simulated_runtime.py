@@ -148,8 +148,11 @@ class Runtime:
         names = set(engine_ids)
         self._abort([answer for answer in self._answers.values() if answer.engine_id in names])
 
-    def abort_all(self) -> None:
-        self._abort(list(self._answers.values()))
+    def abort_all(self) -> int:
+        """Finish every request; how many there were."""
+        answers = list(self._answers.values())
+        self._abort(answers)
+        return len(answers)
 
     def drop(self, answer: Answer) -> None:
         """Its client has gone."""

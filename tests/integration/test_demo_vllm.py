@@ -13,7 +13,7 @@ from orchestrrl.demo.scenario import load_scenario, samples
 from orchestrrl.demo.stack import Stack, engines, orchestrrl
 from orchestrrl.demo.step import run_step
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, telemetry_pb2
 
@@ -32,7 +32,7 @@ async def keep_moving(stack: Stack) -> None:
                 other = "e1" if request.engine_id == "e0" else "e0"
                 order = control_pb2.MoveRequestRequest(request_id=request.request_id, to_engine_id=other)
                 # It has ended meanwhile, or a busy machine answers late: the next round sees.
-                with contextlib.suppress(Permanent, Retryable, OutcomeUnknown):
+                with contextlib.suppress(ProblemFaults, Permanent, Retryable, OutcomeUnknown):
                     await control.ask(control.control.MoveRequest, order)
             await asyncio.sleep(0.1)
 

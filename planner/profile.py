@@ -19,6 +19,7 @@ class Source(StrEnum):
     MEASURED = "measured"  # on the user's own engines
     IMPORTED = "imported"  # from a vendor's measured kernel data
     ROOFLINE = "roofline"  # from constants of GPU and model
+    GIVEN = "given"  # an operator's word, or a default that `detail` names
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ class EngineProfile:
     switch_s: float
     provenance: Provenance
     spill_capacity_tokens: int = 0  # KV tokens that CPU memory can take beyond the capacity; 0: the engine cannot spill
+    others: tuple[tuple[str, Provenance], ...] = ()  # by name, the figures that do not come from `provenance`
 
     def configuration(self, sequences: tuple[float, float] | None = None) -> Configuration:
         """The affine step time closest to the curve over that range of batches (its knots' range by default)."""
@@ -156,6 +158,7 @@ class MoveCosts:
     kv_bytes_per_token: float
     transfer_s: Curve  # over bytes
     recompute_s: Curve  # over tokens
+    provenance: Provenance | None = None  # None: a caller's own figures
 
 
 @dataclass(frozen=True, slots=True)

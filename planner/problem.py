@@ -3,6 +3,7 @@
 Requests are columns, because there may be hundreds of thousands.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ RUNNING, WAITING, NEW = 0, 1, 2  # values of Requests.state
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What moving KV costs: per-GPU rates between and within nodes, and a fixed part."""
+    """What moving KV costs: per-GPU rates between and within nodes, and a fixed part. A rate of 0: no such link."""
 
     inter_node_gbps_per_gpu: float
     intra_node_gbps_per_gpu: float
@@ -96,25 +97,41 @@ class Migration:
 
 
 @dataclass(frozen=True, slots=True)
+class Homogeneous:
+    """What a fleet of one configuration alone would take, its switches and migrations included."""
+
+    configuration: ConfigurationId
+    instances: int  # that have requests
+    makespan_s: float
+    cost_s: float  # switch and migrations of the instance that pays most
+    infeasible_because: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Solution:
     """`reconfigure` or `rebalance` only where it gains more than epsilon; otherwise `keep`, with the current fleet."""
 
     decision: str  # reconfigure | rebalance | keep
     reason: str
     makespan_s: float
-    current_makespan_s: float | None  # None without a current fleet
+    current_makespan_s: float | None  # None without a current fleet, or where a request does not fit its instance
     lower_bound_s: float  # proven for the contract's model
     kv_balance_violation: float
     instances: tuple[Placed, ...]
     migrations: tuple[Migration, ...]
+    alternatives: tuple[Homogeneous, ...] = ()  # one for each configuration, in the problem's order
 
     @property
     def gap(self) -> float:
-        """How far the makespan may be from the best, as a fraction."""
-        if self.lower_bound_s <= 0:
+        """How far the makespan may be from the best, as a fraction; infinite where nothing is proven."""
+        if self.makespan_s <= self.lower_bound_s:
             return 0.0
-        return self.makespan_s / self.lower_bound_s - 1
+        return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else math.inf
 
 
 class Infeasible(ValueError):
-    """No fleet can serve the requests: `limit` names what is missed, and by how much."""
+    """No fleet can serve the requests: `limit` names what is missed, by `needed - available`."""
+
+    def __init__(self, limit: str, needed: float, available: float, unit: str) -> None:
+        super().__init__(f"{limit}: {needed:g} {unit} needed, {available:g} there")
+        self.limit, self.needed, self.available, self.unit = limit, needed, available, unit

@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "top": ("top",),
     "moves": ("moves",),
     "plan": ("plan",),
+    "plan_solve": ("plan",),
     "journal": ("journal",),
     "balance": ("balance",),
     "ocs": ("ocs",),

@@ -1,0 +1,190 @@
+"""Choose which engines to run and which request each decodes, so that the last one ends soonest. Pure.
+
+Carrying the answer out is the executors' business.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.model import EngineId
+from planner.problem import NOWHERE, RUNNING, Homogeneous, Infeasible, Migration, Placed, Problem, Solution
+from planner.solver.bound import lower_bound_s as _lower_bound_s
+from planner.solver.columns import Columns, columns
+from planner.solver.evaluate import Placement, current_fleet, moves_s, place
+from planner.solver.layout import lay_out
+from planner.solver.spread import least_loaded
+
+__all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "solve"]
+
+
+def solve(problem: Problem) -> Solution:
+    """The best fleet and placement found, with what it takes and what no other can beat. Raises Infeasible."""
+    table = columns(problem)
+    current = as_placed(table) if problem.current else None
+    candidates, homogeneous = _homogeneous(table)
+    if current is not None:
+        candidates.append(current)
+    best = min(candidates, key=lambda placement: placement.makespan_s, default=None)
+    return _solution(table, current, best, lower_bound(problem), homogeneous)
+
+
+def evaluate_placement(problem: Problem) -> list[float]:
+    """Seconds that each current instance takes for what it has, new requests dealt in turn; infinite where one of its
+    requests does not fit. Raises Infeasible."""
+    return as_placed(columns(problem)).finish_s.tolist() if problem.current else []
+
+
+def lower_bound(problem: Problem) -> float:
+    """Seconds below which no placement ends. Raises Infeasible."""
+    return _lower_bound_s(columns(problem))
+
+
+def alternatives(problem: Problem) -> list[Homogeneous]:
+    """What each configuration alone would take. Raises Infeasible."""
+    return _homogeneous(columns(problem))[1]
+
+
+def as_placed(table: Columns) -> Placement:
+    """The current fleet: each admits its running, then its waiting requests; new ones are dealt in turn."""
+    requests = table.problem.requests
+    assigned = requests.instance.astype(np.int64)
+    new = np.flatnonzero(requests.instance == NOWHERE)
+    assigned[new] = np.arange(len(new)) % len(table.problem.current)
+    ranks = requests.state.astype(np.int64) * table.count + np.arange(table.count)
+    return place(table, current_fleet(table), assigned, ranks)
+
+
+def _homogeneous(table: Columns) -> tuple[list[Placement], list[Homogeneous]]:
+    found: list[Placement] = []
+    listed: list[Homogeneous] = []
+    for index, configuration in enumerate(table.problem.configurations):
+        count = int(table.placeable[index])
+        if not count or not table.fits(index).all():
+            why = "a request does not fit" if count else "no instance can be placed"
+            listed.append(Homogeneous(configuration.id, 0, float("inf"), 0.0, why))
+            continue
+        fleet = lay_out(table, [], [index] * min(count, max(1, table.count)))
+        assert fleet is not None
+        placement = place(table, fleet, least_loaded(table, index, len(fleet), [0.0] * len(fleet)))
+        found.append(placement)
+        cost_s = float((placement.migration_s + placement.switch_s).max())
+        listed.append(Homogeneous(configuration.id, len(fleet), placement.makespan_s, cost_s))
+    return found, listed
+
+
+def _solution(
+    table: Columns,
+    current: Placement | None,
+    best: Placement | None,
+    bound_s: float,
+    homogeneous: Sequence[Homogeneous],
+) -> Solution:
+    decision, chosen, reason = _decide(table, current, best)
+    current_s = None if current is None or not np.isfinite(current.makespan_s) else current.makespan_s
+    return Solution(
+        decision=decision,
+        reason=reason,
+        makespan_s=chosen.makespan_s if chosen else 0.0,
+        current_makespan_s=current_s,
+        lower_bound_s=bound_s,
+        kv_balance_violation=violation(table, chosen) if chosen else 0.0,
+        instances=_instances(table, chosen) if chosen else (),
+        migrations=_migrations(table, chosen) if chosen else (),
+        alternatives=tuple(homogeneous),
+    )
+
+
+def _decide(table: Columns, current: Placement | None, best: Placement | None) -> tuple[str, Placement | None, str]:
+    if current is None:
+        return "reconfigure", best, "there is no current fleet: a first deployment"
+    epsilon_s = table.problem.epsilon_s
+    if best is None or not best.makespan_s < current.makespan_s - epsilon_s:
+        found_s = min(current.makespan_s, best.makespan_s) if best else current.makespan_s
+        gain_s = current.makespan_s - found_s if np.isfinite(current.makespan_s) else 0.0
+        return "keep", current, f"the best change found gains {gain_s:.3f} s, not more than epsilon of {epsilon_s:g} s"
+    same = len(best.fleet) == len(current.fleet) and bool((best.fleet.current >= 0).all())
+    if np.isfinite(current.makespan_s):
+        gain = f"gains {current.makespan_s - best.makespan_s:.3f} s, more than epsilon of {epsilon_s:g} s"
+    else:
+        gain = "serves a request that does not fit its current instance"
+    what = "moving requests between the current instances" if same else "changing instances"
+    return ("rebalance" if same else "reconfigure"), best, f"{what} {gain}"
+
+
+def violation(table: Columns, placement: Placement) -> float:
+    """By how much the worst instance misses equation 2's mu ± delta."""
+    balance = table.problem.kv_balance
+    if balance is None or not len(placement.fleet):
+        return 0.0
+    at = np.repeat(np.arange(len(placement.fleet)), np.diff(placement.starts))
+    held = np.bincount(at, weights=table.footprint[placement.order], minlength=len(placement.fleet))
+    loads = held / table.capacity[placement.fleet.configuration]
+    return float(max(0.0, (np.abs(loads - balance.mu) - balance.delta).max()))
+
+
+def _instances(table: Columns, placement: Placement) -> tuple[Placed, ...]:
+    problem, fleet = table.problem, placement.fleet
+    return tuple(
+        Placed(
+            id=name,
+            configuration=problem.configurations[configuration].id,
+            gpus=gpus,
+            requests=placement.requests(place),
+            kept=current >= 0,
+            decode_s=decode_s,
+            migration_s=migration_s,
+            switch_s=switch_s,
+        )
+        for place, (name, configuration, gpus, current, decode_s, migration_s, switch_s) in enumerate(
+            zip(
+                _names(table, placement),
+                fleet.configuration.tolist(),
+                fleet.gpus,
+                fleet.current.tolist(),
+                placement.decode_s.tolist(),
+                placement.migration_s.tolist(),
+                placement.switch_s.tolist(),
+                strict=True,
+            )
+        )
+    )
+
+
+def _names(table: Columns, placement: Placement) -> list[EngineId]:
+    """Kept instances keep their ids; new ones are called by their lowest GPU, unless a current one is called so."""
+    taken = {instance.id for instance in table.problem.current}
+    names: list[EngineId] = []
+    for current, gpus in zip(placement.fleet.current.tolist(), placement.fleet.gpus, strict=True):
+        if current >= 0:
+            names.append(table.problem.current[current].id)
+            continue
+        name = EngineId(f"new{gpus[0]}")
+        while name in taken:
+            name = EngineId(f"{name}+")
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def _migrations(table: Columns, placement: Placement) -> tuple[Migration, ...]:
+    problem, fleet = table.problem, placement.fleet
+    if not problem.current:
+        return ()
+    at = placement.assigned()
+    everything = np.arange(table.count)
+    costs_s = moves_s(table, fleet, everything, at)
+    moved = np.flatnonzero((problem.requests.state == RUNNING) & (table.source != fleet.current[at]))
+    transfer_s, recompute_s = table.move_ways_s(moved, fleet.configuration[at[moved]], fleet.node[at[moved]])
+    names = _names(table, placement)
+    return tuple(
+        Migration(request, problem.current[source].id, names[to], "transfer" if wired else "recompute", cost_s)
+        for request, source, to, wired, cost_s in zip(
+            moved.tolist(),
+            table.source[moved].tolist(),
+            at[moved].tolist(),
+            (transfer_s <= recompute_s).tolist(),
+            costs_s[moved].tolist(),
+            strict=True,
+        )
+    )

@@ -1,0 +1,1 @@
+"""The parts of the makespan solver; `planner.makespan.solve` puts them together."""

@@ -1,0 +1,109 @@
+"""Seconds below which no placement can end, proven for the contract's model.
+
+An instance of configuration y with longest request L that ends by T has `T - switch - alpha * L` seconds for the work
+of its requests, so that a request i of at most L takes at least the share `work(i) / (T - switch - alpha * r(i))` of
+it, and that share of its GPUs. Where the cheapest shares of all requests add up to more GPUs than there are, T cannot
+be met. This is the dual of the linear program over (configuration, longest request) in closed form: no solver is
+needed, and every T that it refuses is refused whatever the instances are.
+"""
+
+import math
+
+import numpy as np
+
+from planner.solver.columns import SEVERAL, Columns, Floats, Ints
+
+SAFETY = 1e-9  # sums in another order than a makespan's own may differ in the last places
+ROUNDS = 40
+
+
+def lower_bound_s(columns: Columns) -> float:
+    if columns.count == 0:
+        return 0.0
+    options = _options(columns)
+    remaining = columns.remaining.astype(np.float64)
+    low_s = alone_s = float(np.min([option.alone_s(remaining) for option in options], axis=0).max())
+    units = _units(columns)
+    high_s = max(low_s, 1e-9)
+    while _refused(options, remaining, high_s, units):
+        low_s, high_s = high_s, high_s * 2
+    for _ in range(ROUNDS):
+        if high_s - low_s <= 1e-6 * high_s:
+            break
+        middle_s = (low_s + high_s) / 2
+        if _refused(options, remaining, middle_s, units):
+            low_s = middle_s
+        else:
+            high_s = middle_s
+    return max(low_s, alone_s) * (1 - SAFETY)
+
+
+class _Option:
+    """Running requests on one kind of instance: a configuration, new or kept."""
+
+    def __init__(self, price: float, alpha_s: float, switch_s: float, cost_s: Floats) -> None:
+        self.price = price  # units of GPUs
+        self.alpha_s = alpha_s
+        self.switch_s = switch_s
+        self.cost_s = cost_s  # [request], work and what the move costs at least; infinite where it does not fit
+
+    def alone_s(self, remaining: Floats) -> Floats:
+        return self.switch_s + self.alpha_s * remaining + self.cost_s
+
+    def share(self, remaining: Floats, makespan_s: float) -> Floats:
+        room_s = makespan_s - self.switch_s - self.alpha_s * remaining
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = self.price * self.cost_s / room_s
+        share[room_s < 0] = math.inf
+        share[(room_s == 0) & (self.cost_s == 0)] = 0.0
+        return share
+
+
+def _refused(options: list[_Option], remaining: Floats, makespan_s: float, units: float) -> bool:
+    shares = options[0].share(remaining, makespan_s)
+    for option in options[1:]:
+        np.minimum(shares, option.share(remaining, makespan_s), out=shares)
+    return float(shares.sum()) > units * (1 + SAFETY)
+
+
+def _options(columns: Columns) -> list[_Option]:
+    options = []
+    for configuration in np.flatnonzero(columns.placeable).tolist():
+        price = _price(columns, configuration)
+        alpha_s = float(columns.alpha_s[configuration])
+        moved_s = least_move_s(columns, configuration)
+        work_s = np.where(columns.fits(configuration), columns.work_s[configuration], math.inf)
+        options.append(_Option(price, alpha_s, float(columns.switch_s[configuration]), work_s + moved_s))
+        if (columns.current_configuration == configuration).any():
+            stays = columns.current_configuration[np.maximum(columns.source, 0)] == configuration
+            options.append(_Option(price, alpha_s, 0.0, work_s + np.where(stays, 0.0, moved_s)))
+    return options
+
+
+def least_move_s(columns: Columns, configuration: int) -> Floats:
+    """[request] what moving each to another instance of the configuration costs at least, wherever that lies."""
+    everything: Ints = np.arange(columns.count)
+    afar_s = columns.move_s(everything, configuration, SEVERAL)
+    if not len(columns.current_node) or columns.gpus[configuration] > columns.problem.per_node:
+        return afar_s
+    beside = columns.current_node[np.maximum(columns.source, 0)]
+    return np.minimum(afar_s, columns.move_s(everything, configuration, beside))
+
+
+def _unit(columns: Columns) -> int:
+    """GPUs that are only ever taken together inside a node."""
+    small = columns.gpus[(columns.placeable > 0) & (columns.gpus <= columns.problem.per_node)]
+    return int(np.gcd.reduce(small)) if len(small) else columns.problem.per_node
+
+
+def _price(columns: Columns, configuration: int) -> float:
+    """Units that an instance takes."""
+    gpus, per_node, unit = int(columns.gpus[configuration]), columns.problem.per_node, _unit(columns)
+    return gpus / unit if gpus <= per_node else gpus / per_node * (per_node // unit)
+
+
+def _units(columns: Columns) -> int:
+    """Units that the nodes have."""
+    nodes, rest = divmod(columns.problem.gpus_count, columns.problem.per_node)
+    unit = _unit(columns)
+    return nodes * (columns.problem.per_node // unit) + rest // unit

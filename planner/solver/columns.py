@@ -1,0 +1,136 @@
+"""A makespan problem as arrays: what each request costs on each configuration, and what it costs to move."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.model import Configuration
+from planner.problem import RUNNING, Infeasible, Problem
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+SEVERAL = -1  # node of an instance that takes several
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """[configuration] columns are in the problem's order, [request] ones in input order."""
+
+    problem: Problem
+    gpus: Ints  # [configuration]
+    alpha_s: Floats  # [configuration]
+    switch_s: Floats  # [configuration]
+    capacity: Ints  # [configuration], KV tokens
+    slots: Ints  # [configuration], sequences
+    prefill: Floats  # [configuration], tokens a second
+    placeable: Ints  # [configuration], how many instances the GPUs hold at most
+    remaining: Ints  # [request]
+    footprint: Ints  # [request], KV tokens reserved
+    work_s: Floats  # [configuration, request], all but the share of alpha
+    source: Ints  # [request], index of the current instance that holds its KV, -1 where there is none
+    current_configuration: Ints  # [current instance]
+    current_node: Ints  # [current instance], SEVERAL where it takes more than one
+    longest_first: Ints  # [request], indices by descending remaining tokens, then input order
+
+    @property
+    def count(self) -> int:
+        return len(self.remaining)
+
+    def fits(self, configuration: int) -> NDArray[np.bool_]:
+        """[request] whether an instance of the configuration can ever admit it."""
+        fits: NDArray[np.bool_] = self.footprint <= self.capacity[configuration]
+        return fits
+
+    def move_s(self, requests: Ints, configuration: int | Ints, node: int | Ints) -> Floats:
+        """[request] seconds that moving each costs a new instance of `configuration` in `node`; 0 unless it runs."""
+        transfer_s, recompute_s = self.move_ways_s(requests, configuration, node)
+        return np.where(self.source[requests] >= 0, np.minimum(transfer_s, recompute_s), 0.0)
+
+    def move_ways_s(self, requests: Ints, configuration: int | Ints, node: int | Ints) -> tuple[Floats, Floats]:
+        """[request] seconds by transfer, and by recomputing."""
+        source = np.maximum(self.source[requests], 0)
+        context = self.problem.requests.context_tokens[requests]
+        transfer = self.problem.transfer
+        if len(self.current_node) == 0:
+            return np.full(len(requests), math.inf), context / self.prefill[configuration]
+        inside = (self.current_node[source] == node) & (self.current_node[source] != SEVERAL)
+        narrow = np.minimum(self.gpus[self.current_configuration[source]], self.gpus[configuration])
+        gbps = np.where(inside, transfer.intra_node_gbps_per_gpu, transfer.inter_node_gbps_per_gpu) * narrow
+        with np.errstate(divide="ignore", invalid="ignore"):
+            wire_s = context * self.problem.kv_bytes_per_token * 8 / (gbps * 1e9)
+        transfer_s = np.where(gbps > 0, wire_s, math.inf) + transfer.latency_s
+        return transfer_s, context / self.prefill[configuration]
+
+
+def columns(problem: Problem) -> Columns:
+    """Raises Infeasible where a request fits no configuration that the GPUs hold."""
+    configurations = problem.configurations
+    remaining = problem.requests.remaining_tokens.astype(np.int64)
+    context = problem.requests.context_tokens.astype(np.int64)
+    tokens = remaining.astype(np.float64)
+    held = context * tokens + tokens * (tokens - 1) / 2
+    order = {configuration.id: index for index, configuration in enumerate(configurations)}
+    made = Columns(
+        problem=problem,
+        gpus=np.array([each.gpus for each in configurations], dtype=np.int64),
+        alpha_s=np.array([each.alpha_s for each in configurations], dtype=np.float64),
+        switch_s=np.array([each.switch_s for each in configurations], dtype=np.float64),
+        capacity=np.array([each.kv_capacity_tokens for each in configurations], dtype=np.int64),
+        slots=np.array([each.max_sequences for each in configurations], dtype=np.int64),
+        prefill=np.array([each.prefill_tokens_per_s for each in configurations], dtype=np.float64),
+        placeable=np.array(
+            [most_instances(each, problem.gpus_count, problem.per_node) for each in configurations], dtype=np.int64
+        ),
+        remaining=remaining,
+        footprint=context + remaining,
+        work_s=np.array([each.beta_s * tokens + each.gamma_s * held for each in configurations]).reshape(
+            len(configurations), len(remaining)
+        ),
+        source=np.where(problem.requests.state == RUNNING, problem.requests.instance, -1).astype(np.int64),
+        current_configuration=np.array([order[each.configuration] for each in problem.current], dtype=np.int64),
+        current_node=np.array([node_of(each.gpus, problem.per_node) for each in problem.current], dtype=np.int64),
+        longest_first=np.argsort(-remaining, kind="stable"),
+    )
+    _check(made)
+    return made
+
+
+def most_instances(configuration: Configuration, gpus_count: int, per_node: int) -> int:
+    """How many the GPUs hold: those of at most a node stay inside one, larger ones take whole nodes."""
+    nodes, rest = divmod(gpus_count, per_node)
+    if configuration.gpus <= per_node:
+        return nodes * (per_node // configuration.gpus) + rest // configuration.gpus
+    nodes_each, odd = divmod(configuration.gpus, per_node)
+    return 0 if odd else nodes // nodes_each
+
+
+def node_of(gpus: tuple[int, ...], per_node: int) -> int:
+    """The node that all of `gpus` lie in, SEVERAL where there is none."""
+    first = gpus[0] // per_node
+    return first if all(gpu // per_node == first for gpu in gpus) else SEVERAL
+
+
+def _check(columns: Columns) -> None:
+    """Raises Infeasible. One instance of the roomiest configuration can serve all, so that room alone decides."""
+    if columns.count == 0:
+        return
+    problem = columns.problem
+    if not columns.placeable.any():
+        if not len(columns.gpus):
+            raise Infeasible("configurations: requests need one", 1, 0, "configurations")
+        least = int(columns.gpus.min())
+        raise Infeasible(
+            f"gpus: no configuration can be placed on nodes of {problem.per_node}", least, problem.gpus_count, "GPUs"
+        )
+    roomiest = int(columns.capacity[columns.placeable > 0].max())
+    worst = int(columns.footprint.argmax())
+    if columns.footprint[worst] > roomiest:
+        raise Infeasible(
+            f"kv_capacity_tokens: request {problem.requests.ids[worst]} fits no configuration that can be placed",
+            int(columns.footprint[worst]),
+            roomiest,
+            "tokens",
+        )

@@ -1,0 +1,143 @@
+"""What a placement takes, exactly as the contract's model has it: decoding, migrations, switches.
+
+Whatever the order of admission, an instance takes alpha for each iteration plus the work of its requests; the order
+decides the number of iterations alone, and only where not all fit at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from planner.model import GpuId
+from planner.solver.columns import Columns, Floats, Ints, node_of
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Instances to be, each a current one that is kept or a new one."""
+
+    configuration: Ints  # [instance]
+    current: Ints  # [instance], index of the current instance that it is, -1 for a new one
+    node: Ints  # [instance], SEVERAL where it takes more than one
+    gpus: tuple[tuple[GpuId, ...], ...]  # [instance]
+
+    def __len__(self) -> int:
+        return len(self.gpus)
+
+    @classmethod
+    def of(cls, columns: Columns, parts: Sequence[tuple[int, int, tuple[GpuId, ...]]]) -> "Fleet":
+        """Of (configuration, current, gpus)."""
+        per_node = columns.problem.per_node
+        return cls(
+            np.array([part[0] for part in parts], dtype=np.int64),
+            np.array([part[1] for part in parts], dtype=np.int64),
+            np.array([node_of(part[2], per_node) for part in parts], dtype=np.int64),
+            tuple(part[2] for part in parts),
+        )
+
+
+def current_fleet(columns: Columns) -> Fleet:
+    parts = zip(columns.current_configuration.tolist(), columns.problem.current, strict=True)
+    return Fleet.of(columns, [(at, index, each.gpus) for index, (at, each) in enumerate(parts)])
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A fleet and who decodes where: `order` holds the requests of instance j, in order of admission, at
+    `starts[j]:starts[j + 1]`."""
+
+    fleet: Fleet
+    order: Ints  # [request]
+    starts: Ints  # [instance + 1]
+    decode_s: Floats  # [instance]
+    migration_s: Floats  # [instance]
+    switch_s: Floats  # [instance]
+
+    @property
+    def finish_s(self) -> Floats:
+        return self.decode_s + self.migration_s + self.switch_s
+
+    @property
+    def makespan_s(self) -> float:
+        return float(self.finish_s.max(initial=0.0))
+
+    def requests(self, instance: int) -> Ints:
+        return self.order[self.starts[instance] : self.starts[instance + 1]]
+
+    def assigned(self) -> Ints:
+        """[request] its instance."""
+        assigned = np.empty(len(self.order), dtype=np.int64)
+        assigned[self.order] = np.repeat(np.arange(len(self.fleet)), np.diff(self.starts))
+        return assigned
+
+
+def place(columns: Columns, fleet: Fleet, assigned: Ints, ranks: Ints | None = None) -> Placement:
+    """Requests on the instances `assigned` to them, admitted by ascending `ranks`: longest first where not given."""
+    if ranks is None:
+        order = columns.longest_first[np.argsort(assigned[columns.longest_first], kind="stable")]
+    else:
+        order = np.lexsort((ranks, assigned))
+    starts = np.concatenate(([0], np.cumsum(np.bincount(assigned, minlength=len(fleet)))))
+    return evaluate(columns, fleet, order, starts)
+
+
+def evaluate(columns: Columns, fleet: Fleet, order: Ints, starts: Ints) -> Placement:
+    at = np.repeat(np.arange(len(fleet)), np.diff(starts))
+    configuration = fleet.configuration[at]
+    work_s = np.bincount(at, weights=columns.work_s[configuration, order], minlength=len(fleet))
+    iterations = _iterations(columns, fleet, order, starts, at)
+    return Placement(
+        fleet,
+        order,
+        starts,
+        columns.alpha_s[fleet.configuration] * iterations + work_s,
+        np.bincount(at, weights=moves_s(columns, fleet, order, at), minlength=len(fleet)).astype(np.float64),
+        np.where(fleet.current >= 0, 0.0, columns.switch_s[fleet.configuration]),
+    )
+
+
+def moves_s(columns: Columns, fleet: Fleet, requests: Ints, at: Ints) -> Floats:
+    """[request] what bringing each to the instance `at` costs; 0 where it stays, and where it does not run."""
+    costs_s = np.zeros(len(requests))
+    moving = np.flatnonzero((columns.source[requests] >= 0) & (columns.source[requests] != fleet.current[at]))
+    if len(moving):
+        to = at[moving]
+        costs_s[moving] = columns.move_s(requests[moving], fleet.configuration[to], fleet.node[to])
+    return costs_s
+
+
+def _iterations(columns: Columns, fleet: Fleet, order: Ints, starts: Ints, at: Ints) -> Floats:
+    """[instance]; infinite where a request does not fit its instance."""
+    footprint, remaining = columns.footprint[order], columns.remaining[order]
+    counts = np.diff(starts)
+    iterations = np.zeros(len(fleet))
+    filled = np.flatnonzero(counts)
+    if not len(filled):
+        return iterations
+    iterations[filled] = np.maximum.reduceat(remaining, starts[filled])
+    held = np.bincount(at, weights=footprint, minlength=len(fleet))
+    capacity, slots = columns.capacity[fleet.configuration], columns.slots[fleet.configuration]
+    for instance in np.flatnonzero((counts > slots) | (held > capacity)).tolist():
+        part = slice(starts[instance], starts[instance + 1])
+        iterations[instance] = admit(
+            remaining[part].tolist(), footprint[part].tolist(), int(capacity[instance]), int(slots[instance])
+        )
+    return iterations
+
+
+def admit(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int) -> float:
+    """Iterations until the last ends, first come first served: a walk over admissions and completions."""
+    ends: list[tuple[int, int]] = []  # heap of (iteration at which it ends, footprint)
+    now, free, last = 0, capacity, 0
+    for left, room in zip(remaining, footprint, strict=True):
+        if room > capacity:
+            return float("inf")
+        while room > free or len(ends) >= slots:
+            now, freed = heappop(ends)
+            free += freed
+        heappush(ends, (now + left, room))
+        free -= room
+        last = max(last, now + left)
+    return float(last)

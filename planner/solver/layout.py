@@ -1,0 +1,51 @@
+"""Which GPUs each new instance takes: inside one node, or whole nodes; current instances that are kept stay."""
+
+from collections.abc import Iterable, Sequence
+
+from planner.model import GpuId
+from planner.solver.columns import Columns
+from planner.solver.evaluate import Fleet
+
+
+def lay_out(columns: Columns, kept: Iterable[int], new: Sequence[int]) -> Fleet | None:
+    """`kept` are current instances, `new` configurations. None where they do not fit; largest first, fullest node
+    first."""
+    problem = columns.problem
+    kept = sorted(kept)
+    per_node = problem.per_node
+    taken = {gpu for index in kept for gpu in problem.current[index].gpus}
+    nodes = -(-problem.gpus_count // per_node)
+    free: list[list[int]] = [
+        [gpu for gpu in range(node * per_node, min((node + 1) * per_node, problem.gpus_count)) if gpu not in taken]
+        for node in range(nodes)
+    ]
+    parts = [(int(columns.current_configuration[index]), index, problem.current[index].gpus) for index in kept]
+    rooms: list[list[int]] = [[] for _ in range(per_node + 1)]  # nodes by free GPUs; the lowest last
+    for node in reversed(range(nodes)):
+        rooms[len(free[node])].append(node)
+    placed: list[tuple[GpuId, ...] | None] = [None] * len(new)
+    for place in sorted(range(len(new)), key=lambda place: (-columns.gpus[new[place]], place)):
+        gpus = _take(free, rooms, int(columns.gpus[new[place]]), per_node)
+        if gpus is None:
+            return None
+        placed[place] = gpus
+    return Fleet.of(columns, parts + [(new[place], -1, gpus) for place, gpus in enumerate(placed) if gpus is not None])
+
+
+def _take(free: list[list[int]], rooms: list[list[int]], gpus: int, per_node: int) -> tuple[GpuId, ...] | None:
+    if gpus > per_node:
+        whole, rest = divmod(gpus, per_node)
+        if rest or len(rooms[per_node]) < whole:
+            return None
+        nodes = [rooms[per_node].pop() for _ in range(whole)]
+        taken = [gpu for node in nodes for gpu in free[node]]
+        for node in nodes:
+            free[node] = []
+        return tuple(GpuId(gpu) for gpu in sorted(taken))
+    for room in range(gpus, per_node + 1):
+        if rooms[room]:
+            node = rooms[room].pop()
+            mine, free[node] = free[node][:gpus], free[node][gpus:]
+            rooms[room - gpus].append(node)
+            return tuple(GpuId(gpu) for gpu in mine)
+    return None

@@ -85,6 +85,19 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishedLength:
+    """How long an output became. `censored`: its `max_tokens` cut it, so that it only tells of being at least so long."""
+
+    tokens: int
+    censored: bool = False
+    tag: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0:
+            raise ValueError(f"tokens must be >= 0, got {self.tokens}")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineView:
     """One engine, as its agent last saw it. `None` is unknown, never zero."""
 
@@ -114,6 +127,7 @@ class Snapshot:
     finished_output_tokens: tuple[int, ...] = ()  # this step's, in order of finishing
     requests_age_s: float | None = None  # of the oldest gateway report; None: no gateway yet
     step_started_s: float | None = None  # when the fleet last went from idle to busy
+    finished: tuple[FinishedLength, ...] = ()  # the same ones as `finished_output_tokens`, with all that is known
 
     @property
     def inputs_age_s(self) -> float | None:

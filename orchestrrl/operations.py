@@ -34,9 +34,12 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class RequestMove:
+    """`hold_s`: for so long the gateway keeps the request for a destination that is not in its routes yet."""
+
     request: RequestId
     from_engine: EngineId
     to_engine: EngineId
+    hold_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

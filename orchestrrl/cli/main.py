@@ -35,6 +35,7 @@ def _root(
 COMMANDS: dict[str, tuple[str, ...]] = {
     "demo": ("demo",),
     "bench": ("bench",),
+    "sim": ("sim",),
     "daemon": ("daemon", "check-config"),
     "gateway": ("gateway",),
     "agent": ("agent",),

@@ -1,24 +1,28 @@
 """How the simulated engine schedules: continuous batching as in vLLM, in virtual time. Pure; counts only, no tokens.
 
 A step decodes one token of every running sequence and takes
-`alpha_s + beta_s*sequences + gamma_s*kv_tokens + prefill_s_per_token*prefilled_tokens`, where kv_tokens is what is
-resident before the step. Admission is first come, first served, while a seat and KV blocks for the sequence's context
-are free; a running sequence that finds no free block preempts the one admitted last, which goes back to the head of
-the queue and is prefilled again. Between such events the batch only grows by one token each, so whole runs of equal
-steps are taken at once: the cost is per event, not per token.
+`base_s(sequences) + gamma_s*kv_tokens + prefill_s_per_token*prefilled_tokens`, where base_s is a curve or
+`alpha_s + beta_s*sequences` and kv_tokens is what is resident before the step. KV beyond `kv_capacity_tokens` may lie
+in CPU memory, at `spill_s_per_token` more per token and step. Admission is first come, first served, while a seat and
+KV blocks for the sequence's context are free; a running sequence that finds no free block preempts the one admitted
+last, which goes back to the head of the queue and is prefilled again. Between such events the batch only grows by one
+token each, so whole runs of equal steps are taken at once: the cost is per event, not per token.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from planner.model import RequestId
+
+if TYPE_CHECKING:  # numpy comes with it, which no engine's process needs
+    from planner.profile import Curve
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """Constants of one engine. Times in virtual seconds."""
+    """Constants of one engine. Times in virtual seconds; `base_s` over sequences stands in for alpha and beta."""
 
     alpha_s: float
     beta_s: float
@@ -27,13 +31,18 @@ class EngineShape:
     kv_capacity_tokens: int
     prefill_s_per_token: float = 0.0
     block_tokens: int = 16
+    base_s: "Curve | None" = None
+    spill_capacity_tokens: int = 0  # KV that CPU memory takes beyond the capacity
+    spill_s_per_token: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("alpha_s", "beta_s", "gamma_s", "prefill_s_per_token"):
+        for name in ("alpha_s", "beta_s", "gamma_s", "prefill_s_per_token", "spill_s_per_token"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        if not self.alpha_s > 0:
+        if not (self.alpha_s > 0 or self.base_s is not None):
             raise ValueError(f"alpha_s must be > 0, got {self.alpha_s}")
+        if self.spill_capacity_tokens < 0:
+            raise ValueError(f"spill_capacity_tokens must be >= 0, got {self.spill_capacity_tokens}")
         for name in ("max_num_seqs", "block_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
@@ -42,7 +51,22 @@ class EngineShape:
 
     @property
     def blocks(self) -> int:
-        return self.kv_capacity_tokens // self.block_tokens
+        return (self.kv_capacity_tokens + self.spill_capacity_tokens) // self.block_tokens
+
+    def steps_s(self, steps: int, sequences: int, kv_tokens: int) -> float:
+        """Seconds of `steps` decode steps of one batch that holds `kv_tokens`, each sequence gaining one per step."""
+        base_s = self.base_s.at(sequences) if self.base_s else self.alpha_s + self.beta_s * sequences
+        seconds = base_s * steps + self.gamma_s * (kv_tokens * steps + sequences * (steps * (steps - 1) // 2))
+        if self.spill_s_per_token:
+            seconds += self.spill_s_per_token * self._spilled_token_steps(steps, sequences, kv_tokens)
+        return seconds
+
+    def _spilled_token_steps(self, steps: int, sequences: int, kv_tokens: int) -> int:
+        """Tokens beyond the capacity, summed over the steps."""
+        over_tokens = kv_tokens - self.kv_capacity_tokens
+        within = 0 if over_tokens >= 0 else min(steps, -(over_tokens // sequences))  # steps without any spilled
+        left = steps - within
+        return left * (over_tokens + within * sequences) + sequences * (left * (left - 1) // 2)
 
 
 @dataclass(slots=True)
@@ -54,6 +78,7 @@ class Sequence:
     to_generate: int
     generated: int = 0
     blocks: int = 0
+    prefilled: bool = False  # its KV came with it: its first admission costs no prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +120,9 @@ class Scheduler:
     def kv_used_tokens(self) -> int:
         return (self.shape.blocks - self._free_blocks) * self.shape.block_tokens
 
-    def submit(self, at_s: float, request_id: RequestId, context_tokens: int, to_generate: int) -> None:
+    def submit(
+        self, at_s: float, request_id: RequestId, context_tokens: int, to_generate: int, prefilled: bool = False
+    ) -> None:
         """Queue a request that will generate `to_generate` more tokens. Raises ValueError if it can never fit."""
         if to_generate < 1 or context_tokens < 1:
             raise ValueError(f"context_tokens and to_generate must be >= 1, got {context_tokens}, {to_generate}")
@@ -103,7 +130,7 @@ class Scheduler:
             raise ValueError(f"{context_tokens + to_generate} tokens exceed the KV of {self.shape.kv_capacity_tokens}")
         if self.idle:
             self.now_s = max(self.now_s, at_s)
-        self.waiting.append(Sequence(request_id, context_tokens, to_generate))
+        self.waiting.append(Sequence(request_id, context_tokens, to_generate, prefilled=prefilled))
 
     def abort(self, request_ids: Iterable[RequestId]) -> list[Sequence]:
         """Drop these requests and free their blocks; those that were there are returned."""
@@ -180,17 +207,16 @@ class Scheduler:
             sequence = self.waiting.popleft()
             self._free_blocks -= needed
             sequence.blocks = needed
-            prefill_tokens += sequence.context_tokens
+            prefill_tokens += 0 if sequence.prefilled else sequence.context_tokens
+            sequence.prefilled = False  # once preempted, it is prefilled again
             self.running.append(sequence)
         return prefill_tokens
 
     def _steps_s(self, steps: int, prefill_tokens: int) -> float:
         """Seconds of `steps` decode steps of today's batch, each sequence gaining one resident token per step."""
-        shape, batch = self.shape, len(self.running)
         kv_tokens = sum(s.context_tokens for s in self.running)
-        grown = kv_tokens * steps + batch * (steps * (steps - 1) // 2)
-        per_step_s = shape.alpha_s + shape.beta_s * batch
-        return per_step_s * steps + shape.gamma_s * grown + shape.prefill_s_per_token * prefill_tokens
+        decode_s = self.shape.steps_s(steps, len(self.running), kv_tokens)
+        return decode_s + self.shape.prefill_s_per_token * prefill_tokens
 
     def _plan_steps(self, until_s: float, prefill_tokens: int) -> tuple[int, float]:
         """How many equal steps can be taken at once by `until_s`, and their seconds; with 0 steps, the seconds of the
@@ -258,6 +284,4 @@ class Scheduler:
 
 def decode_alone_s(shape: EngineShape, context_tokens: int, to_generate: int) -> float:
     """Seconds that one request takes on an otherwise empty engine, prefill included: no schedule can beat it."""
-    grown = context_tokens * to_generate + math.comb(to_generate, 2)
-    step_s = shape.alpha_s + shape.beta_s
-    return step_s * to_generate + shape.gamma_s * grown + shape.prefill_s_per_token * context_tokens
+    return shape.steps_s(to_generate, 1, context_tokens) + shape.prefill_s_per_token * context_tokens

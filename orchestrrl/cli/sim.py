@@ -1,0 +1,81 @@
+"""`orchestrrl sim`: try policies on simulated fleets, with the real control plane in the loop."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.errors import ProblemFaults
+
+Result = TypeVar("Result")
+
+Source = Annotated[
+    str, typer.Argument(metavar="[SCENARIO.yaml]", help="A scenario's file, or the name of a built-in one.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    sim = group(app, "sim", "Try policies on a simulated fleet; the control plane is the real one.")
+    sim.command(name="gen")(gen)
+
+
+def gen(
+    scenario: Source = "",
+    example: Annotated[bool, typer.Option("--example", help="Run the built-in quickstart scenario.")] = False,
+    arms: Annotated[str, typer.Option(help="Comma-separated arms. Default: the scenario's.")] = "",
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")] = "",
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Write pictures there.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Run generation steps of a scenario in virtual time: static baselines, and what OrchestrRL makes of them.
+
+    Arms: verl_to (best static TP), verl_lo (widest), partial_rollout, planning, balancing, both, mean_only (no
+    forecast), oracle (lengths known).
+
+    Example: `orchestrrl sim gen --example --plot out/sim`
+    """
+    # Imported here so that every other command starts without the numerics.
+    from orchestrrl.sim.report import COLUMNS, as_json, rows
+    from orchestrrl.sim.report import plot as draw
+    from orchestrrl.sim.run import chosen_arms, run_scenario
+    from orchestrrl.sim.scenario import EXAMPLE, load_scenario
+
+    with reporting_errors():
+        if bool(scenario) == example:
+            raise ProblemFaults([f"SCENARIO: give one, or --example, got {scenario!r} and --example {example}"])
+        loaded = load_scenario(scenario or EXAMPLE)
+        names = chosen_arms([part.strip() for part in arms.split(",") if part.strip()], loaded)
+        outcome = _with_progress(lambda report: run_scenario(loaded, names, _seeds(seeds) or loaded.seeds, report))
+        pictures = draw(outcome, plot) if plot else []
+    if json:
+        print_json(as_json(outcome))
+        return
+    print_table(f"{loaded.name}: medians over seeds", COLUMNS, rows(outcome), optional=("paper",))
+    sweep = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.static_makespan_s.items())
+    print_lines([f"static fleets, median makespan: {sweep}", *(f"wrote {path}" for path in pictures)])
+
+
+def _with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> Result:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bars.update(task, description=what, completed=done, total=total or None)
+
+        return work(report)
+
+
+def _seeds(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    faults = [
+        f"--seeds[{i}]: must be a whole number, got {part!r}" for i, part in enumerate(parts) if not part.isdecimal()
+    ]
+    if faults:
+        raise ProblemFaults(faults)
+    return [int(part) for part in parts]

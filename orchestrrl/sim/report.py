@@ -1,0 +1,130 @@
+"""What a run of scenarios came to: one JSON object, a table's rows, pictures."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from orchestrrl.sim.run import ArmRun, Outcome
+
+COLUMNS = (
+    "arm",
+    "begins with",
+    "makespan s",
+    "samples/s",
+    "vs verl_to",
+    "paper",
+    "idle",
+    "moves",
+    "switches",
+    "recomputed tokens",
+    "preemptions",
+    "plan error",
+)
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "scenario": outcome.scenario.name,
+        "seeds": [run.seed for run in outcome.arms[0].seeds],
+        "static_makespan_s": outcome.static_makespan_s,
+        "arms": {run.arm: _arm_json(outcome, run) for run in outcome.arms},
+    }
+
+
+def _arm_json(outcome: Outcome, run: ArmRun) -> dict[str, Any]:
+    return {
+        "begins_with": run.configuration,
+        "makespan_s": run.makespan_s,
+        "makespans_s": {str(seed.seed): seed.makespan_s for seed in run.seeds},
+        "samples_per_s": median(seed.samples_per_s for seed in run.seeds),
+        "gain_vs_verl_to": outcome.gain(run),
+        "paper_gain": outcome.scenario.paper.get(run.arm),
+        "idle_fraction": median(seed.idle_fraction for seed in run.seeds),
+        "moves": median(seed.moves for seed in run.seeds),
+        "switches": median(seed.switches for seed in run.seeds),
+        "tokens_recomputed": median(seed.tokens_recomputed for seed in run.seeds),
+        "preemptions": median(seed.preemptions for seed in run.seeds),
+        "plan_error": run.calibration_error,
+    }
+
+
+def rows(outcome: Outcome) -> Iterator[tuple[object, ...]]:
+    for run in outcome.arms:
+        fields = _arm_json(outcome, run)
+        yield (
+            run.arm,
+            run.configuration,
+            f"{run.makespan_s:.1f}",
+            f"{fields['samples_per_s']:.2f}",
+            _decimals(fields["gain_vs_verl_to"]),
+            _decimals(fields["paper_gain"]),
+            f"{fields['idle_fraction']:.0%}",
+            f"{fields['moves']:g}",
+            f"{fields['switches']:g}",
+            f"{fields['tokens_recomputed']:,.0f}",
+            f"{fields['preemptions']:g}",
+            None if fields["plan_error"] is None else f"{fields['plan_error']:.0%}",
+        )
+
+
+def _decimals(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f}"
+
+
+def plot(outcome: Outcome, folder: Path) -> list[Path]:
+    """Remaining requests over time, all arms in one picture; and for each arm how busy which GPU was. The first seed's
+    last step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for run in outcome.arms:
+        points = run.seeds[0].remaining
+        axes.step([at_s for at_s, _ in points], [left for _, left in points], where="post", label=run.arm)
+    axes.set(title=outcome.scenario.name, xlabel="seconds", ylabel="requests without an answer", yscale="symlog")
+    axes.legend()
+    paths = [folder / "remaining_requests.png"]
+    figure.savefig(paths[0], dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+    for run in outcome.arms:
+        paths.append(folder / f"busy_{run.arm}.png")
+        _plot_busy(run, outcome, paths[-1])
+    return paths
+
+
+def _plot_busy(run: ArmRun, outcome: Outcome, path: Path) -> None:
+    """GPUs upwards, time to the right; the darker, the more sequences an engine runs."""
+    from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
+
+    spans = run.seeds[0].spans
+    most = max((count for span in spans for _, count in span.running), default=1) or 1
+    end_s = max((span.ended_s for span in spans), default=1.0)
+    figure, axes = pyplot.subplots(figsize=(8, min(12.0, 1.5 + 0.2 * outcome.scenario.gpus)))
+    for span in spans:
+        points = [*span.running, (span.ended_s, 0)]
+        for (from_s, count), (to_s, _) in pairwise(points):
+            if count and to_s > from_s:
+                shade = 0.15 + 0.85 * (count / most) ** 0.5
+                axes.add_patch(
+                    Rectangle((from_s, span.first_gpu), to_s - from_s, span.gpus, color="tab:blue", alpha=shade, lw=0)
+                )
+        axes.add_patch(
+            Rectangle(
+                (span.started_s, span.first_gpu), span.ended_s - span.started_s, span.gpus, fill=False, lw=0.5, ec="0.4"
+            )
+        )
+    axes.set(
+        title=f"{run.arm}: engines on their GPUs, the darker the more sequences",
+        xlabel="seconds",
+        ylabel="GPU",
+        xlim=(0, end_s),
+        ylim=(0, outcome.scenario.gpus),
+    )
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)

@@ -1,0 +1,254 @@
+"""A simulated fleet under the real control plane: engines, agents, a gateway and a deployer on a virtual clock.
+
+Everything between them is what ships: ControlPlane, its state, journal, runner and loops, the planner, the balancer.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrrl.agent.health import Limits, Track, fold, judge
+from orchestrrl.clock import VirtualClock
+from orchestrrl.config import Config
+from orchestrrl.control_plane import ControlPlane
+from orchestrrl.daemon import run_loops
+from orchestrrl.deployers.base import Deployed
+from orchestrrl.deployers.simulated import SimulatedDeployer
+from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.journal import Journal
+from orchestrrl.nodes import Attachment
+from orchestrrl.reports import EngineReport, NodeHello, NodeKind
+from orchestrrl.sim.engines import EngineKind, Placement, VirtualEngine
+from orchestrrl.sim.gateway import CountedRecord, VirtualGateway
+from orchestrrl.sim.scenario import ControlSection, FaultSection
+from orchestrrl.sim.workload import SimRequest
+from planner.model import ConfigurationId, EngineId, NodeId, RequestId
+
+GATEWAY = NodeId("gateway")
+STREAM = 1
+# A step in which nothing happens for so long never ends.
+STUCK_AFTER_S = 3600.0
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One generation step as it went."""
+
+    started_s: float
+    requests: int
+    finish_s: list[float] = field(default_factory=list)  # of each answer, from the run's start
+    output_tokens: int = 0
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.finish_s) - self.started_s
+
+
+@dataclass(slots=True)
+class _Agent:
+    """What the agent of one engine remembers between two scrapes."""
+
+    node: NodeId
+    track: Track = field(default_factory=Track)
+
+
+class World:
+    """Build it, `async with` it, and run steps through it."""
+
+    def __init__(
+        self,
+        config: Config,
+        kinds: Mapping[ConfigurationId, EngineKind],
+        control: ControlSection,
+        per_node: int,
+        journal_path: Path,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.kinds = kinds
+        self.control = control
+        self.per_node = per_node
+        self.engines: dict[EngineId, VirtualEngine] = {}
+        self.past_engines: list[VirtualEngine] = []
+        self._by_url: dict[str, VirtualEngine] = {}
+        self._agents: dict[EngineId, _Agent] = {}
+        self._limits = Limits(rate_window_s=control.rate_window_s)
+        self._sequence = 0
+        self._crashed: set[EngineId] = set()
+        self.deployer = SimulatedDeployer(
+            self.clock,
+            {kind.id: kind.profile.switch_s for kind in kinds.values()},
+            self._engine_started,
+            self._engine_stopped,
+        )
+        self.gateway = VirtualGateway(GATEWAY, self.clock, self._engine_at, self._arrive, self._answered)
+        self.journal = Journal(journal_path, self.clock.now_s())
+        self.plane = ControlPlane(config, self.journal, self.clock)
+        self.steps: list[StepRecord] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def deploy(self, configuration: ConfigurationId, fleet: Sequence[Placement]) -> None:
+        """Engines that are there from the beginning."""
+        for placement in fleet:
+            self.deployer.place(placement.engine, configuration, placement.gpus)
+
+    def know(self, output_tokens: Mapping[RequestId, int]) -> None:
+        """Let the planner know how long every answer will be."""
+        self.plane.known_output_tokens = output_tokens
+
+    async def __aenter__(self) -> "World":
+        attachment = self.plane.attach(NodeHello(GATEWAY, NodeKind.GATEWAY, tuple(self.engines), "sim"))
+        self._tasks = [
+            asyncio.create_task(work)
+            for work in (self._pump(), self._obey(attachment), run_loops(self.plane, self.clock))
+        ]
+        await self.advance(2 * self.control.report_interval_s)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.plane.close(0.0)
+        await self.gateway.fleet.close()
+        self.journal.close()
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def advance(self, duration_s: float) -> None:
+        """Let time pass. A defect in what runs meanwhile is raised here."""
+        await self.clock.advance(duration_s)
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    def schedule(self, faults: Sequence[FaultSection]) -> None:
+        self._tasks += [asyncio.create_task(self._strike(fault)) for fault in faults]
+
+    async def run_step(
+        self,
+        requests: Sequence[SimRequest],
+        dealt_to: Sequence[EngineId] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> StepRecord:
+        """Submit the requests and let time pass until each has its answer."""
+        step = StepRecord(self.clock.now_s(), len(requests))
+        self.steps.append(step)
+        self.gateway.submit(requests, dealt_to)
+        last = (self.clock.now_s(), len(requests))
+        while self.gateway.records:
+            await self.advance(self.control.report_interval_s)
+            left = len(self.gateway.records)
+            progress(len(requests) - left, len(requests))
+            if left < last[1]:
+                last = (self.clock.now_s(), left)
+            elif self.clock.now_s() - last[0] > STUCK_AFTER_S:
+                raise Permanent(f"nothing finished for {STUCK_AFTER_S:g} s of simulated time; {left} requests are left")
+        # Agents and gateway tell of the end at their next word.
+        await self.advance(2 * self.control.report_interval_s)
+        return step
+
+    # --- the edges
+
+    def _engine_at(self, url: str) -> VirtualEngine:
+        return self._by_url[url]
+
+    def _engine_started(self, deployed: Deployed) -> None:
+        kind = self.kinds[deployed.configuration]
+        revived = self._by_url.get(deployed.url)
+        engine = VirtualEngine.start(deployed.engine, kind, deployed.gpus, deployed.url, self.clock.now_s())
+        if revived is not None:  # the gateway's client of that address stays, another process answers there
+            self.past_engines.append(revived.retired())
+            revived.restart(engine)
+            engine = revived
+        self.engines[deployed.engine] = self._by_url[deployed.url] = engine
+        node = NodeId(f"agent-{deployed.gpus[0] // self.per_node}")
+        self._agents[deployed.engine] = _Agent(node)
+        self._crashed.discard(deployed.engine)
+
+    def _engine_stopped(self, engine_id: EngineId) -> None:
+        engine, now_s = self.engines.pop(engine_id), self.clock.now_s()
+        self._catch_up(engine, now_s)
+        engine.stopped_s = now_s
+        self.past_engines.append(engine)
+        self.gateway.engine_died(engine)
+
+    def _arrive(self, record: CountedRecord, engine: VirtualEngine, source: VirtualEngine | None) -> None:
+        """A request reaches an engine with its tokens; what is resident nowhere is prefilled there."""
+        now_s = self.clock.now_s()
+        self._catch_up(engine, now_s)
+        engine.prompt_tokens_total += record.context_tokens
+        engine.scheduler.submit(now_s, record.id, record.context_tokens, record.left_tokens)
+
+    def _answered(self, record: CountedRecord) -> None:
+        assert record.finished_s is not None
+        self.steps[-1].finish_s.append(record.finished_s)
+        self.steps[-1].output_tokens += record.generated
+
+    def _catch_up(self, engine: VirtualEngine, now_s: float) -> None:
+        self.gateway.progressed(engine, engine.advance(now_s), now_s)
+
+    async def _pump(self) -> None:
+        """Agents and gateway speak at their intervals; engines make tokens up to then."""
+        next_scrape_s = next_report_s = self.clock.now_s()
+        while True:
+            now_s = self.clock.now_s()
+            for engine in self.engines.values():
+                self._catch_up(engine, now_s)
+            if now_s >= next_scrape_s:
+                next_scrape_s += self.control.scrape_interval_s
+                self._scrape(now_s)
+            if now_s >= next_report_s:
+                next_report_s += self.control.report_interval_s
+                ack = self.plane.gateway_reported(self.gateway.report(), STREAM)
+                self.gateway.ledger.acknowledge(ack.sequence)
+            await self.clock.sleep(min(next_scrape_s, next_report_s) - now_s)
+
+    def _scrape(self, now_s: float) -> None:
+        for engine_id, agent in self._agents.items():
+            engine = self.engines.get(engine_id)
+            if engine is None and engine_id not in self._crashed:
+                continue
+            answer = engine.reading() if engine else Retryable("connection refused", 1.0)
+            reading = judge(answer, 0.0, self._limits)
+            agent.track, sample = fold(agent.track, reading, now_s, self._limits)
+            told = engine is None or engine.capabilities_told
+            if engine is not None:
+                engine.capabilities_told = True
+            self._sequence += 1
+            self.plane.engine_reported(
+                EngineReport(
+                    agent.node,
+                    self._sequence,
+                    engine_id,
+                    _url(engine_id),
+                    reading.health,
+                    reading.detail,
+                    sample,
+                    None if told or engine is None else engine.features,
+                ),
+                STREAM,
+            )
+
+    async def _obey(self, attachment: Attachment) -> None:
+        """The gateway carries out what it is told."""
+        async for operation in attachment.orders():
+            self.plane.result_received(self.gateway.perform(operation))
+
+    async def _strike(self, fault: FaultSection) -> None:
+        await self.clock.sleep(fault.at_s - self.clock.now_s())
+        engine = self.engines.get(EngineId(fault.kill_engine))
+        if engine is None:
+            return
+        self._crashed.add(engine.id)
+        self.deployer.kill(engine.id)
+        if fault.back_after_s is not None:
+            await self.clock.sleep(fault.back_after_s)
+            with suppress(Permanent):  # its GPUs may serve another engine by now
+                self.deployer.place(engine.id, engine.kind.id, engine.gpus)
+
+
+def _url(engine: EngineId) -> str:
+    return f"http://{engine}.sim"

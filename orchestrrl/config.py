@@ -4,36 +4,28 @@
 """
 
 import ipaddress
-import math
-import re
-from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import urlsplit
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 
+from orchestrrl.documents import (
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    parse_yaml,
+    read_text,
+    require,
+)
 from orchestrrl.errors import ProblemFaults, faults_of, shorten
-from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Mode
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Knowledge, Mode
 
-_Number = TypeVar("_Number", int, float)
-
-
-def _require(condition: Callable[[Any], bool], wish: str) -> Callable[[_Number], _Number]:
-    def check(value: _Number) -> _Number:
-        if not math.isfinite(value) or not condition(value):
-            raise ValueError(f"must be {wish}")
-        return value
-
-    return check
-
-
-PositiveFloat = Annotated[float, AfterValidator(_require(lambda value: value > 0, "> 0"))]
-NonNegativeFloat = Annotated[float, AfterValidator(_require(lambda value: value >= 0, ">= 0"))]
-PositiveInt = Annotated[int, AfterValidator(_require(lambda value: value > 0, "> 0"))]
-NonNegativeInt = Annotated[int, AfterValidator(_require(lambda value: value >= 0, ">= 0"))]
-Name = Annotated[str, Field(min_length=1)]
+if TYPE_CHECKING:  # its curves bring numpy: loaded where a configuration names a profile, and nowhere else
+    from planner.profile import Profile
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -69,11 +61,7 @@ Address = Annotated[str, AfterValidator(_check_address)]
 Url = Annotated[str, AfterValidator(_check_url)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Listen(_Section):
+class Listen(Section):
     """Where the gRPC server listens. No authentication yet, so anything but loopback must be asked for."""
 
     # allow_remote stands first because the check of the address reads it.
@@ -89,17 +77,17 @@ class Listen(_Section):
         return address
 
 
-class JournalSettings(_Section):
+class JournalSettings(Section):
     path: Name = "orchestrrl-journal.sqlite"
     # The oldest entries beyond this are dropped; those of open operations and live overrides stay.
-    max_entries: Annotated[int, AfterValidator(_require(lambda value: value >= 1000, ">= 1000"))] = 1_000_000
+    max_entries: Annotated[int, AfterValidator(require(lambda value: value >= 1000, ">= 1000"))] = 1_000_000
 
 
-class MetricsSettings(_Section):
+class MetricsSettings(Section):
     address: Address = "127.0.0.1:9107"
 
 
-class FastSettings(_Section):
+class FastSettings(Section):
     """The fast loop: who is congested, and which requests move."""
 
     interval_s: PositiveFloat = 1.0
@@ -112,7 +100,7 @@ class FastSettings(_Section):
     stall_grace_s: NonNegativeFloat = 5.0
 
 
-class SlowSettings(_Section):
+class SlowSettings(Section):
     """The slow loop: which configuration the fleet should have."""
 
     interval_s: PositiveFloat = 30.0
@@ -121,14 +109,18 @@ class SlowSettings(_Section):
     bin_tokens: PositiveInt = 512
     max_output_tokens: PositiveInt = 32768
     stale_after_s: PositiveFloat = 10.0
+    scenarios: PositiveInt = 8  # samples of the lengths that plans are judged on
+    work_budget: PositiveInt | None = None  # bounds the solver's search; null: as much as it thinks fit
+    knowledge: Annotated[Knowledge, Field(strict=False)] = Knowledge.FORECAST  # of lengths; others serve comparisons
+    correct_predictions: bool = True  # by how earlier steps came out
 
 
-class Gpus(_Section):
+class Gpus(Section):
     count: PositiveInt
     per_node: PositiveInt = 8
 
 
-class ConfigurationSettings(_Section):
+class ConfigurationSettings(Section):
     """One way to run an engine, as in `orchestrrl plan solve`."""
 
     id: Name
@@ -145,7 +137,7 @@ class ConfigurationSettings(_Section):
         return Configuration(**{**self.model_dump(), "id": ConfigurationId(self.id)})
 
 
-class EngineSettings(_Section):
+class EngineSettings(Section):
     """What is known about an engine beforehand; agents and gateways may bring more engines."""
 
     id: Name
@@ -164,16 +156,27 @@ class EngineSettings(_Section):
         return tuple(GpuId(gpu) for gpu in self.gpus)
 
 
-class Fleet(_Section):
+class Fleet(Section):
     gpus: Gpus | None = None
-    configurations: tuple[ConfigurationSettings, ...] = Field(default=(), strict=False)
+    profile: Name | None = None  # path of a profile file, from the configuration's own folder
+    configurations: tuple[ConfigurationSettings, ...] = Field(default=(), strict=False)  # beside the profile's
     engines: tuple[EngineSettings, ...] = Field(default=(), strict=False)
+    _profile: "Profile | None" = None  # what the file said when the configuration was read
+
+    def profile_value(self) -> "Profile | None":
+        """The profile that `profile` names, with its curves."""
+        return self._profile
 
     def configuration_values(self) -> tuple[Configuration, ...]:
-        return tuple(configuration.value() for configuration in self.configurations)
+        """Those written out, then the profile's in their affine form."""
+        profiled = self._profile.configurations if self._profile is not None else ()
+        return (
+            *(configuration.value() for configuration in self.configurations),
+            *(engine.configuration() for engine in profiled),
+        )
 
 
-class SwitchSettings(_Section):
+class SwitchSettings(Section):
     """One optical circuit switch; `options` are its driver's."""
 
     id: Name
@@ -181,7 +184,7 @@ class SwitchSettings(_Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class Config(_Section):
+class Config(Section):
     mode: Annotated[Mode, Field(strict=False)] = Mode.ADVISE
     listen: Listen = Listen()
     journal: JournalSettings = JournalSettings()
@@ -194,20 +197,13 @@ class Config(_Section):
 
 def load_config(path: Path | str) -> Config:
     """The configuration in the file. Raises ProblemFaults with every fault."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise ProblemFaults([f"{path}: {reason}"]) from None
-    return parse_config(text)
+    return parse_config(read_text(path), Path(path).parent)
 
 
-def parse_config(text: str) -> Config:
-    """As load_config, from text. An empty document is the default configuration."""
-    try:
-        document = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ProblemFaults([f"(document): is not YAML: {' '.join(str(error).split())}"]) from None
+def parse_config(text: str, folder: Path = Path()) -> Config:
+    """As load_config, from text; files that it names are found from `folder`. An empty document is the default
+    configuration."""
+    document = parse_yaml(text)
     if document is None:
         document = {}
     if not isinstance(document, dict):
@@ -219,35 +215,31 @@ def parse_config(text: str) -> Config:
     except ValidationError as error:
         faults = faults_of(error)
     # Sections are checked against each other even when other sections are faulty, so nothing waits for a second run.
-    faults += _cross_faults(document)
+    profile, profile_faults = _read_profile(document.get("fleet"), folder)
+    faults += profile_faults
+    faults += _cross_faults(document, profile)
     if faults:
         raise ProblemFaults(faults)
+    config.fleet._profile = profile
     return config
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without two of its traps: of two equal keys it silently keeps the last, and `1e-8` is a string to it."""
+def _read_profile(fleet: Any, folder: Path) -> tuple["Profile | None", list[str]]:
+    """The profile that the section names, or what is wrong with it."""
+    path = fleet.get("profile") if isinstance(fleet, dict) else None
+    if not isinstance(path, str) or not path:
+        return None, []
+    from orchestrrl.profiles.store import read_profile
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    "while reading a mapping", node.start_mark, f"key {key!r} occurs twice", key_node.start_mark
-                )
-            if isinstance(key, Hashable):
-                seen.add(key)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
+    try:
+        return read_profile(folder / path), []
+    except ProblemFaults as error:
+        # A file that cannot be read names itself.
+        named = (fault if fault.startswith(str(folder / path)) else f"{path}: {fault}" for fault in error.faults)
+        return None, [f"fleet.profile: {fault}" for fault in named]
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def _cross_faults(document: dict[Any, Any]) -> list[str]:
+def _cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[str]:
     """Faults between entries: double ids, unknown configurations, GPUs that do not exist or serve two engines."""
     fleet = document.get("fleet")
     fleet = fleet if isinstance(fleet, dict) else {}
@@ -255,7 +247,12 @@ def _cross_faults(document: dict[Any, Any]) -> list[str]:
     faults = _double_ids("fleet.configurations", configurations)
     faults += _double_ids("fleet.engines", engines)
     faults += _double_ids("ocs", _entries(document, "ocs"))
-    known = sorted(str(entry["id"]) for _, entry in configurations if "id" in entry)
+    profiled = [str(engine.id) for engine in profile.configurations] if profile is not None else []
+    for index, entry in configurations:
+        if entry.get("id") in profiled:
+            path = f"fleet.configurations[{index}].id"
+            faults.append(f"{path}: is the id of a configuration of fleet.profile already, got {entry['id']!r}")
+    known = sorted({str(entry["id"]) for _, entry in configurations if "id" in entry}.union(profiled))
     for index, engine in engines:
         wanted = engine.get("configuration")
         if isinstance(wanted, str) and wanted not in known:
@@ -359,7 +356,7 @@ fast:
   operation_expiry_s: 10.0      # a move that a gateway has not begun by then is off
   stall_grace_s: 5.0            # after a step's start, before a decode rate of 0 counts as a stall
 
-# The slow loop proposes a configuration for the whole fleet.
+# The slow loop proposes which engines to have, and which requests each should decode.
 slow:
   interval_s: 30.0
   epsilon_s: 10.0               # gain that a proposal must bring beyond its cost
@@ -367,10 +364,15 @@ slow:
   bin_tokens: 512               # of the histogram of remaining lengths
   max_output_tokens: 32768      # where a request does not say
   stale_after_s: 10.0
+  scenarios: 8                  # samples of the lengths that plans are judged on
+  work_budget: null             # bounds the solver's search, deterministically; null: as it thinks fit
+  knowledge: forecast           # of lengths; mean: only the average; oracle: as a simulation tells them
+  correct_predictions: true     # by how earlier steps came out, by a factor of at most 2
 
 # What agents and gateways cannot tell. All of it is optional; there is none by default.
 fleet:
   gpus: {count: 8, per_node: 8}
+  profile: null                 # a file of `orchestrrl profile measure` or `import`: its configurations join these
   configurations:
     # One decode iteration over b sequences that hold K KV tokens takes alpha_s + beta_s*b + gamma_s*K.
     - {id: tp2, gpus: 2, alpha_s: 0.0184, beta_s: 0.000081, gamma_s: 4.1e-8, kv_capacity_tokens: 582885,

@@ -112,6 +112,63 @@ def test_a_missing_file_is_a_fault(tmp_path: Path) -> None:
         load_config(tmp_path / "absent.yaml")
 
 
+PROFILE = """
+model: m
+gpu: g
+engine: vllm
+configurations:
+  - id: tp2
+    parallelism: {tp: 2}
+    step_s: {sequences: [1, 1001], seconds: [0.02, 0.12], per_kv_token: 4e-8}
+    prefill_tokens_per_s: 18000
+    kv_capacity_tokens: 582885
+    max_sequences: 1024
+    switch_s: 1.7
+    provenance: {source: measured, date: 2026-01-31}
+"""
+
+
+class TestProfile:
+    def test_its_configurations_join_those_written_out(self, tmp_path: Path) -> None:
+        (tmp_path / "p.yaml").write_text(PROFILE)
+        (tmp_path / "c.yaml").write_text(
+            "fleet: {profile: p.yaml, gpus: {count: 2}, engines: [{id: a, url: 'http://x', configuration: tp2}]}"
+        )
+        fleet = load_config(tmp_path / "c.yaml").fleet
+        (configuration,) = fleet.configuration_values()
+        assert (configuration.id, configuration.gpus, configuration.gamma_s) == ("tp2", 2, 4e-8)
+        assert configuration.beta_s == pytest.approx(1e-4)
+        assert fleet.profile_value() is not None
+
+    def test_its_faults_and_double_ids_come_with_all_others(self, tmp_path: Path) -> None:
+        (tmp_path / "p.yaml").write_text(PROFILE)
+        (tmp_path / "bad.yaml").write_text(PROFILE.replace("1.7", "-1"))
+        with pytest.raises(ProblemFaults) as caught:
+            parse_config("fleet: {profile: p.yaml, configurations: [{id: tp2}]}", tmp_path)
+        assert caught.value.faults[-1] == (
+            "fleet.configurations[0].id: is the id of a configuration of fleet.profile already, got 'tp2'"
+        )
+        with pytest.raises(ProblemFaults) as caught:
+            parse_config("fleet: {profile: bad.yaml}\nslow: {interval_s: 0}", tmp_path)
+        assert caught.value.faults == [
+            "slow.interval_s: must be > 0, got 0",
+            "fleet.profile: bad.yaml: configurations[0].switch_s: must be >= 0, got -1",
+        ]
+
+    def test_a_missing_file_is_a_fault(self, tmp_path: Path) -> None:
+        with pytest.raises(ProblemFaults, match=r"^fleet\.profile: .*absent\.yaml: No such file"):
+            parse_config("fleet: {profile: absent.yaml}", tmp_path)
+
+    def test_a_changed_profile_is_taken_at_a_reload(self, tmp_path: Path) -> None:
+        (tmp_path / "p.yaml").write_text(PROFILE)
+        (tmp_path / "c.yaml").write_text("fleet: {profile: p.yaml}")
+        file = Reloadable.load(tmp_path / "c.yaml")
+        before = file.config
+        (tmp_path / "p.yaml").write_text(PROFILE.replace("1.7", "2.5"))
+        assert file.reload() != before
+        assert [c.switch_s for c in file.config.fleet.configuration_values()] == [2.5]
+
+
 class TestReload:
     def test_a_faulty_file_keeps_the_old_configuration(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"

@@ -1,0 +1,1 @@
+"""Profiles of engines: kept in files, measured, imported, re-fitted."""

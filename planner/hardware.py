@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 GB = 1e9
 TFLOPS = 1e12
+INTER_NODE_LATENCY_S = 10e-6  # of a collective over RDMA, beyond what it takes over NVLink
 
 
 @dataclass(frozen=True, slots=True)

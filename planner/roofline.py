@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.engine_constants import Constants, Numbers
-from planner.hardware import Gpu
+from planner.hardware import INTER_NODE_LATENCY_S, Gpu
 from planner.models import BF16_BITS, Model
 from planner.profile import Parallelism
 
@@ -51,6 +51,8 @@ class Work:
     kv_read_s_per_token: Numbers
     link_s: Numbers  # all-reduces of one token, at the link's peak rate
     exchange_s: Numbers  # all-to-all of one token to and from its experts
+    reduce_hop_s: Numbers  # more latency of an all-reduce that leaves the node
+    exchange_hop_s: Numbers  # of an all-to-all
     prefill_dense_s: Numbers  # each prompt token
     prefill_expert_s: Numbers
     prefill_attention_s: Numbers  # each prompt token and token before it
@@ -95,6 +97,8 @@ def work_of(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precisi
         kv_read_s_per_token=kv_bytes_per_gpu(model, tp, precision) / gpu.hbm_bytes_per_s,
         link_s=2.0 * model.layers * 2.0 * (tp - 1) / tp * model.hidden * ACTIVATION_BYTES / wire_bytes_per_s,
         exchange_s=remote * exchange_bytes / tp / link_bytes_per_s(gpu, gpus),
+        reduce_hop_s=hop_s(gpu, tp),
+        exchange_hop_s=hop_s(gpu, gpus),
         prefill_dense_s=2.0 * dense_params / tp / dense_flops_per_s,
         prefill_expert_s=expert_flops / tp / expert_flops_per_s,
         prefill_attention_s=2.0
@@ -110,6 +114,11 @@ def work_of(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precisi
 def link_bytes_per_s(gpu: Gpu, gpus: int) -> float:
     """One way and per GPU, among that many: NVLink inside a node, the network beyond."""
     return gpu.nvlink_bytes_per_s if gpus <= gpu.per_node else gpu.nic_bytes_per_s
+
+
+def hop_s(gpu: Gpu, gpus: int) -> float:
+    """What leaving the node adds to the latency of a collective among that many."""
+    return 0.0 if gpus <= gpu.per_node else INTER_NODE_LATENCY_S
 
 
 def full_attention_share(model: Model) -> float:
@@ -167,7 +176,8 @@ def prefill_s(work: Work, constants: Constants, prompt_tokens: Numbers) -> NDArr
     experts = work.prefill_expert_s * _imbalance(work, c) / c.moe_prefill_efficiency
     attention = work.prefill_attention_s * prompt_tokens
     multiply = (work.prefill_dense_s + experts + attention) / efficiency
-    return np.asarray(prompt_tokens * (multiply + work.link_s / c.link_efficiency) + c.prompt_s)
+    sent = (work.link_s + work.exchange_s) / c.link_efficiency
+    return np.asarray(prompt_tokens * (multiply + sent) + c.prompt_s)
 
 
 def _imbalance(work: Work, c: Constants) -> NDArray[np.float64]:
@@ -192,11 +202,11 @@ def _expert_flops_s(work: Work, c: Constants) -> NDArray[np.float64]:
 def _latencies_s(work: Work, c: Constants) -> NDArray[np.float64]:
     """Two all-reduces a layer among the GPUs of a replica, two all-to-alls among replicas: whatever the batch."""
     rounds = 2.0 * work.layers
-    reduce = np.where(np.greater(work.tp, 1), c.all_reduce_s + c.all_reduce_doubling_s * np.log2(work.tp), 0.0)
-    exchange = np.where(
-        np.greater(work.exchange_s, 0), c.all_reduce_s + c.all_reduce_doubling_s * np.log2(np.maximum(work.ep, 1)), 0.0
-    )
-    return np.asarray(rounds * (reduce + exchange))
+    reduce_s = c.all_reduce_s + c.all_reduce_doubling_s * np.log2(work.tp) + work.reduce_hop_s
+    exchange_s = c.all_reduce_s + c.all_reduce_doubling_s * np.log2(work.ep) + work.exchange_hop_s
+    reduce_s = np.where(np.greater(work.tp, 1), reduce_s, 0.0)
+    exchange_s = np.where(np.greater(work.exchange_s, 0), exchange_s, 0.0)
+    return np.asarray(rounds * (reduce_s + exchange_s))
 
 
 @dataclass(frozen=True, slots=True)

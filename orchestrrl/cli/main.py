@@ -45,6 +45,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "moves": ("moves",),
     "plan": ("plan",),
     "plan_solve": ("plan",),
+    "profile": ("profile",),
     "journal": ("journal",),
     "balance": ("balance",),
     "ocs": ("ocs",),

@@ -1,0 +1,105 @@
+"""`orchestrrl profile score` and `fit`: the cost model against measured deployments."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HELP = "What engines cost: measured, imported and predicted step times."
+
+MeasuredFile = Annotated[
+    Path, typer.Argument(metavar="CSV", help="Measured deployments, with the columns of AIConfigurator's silicon file.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    profile = group(app, "profile", HELP)
+    profile.command(name="score")(score)
+    profile.command(name="fit")(fit)
+
+
+def score(measured: MeasuredFile, json: JsonFlag = False) -> None:
+    """Compare predicted with measured time per output token, row by row and as ratios between TPs.
+
+    No model is scored with constants that were fitted on it. Rows that cannot be predicted are listed with the reason.
+
+    Example: `orchestrrl profile score silicon.csv --json`
+    """
+    # Imported here so that every other command starts without numpy.
+    from orchestrrl.profiles.score import report
+    from orchestrrl.profiles.score import score as scored_rows
+    from orchestrrl.profiles.silicon import read_silicon
+
+    with reporting_errors():
+        silicon = read_silicon(measured)
+        result = report(silicon, scored_rows(silicon))
+    if json:
+        print_json(result)
+        return
+    _show(result)
+
+
+def fit(
+    measured: MeasuredFile,
+    out: Annotated[Path, typer.Option(help="The module of constants to write.")] = Path("planner/fitted.py"),
+) -> None:
+    """Fit the engine constants of the roofline, once on all models and once without each, and write them.
+
+    Example: `orchestrrl profile fit silicon.csv --out planner/fitted.py`
+    """
+    from datetime import UTC, datetime
+
+    from orchestrrl.errors import ProblemFaults
+    from orchestrrl.profiles import roofline_fit
+    from orchestrrl.profiles.silicon import read_silicon
+
+    with reporting_errors():
+        deployments = read_silicon(measured).deployments
+        if not deployments:
+            raise ProblemFaults([f"(document): has no row that can be predicted, got {measured}"])
+        stderr.print(f"fitting {len(deployments)} deployments ...")
+        sets = roofline_fit.fit(deployments)
+        today = datetime.now(UTC).date()
+        try:
+            roofline_fit.write_fitted(out, sets, len(deployments), measured.name, today)
+        except OSError as error:
+            raise ProblemFaults([f"--out: cannot be written: {error.strerror}, got {out}"]) from error
+    print_lines([f"wrote {out}: {len(sets)} sets of constants"])
+
+
+def _show(result: dict[str, Any]) -> None:
+    columns = ("", "rows", "mean error", "median error", "pairs of TPs", "mean ratio error", "median ratio error")
+    kinds = [(kind, *_cells(errors)) for kind, errors in result["overall"].items() if errors["rows"]]
+    print_table(f"TPOT of {result['predicted']} of {result['rows']} rows", columns, kinds)
+    groups = [(f"{row['model']} {row['system']} {row['backend']}", *_cells(row)) for row in result["groups"]]
+    print_table("By model, system and backend", columns, groups)
+    print_table("Ratios of TPOT between two TPs", ("", "pairs", "mean error", "median error"), _ratio_rows(result))
+    print_lines(sorted({f"source: {row['source']}, {row['detail']}" for row in result["predictions"]}))
+    print_lines(f"not predicted: row {row['row']} ({row['model']}): {row['reason']}" for row in result["not_predicted"])
+
+
+def _cells(errors: dict[str, Any]) -> "Iterator[str | int | None]":
+    yield errors["rows"]
+    yield _percent(errors["error_mean"])
+    yield _percent(errors["error_median"])
+    yield errors["ratio"]["pairs"]
+    yield _percent(errors["ratio"]["error_mean"])
+    yield _percent(errors["ratio"]["error_median"])
+
+
+def _ratio_rows(result: dict[str, Any]) -> "Iterator[tuple[object, ...]]":
+    for kind in ("dense", "moe"):
+        for row in result["tp_ratios"][kind]:
+            narrow, wide = row["tp"]
+            errors = _percent(row["error_mean"]), _percent(row["error_median"])
+            yield f"{kind}, TP {narrow} to {wide}", row["pairs"], *errors
+
+
+def _percent(fraction: float | None) -> str | None:
+    return None if fraction is None else f"{100 * fraction:.1f} %"

@@ -92,6 +92,8 @@ class State:
 
     def __init__(self, facts: Iterable[EngineFacts] = (), forget_after_s: float = 60.0) -> None:
         self._facts = {fact.id: fact for fact in facts}
+        self._deployed: dict[EngineId, EngineFacts] = {}  # since the start, by us
+        self._removed: set[EngineId] = set()
         self._forget_after_s = forget_after_s
         self._engines: dict[EngineId, _EngineRecord] = {}
         self._gateways: dict[NodeId, _GatewayRecord] = {}
@@ -101,7 +103,21 @@ class State:
         self.totals = Totals()
 
     def set_facts(self, facts: Iterable[EngineFacts]) -> None:
-        self._facts = {fact.id: fact for fact in facts}
+        """What the configuration says, as far as no deployment has overtaken it."""
+        configured = {fact.id: fact for fact in facts if fact.id not in self._removed}
+        self._facts = {**configured, **self._deployed}
+
+    def add_engine(self, facts: EngineFacts) -> None:
+        """An engine that was deployed."""
+        self._removed.discard(facts.id)
+        self._deployed[facts.id] = self._facts[facts.id] = facts
+
+    def remove_engine(self, engine: EngineId) -> None:
+        """An engine that was stopped: it is none any more, unless an agent reports it well again."""
+        self._removed.add(engine)
+        self._deployed.pop(engine, None)
+        self._facts.pop(engine, None)
+        self._engines.pop(engine, None)
 
     def remember_engine(self, engine: EngineId, url: str, at_s: float) -> None:
         """An engine that an earlier daemon routed to, until its agent reports it again or it is forgotten."""
@@ -118,6 +134,10 @@ class State:
 
     def fold_engine(self, report: EngineReport, received_s: float, stream: int = 0) -> bool:
         """Take a report in, unless one at least as new is held. True: it was taken."""
+        if report.engine in self._removed:
+            if report.health is not EngineHealth.OK:
+                return False
+            self._removed.discard(report.engine)
         record = self._engines.setdefault(report.engine, _EngineRecord())
         if (stream, report.sequence) <= record.order:
             return False
@@ -249,7 +269,7 @@ class State:
         for record in self._live_gateways(now_s).values():
             known.update(record.engines)
             known.update(request.engine for request in record.in_flight if request.engine is not None)
-        return known
+        return known - self._removed
 
     def _requests(self, now_s: float) -> tuple[RequestView, ...]:
         newest: dict[RequestId, tuple[float, NodeId, RequestView]] = {}

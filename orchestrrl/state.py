@@ -16,6 +16,7 @@ from planner.model import (
     EngineHealth,
     EngineId,
     EngineView,
+    FinishedLength,
     GpuId,
     NodeId,
     RequestId,
@@ -31,6 +32,8 @@ FINISHED_REMEMBERED = 65536
 LENGTHS_REMEMBERED = 65536
 # Endings that say nothing about how long responses are.
 CUT_SHORT = frozenset({"abort", "error"})
+# The ending of an output that `max_tokens` cut: it only tells that it would have been longer.
+CENSORED = "length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class State:
         self._forget_after_s = forget_after_s
         self._engines: dict[EngineId, _EngineRecord] = {}
         self._gateways: dict[NodeId, _GatewayRecord] = {}
-        self._finished_output_tokens: deque[int] = deque(maxlen=LENGTHS_REMEMBERED)
+        self._finished: deque[FinishedLength] = deque(maxlen=LENGTHS_REMEMBERED)
         self.earlier_output_tokens: tuple[int, ...] = ()  # of the step before
         self.step: Step | None = None  # the current or the last one
         self.totals = Totals()
@@ -192,10 +195,16 @@ class State:
             now_s=now_s,
             engines=self.engines(now_s),
             requests=self._requests(now_s),
-            finished_output_tokens=tuple(self._finished_output_tokens),
+            finished_output_tokens=tuple(length.tokens for length in self._finished),
             requests_age_s=max(ages, default=None),
             step_started_s=self.step.started_s if stepping and self.step else None,
+            finished=self.finished,
         )
+
+    @property
+    def finished(self) -> tuple[FinishedLength, ...]:
+        """Lengths of the current step, or of the last one until the next begins, in order of finishing."""
+        return tuple(self._finished)
 
     def gateway_of(self, request: RequestId) -> NodeId | None:
         """The gateway that last reported the request in flight; with several, the newest report's."""
@@ -236,8 +245,8 @@ class State:
     def _start_step(self, at_s: float) -> None:
         if self.step is None or self.step.ended_s is not None:
             self.step = Step(at_s)
-            self.earlier_output_tokens = tuple(self._finished_output_tokens) or self.earlier_output_tokens
-            self._finished_output_tokens.clear()
+            self.earlier_output_tokens = tuple(length.tokens for length in self._finished) or self.earlier_output_tokens
+            self._finished.clear()
 
     def _busy(self, now_s: float) -> bool:
         """Gateways know; without any, what engines say must do."""
@@ -251,7 +260,8 @@ class State:
         for finished in fresh:
             record.finished[finished] = None
             if finished.finish_reason not in CUT_SHORT:
-                self._finished_output_tokens.append(finished.generated_tokens)
+                censored = finished.finish_reason == CENSORED
+                self._finished.append(FinishedLength(finished.generated_tokens, censored, finished.tag))
         while len(record.finished) > FINISHED_REMEMBERED:
             del record.finished[next(iter(record.finished))]
         self.totals = replace(self.totals, finished=self.totals.finished + len(fresh))

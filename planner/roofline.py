@@ -76,11 +76,11 @@ def work_of(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precisi
     dense_read_bytes = dense_params * precision.weight_bits / 8 + model.head_params * ACTIVATION_BYTES
     expert_bytes = model.layers * model.expert_params * precision.expert_bits / 8
     expert_flops = 2.0 * model.layers * model.experts_per_token * model.expert_params
-    wire_bytes_per_s = link_bytes_per_s(gpu, tp)
     exchange_bytes = 2.0 * model.layers * model.experts_per_token * model.hidden * ACTIVATION_BYTES
     remote = 0.0 if parallelism.dp == 1 or not model.moe else (gpus - tp) / gpus
     return Work(
-        sequences=sequences / parallelism.dp,
+        # The busiest replica has one, however few there are.
+        sequences=np.maximum(sequences / parallelism.dp, np.minimum(sequences, 1.0)),
         layers=float(model.layers),
         hidden=float(model.hidden),
         tp=float(tp),
@@ -95,7 +95,7 @@ def work_of(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precisi
         expert_read_s=expert_bytes / gpus / gpu.hbm_bytes_per_s,
         expert_flops_s=expert_flops / gpus / expert_flops_per_s,
         kv_read_s_per_token=kv_bytes_per_gpu(model, tp, precision) / gpu.hbm_bytes_per_s,
-        link_s=2.0 * model.layers * 2.0 * (tp - 1) / tp * model.hidden * ACTIVATION_BYTES / wire_bytes_per_s,
+        link_s=2.0 * model.layers * model.hidden * ACTIVATION_BYTES * all_reduce_s_per_byte(gpu, tp),
         exchange_s=remote * exchange_bytes / tp / link_bytes_per_s(gpu, gpus),
         reduce_hop_s=hop_s(gpu, tp),
         exchange_hop_s=hop_s(gpu, gpus),
@@ -114,6 +114,13 @@ def work_of(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precisi
 def link_bytes_per_s(gpu: Gpu, gpus: int) -> float:
     """One way and per GPU, among that many: NVLink inside a node, the network beyond."""
     return gpu.nvlink_bytes_per_s if gpus <= gpu.per_node else gpu.nic_bytes_per_s
+
+
+def all_reduce_s_per_byte(gpu: Gpu, gpus: int) -> float:
+    """At peak rates. Beyond a node in two levels: every NIC carries a share of what its node has summed up."""
+    inside, nodes = min(gpus, gpu.per_node), max(1.0, gpus / gpu.per_node)
+    across = 2.0 * (nodes - 1) / nodes / gpu.per_node / gpu.nic_bytes_per_s
+    return 2.0 * (inside - 1) / inside / gpu.nvlink_bytes_per_s + across
 
 
 def hop_s(gpu: Gpu, gpus: int) -> float:

@@ -65,9 +65,10 @@ def fit(
             raise ProblemFaults([f"(document): has no row that can be predicted, got {measured}"])
         stderr.print(f"fitting {len(deployments)} deployments ...")
         sets = roofline_fit.fit(deployments)
+        errors = roofline_fit.left_out_errors(deployments, sets)
         today = datetime.now(UTC).date()
         try:
-            roofline_fit.write_fitted(out, sets, len(deployments), measured.name, today)
+            roofline_fit.write_fitted(out, sets, errors, measured.name, today)
         except OSError as error:
             raise ProblemFaults([f"--out: cannot be written: {error.strerror}, got {out}"]) from error
     print_lines([f"wrote {out}: {len(sets)} sets of constants"])

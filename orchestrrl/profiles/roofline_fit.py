@@ -109,14 +109,28 @@ def _fitted(rows: Rows, used: NDArray[np.bool_], free: list[str], values: Mappin
     return named(least_squares(residuals, start, x_scale=0.3).x)
 
 
-def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], rows: int, source: str, today: date) -> None:
-    """As a Python module of literals, which the pure planner can import: `planner/fitted.py`."""
+def left_out_errors(deployments: Sequence[Deployment], sets: Mapping[str, Mapping[str, float]]) -> Floats:
+    """Relative error of every deployment [row], predicted by the set that was fitted without its model."""
+    rows = rows_of(deployments)
+    models = np.array(rows.models)
+    predicted = np.empty(len(models))
+    for left_out, values in sets.items():
+        if left_out != ALL_MODELS:
+            predicted[models == left_out] = predicted_s(rows, values)[models == left_out]
+    return np.asarray(np.abs(predicted / rows.measured_s - 1))
+
+
+def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Floats, source: str, today: date) -> None:
+    """As a Python module of literals, which the pure planner can import. `errors` are those of models left out [row]."""
     lines = [
         '"""Engine constants after fitting, by the model that was left out; "" is fitted on all. Written by',
         '`orchestrrl profile fit`, never by hand; what the names mean: engine_constants.py."""',
         "",
-        f"FITTED_ON = {today.isoformat()!r}".replace("'", '"'),
-        f"FITTED_TO = {f'{source}, {rows} deployments'!r}".replace("'", '"'),
+        f'FITTED_ON = "{today.isoformat()}"',
+        f'FITTED_TO = "{source}"',
+        f"LEFT_OUT_ROWS = {len(errors)}",
+        f"LEFT_OUT_ERROR_MEAN = {errors.mean():.4g}",
+        f"LEFT_OUT_ERROR_MAX = {errors.max():.4g}",
         "",
         "FITTED: dict[str, dict[str, float]] = {",
     ]

@@ -27,6 +27,7 @@ class Situation:
     mode: Mode
     moves_open: int = 0  # operations that move requests and have no result yet
     moves_ended_s: float | None = None  # when the last of them got its result
+    planning: bool = False  # the slow loop is about to decide
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,8 @@ def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: Situat
 
 def _judge(snapshot: Snapshot, settings: FastSettings, situation: Situation, balance: Balance) -> Verdict:
     """Of a snapshot of the usable engines. Codes, in the order in which they are looked for: nothing_to_do,
-    stale_telemetry, moves_open, awaiting_telemetry, within_theta | no_feasible_move, advise_only; to act: spread.
+    stale_telemetry, moves_open, awaiting_telemetry, planning, within_theta | no_feasible_move, advise_only; to act:
+    spread.
     """
     if not snapshot.requests:
         return Hold("nothing_to_do", "no requests are in flight")
@@ -144,4 +146,6 @@ def _unsettled(snapshot: Snapshot, situation: Situation) -> Hold | None:
     oldest_s = snapshot.now_s - (snapshot.inputs_age_s or 0.0)
     if situation.moves_ended_s is not None and oldest_s <= situation.moves_ended_s:
         return Hold("awaiting_telemetry", "not every engine and gateway has reported since the last moves")
+    if situation.planning:
+        return Hold("planning", "the slow loop is about to decide, on the fleet as it is")
     return None

@@ -7,7 +7,7 @@ observe -> state -> decide -> gate -> journal -> act -> observe. Time is the clo
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -15,20 +15,22 @@ from typing import Any
 from orchestrrl.balance import BalanceDecision, Situation, balance_problem, decide_balance
 from orchestrrl.clock import Clock
 from orchestrrl.config import Config
-from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.execute.moves import MovesOutcome, run_moves
 from orchestrrl.execute.runner import Runner
 from orchestrrl.execute.settle import Evidence
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.nodes import Attachment, NodeRegistry
 from orchestrrl.operations import MoveRequests, Operation, OperationResult, RequestMove, Route, SetRoutes
-from orchestrrl.plans import PlanBook
+from orchestrrl.plans import Deployment, DeploymentOutcome, PlanBook
 from orchestrrl.reports import EngineReport, GatewayReport, NodeHello, NodeKind, ReportAck
 from orchestrrl.state import EngineFacts, State, Step
-from planner.model import Act, EngineHealth, EngineId, EngineView, Mode, Plan, PlanId, RequestId, Snapshot
-from planner.plan import PlannerConfig, make_plan
+from planner.model import Act, EngineHealth, EngineId, EngineView, Hold, Mode, Plan, PlanId, RequestId, Snapshot
+from planner.plan import History, PlannerConfig, make_plan
 
 logger = logging.getLogger(__name__)
+
+QUIET_POLL_S = 0.25
 
 Offload = Callable[[Callable[[], Plan]], Awaitable[Plan]]
 
@@ -41,7 +43,15 @@ async def inline(work: Callable[[], Plan]) -> Plan:
 class ControlPlane:
     """One fleet under control. Construction recovers what the journal holds."""
 
-    def __init__(self, config: Config, journal: Journal, clock: Clock, offload: Offload = inline) -> None:
+    def __init__(
+        self,
+        config: Config,
+        journal: Journal,
+        clock: Clock,
+        offload: Offload = inline,
+        stopwatch: Callable[[], float] = perf_counter,
+    ) -> None:
+        """`stopwatch` tells how long decisions take; a simulation brings its own, so that its journal is the same."""
         self.config = config
         self.journal = journal
         self.clock = clock
@@ -51,13 +61,21 @@ class ControlPlane:
         self.plans = PlanBook(journal, clock)
         self.started_s = clock.now_s()
         self.balance: BalanceDecision | None = None
+        self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
+        self.known_output_tokens: Mapping[RequestId, int] | None = None  # told by a simulation, for an oracle's plans
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
+        self.draining: set[EngineId] = set()  # engines that are about to be stopped: gateways send them nothing new
+        self.step_began = asyncio.Event()  # set with each new step, for who waits for one
         self._offload = offload
+        self._stopwatch = stopwatch
+        self._began_step: Step | None = None
         self._ended_step: Step | None = None  # the last one whose end is written down
         self._moves_ended_s: float | None = None
         self._health: dict[EngineId, EngineHealth] = {}
         self._routed: tuple[tuple[object, ...], ...] = ()
         self._moving: set[asyncio.Task[MovesOutcome]] = set()
+        self._acting: set[asyncio.Task[None]] = set()  # plans that are being carried out
+        self._planning = False  # the slow loop waits for a quiet fleet, or decides
         self.mode = self._recovered_mode()
         self.plans.recover()
         self._recover_engines()
@@ -111,10 +129,11 @@ class ControlPlane:
 
     def fast_tick(self) -> BalanceDecision:
         """One turn of the fast loop."""
-        began = perf_counter()
+        began = self._stopwatch()
         snapshot = self.state.snapshot(self.clock.now_s())
         self.runner.settle(lambda node: Evidence(snapshot, self.state.heard_s(node)))
-        situation = Situation(self.mode, self.moves_open, self._moves_ended_s)
+        deploying = self.deployment is not None and self.deployment.busy
+        situation = Situation(self.mode, self.changes_open + deploying, self._moves_ended_s, self._planning)
         decision = decide_balance(snapshot, self.config.fast, situation)
         before, self.balance = self.balance, decision
         acts = isinstance(decision.verdict, Act)
@@ -125,27 +144,52 @@ class ControlPlane:
             self._moving.add(task)
             task.add_done_callback(self._moved)
         self.send_routes(snapshot.engines)
-        self.fast_tick_s = perf_counter() - began
+        self.fast_tick_s = self._stopwatch() - began
         return decision
 
     async def slow_tick(self) -> Plan:
-        """One turn of the slow loop. A plan made while nothing is in flight is kept only when its verdict is new."""
-        began = perf_counter()
+        """One turn of the slow loop, and the beginning of what its plan wants done. A plan made while nothing is in
+        flight is kept only when its verdict is new."""
+        self._planning = self.mode is Mode.ACT
+        try:
+            plan, snapshot = await self._plan()
+        finally:
+            self._planning = False
+        if isinstance(plan.verdict, Act):
+            task = asyncio.create_task(self._act_on(plan, snapshot))
+            self._acting.add(task)
+            task.add_done_callback(self._acted)
+        return plan
+
+    async def _plan(self) -> tuple[Plan, Snapshot]:
+        if self._planning:
+            await self._quiet()
+        began = self._stopwatch()
         snapshot = self.state.snapshot(self.clock.now_s())
         plan_id = PlanId(f"p{self.journal.generation}-{int(snapshot.now_s * 1000) % 10**9:09d}")
-        settings, control, mode = planner_config(self.config, snapshot), self.plans.control, self.mode
-        earlier = self.state.earlier_output_tokens
+        settings = planner_config(self.config, snapshot, can_deploy=self.deployment is not None)
+        control, mode, history = self.plans.control, self.mode, self._history(snapshot)
 
         def decide() -> Plan:
-            return make_plan(plan_id, snapshot, settings, mode=mode, control=control, earlier_output_tokens=earlier)
+            return make_plan(plan_id, snapshot, settings, mode=mode, control=control, history=history)
 
         plan = await self._offload(decide)
-        self.slow_tick_s = perf_counter() - began
+        self.slow_tick_s = self._stopwatch() - began
         plan = replace(plan, solve_s=self.slow_tick_s)
         latest = self.plans.latest
         if snapshot.requests or latest is None or latest.verdict.code != plan.verdict.code:
             self.plans.add(plan, _digest(snapshot))
-        return plan
+        return plan, snapshot
+
+    async def _quiet(self) -> None:
+        """Let moves of the fast loop end, and their effect be reported. It moves something most of the time: a plan
+        that waited for it to have nothing to do would never come."""
+        until_s = self.clock.now_s() + self.config.fast.operation_expiry_s
+        while self.clock.now_s() < until_s:
+            hold = self._underway(self.state.snapshot(self.clock.now_s()))
+            if hold is None or hold.code == "deployment_open":
+                return
+            await self.clock.sleep(QUIET_POLL_S)
 
     async def move(self, request: RequestId, to_engine: EngineId) -> MovesOutcome:
         """An operator's own move. Raises ProblemFaults for what does not exist, Permanent for what must not move."""
@@ -203,9 +247,10 @@ class ControlPlane:
     async def close(self, drain_s: float) -> None:
         """Let results that are on their way come in; what stays open is the next generation's to settle."""
         left = await self.runner.drain(drain_s)
-        for task in self._moving:
+        tasks = [*self._moving, *self._acting]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._moving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self.nodes.end_all()
         self.plans.close()
         self._note(Kind.DAEMON_STOPPED, "", {"open_operations": left})
@@ -215,7 +260,52 @@ class ControlPlane:
         """Operations that move requests and have no result yet."""
         return sum(isinstance(opened.operation.action, MoveRequests) for opened in self.runner.open)
 
+    @property
+    def changes_open(self) -> int:
+        """The same, those included that are about to be sent."""
+        return max(self.moves_open, len(self._moving) + len(self._acting))
+
     # --- inside
+
+    def _history(self, snapshot: Snapshot) -> History:
+        return History(
+            earlier_output_tokens=self.state.earlier_output_tokens,
+            last_switch_s=self.plans.last_switch_s,
+            underway=self._underway(snapshot),
+            correction=self.plans.calibration.correction if self.config.slow.correct_predictions else 1.0,
+            known_output_tokens=self.known_output_tokens,
+        )
+
+    def _underway(self, snapshot: Snapshot) -> Hold | None:
+        """What changes the fleet already: first let it end, then look again."""
+        if self.deployment is not None and self.deployment.busy:
+            return Hold("deployment_open", "engines are being changed")
+        if self.changes_open:
+            return Hold("moves_open", f"{self.changes_open} earlier operations have no result yet")
+        oldest_s = snapshot.now_s - (snapshot.inputs_age_s or 0.0)
+        if self._moves_ended_s is not None and oldest_s <= self._moves_ended_s:
+            return Hold("awaiting_telemetry", "not every engine and gateway has reported since the last moves")
+        return None
+
+    async def _act_on(self, plan: Plan, snapshot: Snapshot) -> None:
+        """Carry a plan out, and write down what became of it."""
+        if plan.decision == "rebalance":
+            moved = await self._move([RequestMove(move.request, move.source, move.destination) for move in plan.moves])
+            done = sum(item.done for item in moved.items)
+            self.plans.acted(plan.id, done > 0, f"{done} of {len(moved.items)} requests moved")
+            return
+        assert self.deployment is not None, "the gate lets nothing through that nobody can carry out"
+        try:
+            outcome = await self.deployment.carry_out(plan, snapshot)
+        except OrchestrRLError as error:
+            outcome = DeploymentOutcome(False, str(error), self.clock.now_s())
+        self.plans.deployment_ended(plan.id, outcome)
+        self.plans.acted(plan.id, outcome.done, outcome.detail)
+
+    def _acted(self, task: asyncio.Task[None]) -> None:
+        self._acting.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a plan was not carried out: %s", task.exception())
 
     async def _move(self, moves: Sequence[RequestMove]) -> MovesOutcome:
         return await run_moves(self.runner, moves, self.state.gateway_of, self.config.fast.operation_expiry_s)
@@ -239,6 +329,7 @@ class ControlPlane:
             kv_capacity_tokens=engine.kv_capacity_tokens,
             kv_free_tokens=engine.kv_free_tokens,
             max_sequences=engine.max_sequences,
+            draining=engine.id in self.draining,
         )
 
     def _recovered_mode(self) -> Mode:
@@ -259,6 +350,9 @@ class ControlPlane:
 
     def _note_step_end(self) -> None:
         step = self.state.step
+        if step is not None and step.ended_s is None and step is not self._began_step:
+            self._began_step = step
+            self.step_began.set()
         if step is None or step.ended_s is None or step is self._ended_step:
             return
         self._ended_step = step
@@ -304,7 +398,7 @@ def engine_facts(config: Config) -> list[EngineFacts]:
     return facts
 
 
-def planner_config(config: Config, snapshot: Snapshot) -> PlannerConfig:
+def planner_config(config: Config, snapshot: Snapshot, *, can_deploy: bool) -> PlannerConfig:
     """What the planner may choose from. Without fleet.gpus, the GPUs are those that the engines have."""
     configurations = config.fleet.configuration_values()
     needed = {configuration.id: configuration.gpus for configuration in configurations}
@@ -319,6 +413,11 @@ def planner_config(config: Config, snapshot: Snapshot) -> PlannerConfig:
         stale_after_s=slow.stale_after_s,
         bin_tokens=slow.bin_tokens,
         max_output_tokens=slow.max_output_tokens,
+        max_moves_per_request=config.fast.max_moves_per_request,
+        scenarios=slow.scenarios,
+        work_budget=slow.work_budget,
+        knowledge=slow.knowledge,
+        can_deploy=can_deploy,
     )
 
 

@@ -3,7 +3,7 @@
 One process writes (a lock file beside the journal sees to it), any number read meanwhile. An entry is on disk for good
 once `append` returns, as far as a killed process goes; a power cut may take the last few, never a generation. The
 oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations, and the latest control,
-mode and routes.
+calibration, change of the deployment, mode and routes.
 """
 
 import asyncio
@@ -38,8 +38,14 @@ class Kind(StrEnum):
     ENGINE_HEALTH = "engine.health"
     STEP_ENDED = "step.ended"
     PLAN = "plan"
+    PLAN_ACTED = "plan.acted"
     PLAN_ACTUAL = "plan.actual"
+    PLAN_CALIBRATION = "plan.calibration"
     PLAN_CONTROL = "plan.control"
+    DEPLOYMENT_BEGAN = "deployment.began"
+    DEPLOYMENT_ENDED = "deployment.ended"
+    ENGINE_STARTED = "engine.started"
+    ENGINE_STOPPED = "engine.stopped"
     BALANCE = "balance"
     ROUTES = "routes"
     OPERATION_INTENT = "operation.intent"
@@ -86,7 +92,13 @@ def _open(intent: Kind) -> str:
 ))"""
 
 
-_RECOVERED_FROM_LATEST = (Kind.PLAN_CONTROL, Kind.MODE, Kind.ROUTES)
+_RECOVERED_FROM_LATEST = (
+    Kind.PLAN_CONTROL,
+    Kind.PLAN_CALIBRATION,
+    Kind.DEPLOYMENT_ENDED,
+    Kind.MODE,
+    Kind.ROUTES,
+)
 
 
 class JournalReader:

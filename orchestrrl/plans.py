@@ -4,22 +4,27 @@ Plans and controls are journalled as they come and come back from the journal af
 """
 
 import asyncio
+import logging
 import math
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.state import Step
+from planner.calibration import Calibration
 from planner.gate import FREE, Control, ControlState
-from planner.model import Act, ConfigurationId, Hold, Plan, PlanId
+from planner.model import Act, ConfigurationId, Hold, Plan, PlanId, Snapshot
+
+logger = logging.getLogger(__name__)
 
 _PLAN = TypeAdapter(Plan)
 _CONTROL = TypeAdapter(Control)
+_CALIBRATION = TypeAdapter(Calibration)
 
 # Plans kept in memory; the journal has the older ones.
 REMEMBERED = 256
@@ -33,28 +38,63 @@ class PlanEvent:
     control: Control
 
 
+@dataclass(frozen=True, slots=True)
+class DeploymentOutcome:
+    """What became of a change of the deployment."""
+
+    done: bool
+    detail: str
+    ended_s: float
+
+
+class Deployment(Protocol):
+    """Whoever can stop and start engines."""
+
+    @property
+    def busy(self) -> bool:
+        """A change is under way."""
+
+    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
+        """Bring the fleet to `plan.instances`, requests included. Raises OrchestrRLError."""
+
+
 class PlanBook:
-    """Every recent plan, newest last, and the operator's word in force."""
+    """Every recent plan, newest last, how they came out, and the operator's word in force."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
         self._clock = clock
         self._plans: dict[PlanId, Plan] = {}
         self._control = FREE
+        self.calibration = Calibration()
+        self.last_switch_s: float | None = None  # when the deployment last changed
         self._watchers: set[asyncio.Queue[PlanEvent | None]] = set()
 
     def recover(self) -> None:
         """What earlier generations left: the latest plans with their outcomes, and the operator's word."""
         for entry in self._journal.tail(REMEMBERED, (Kind.PLAN,)):
             plan = _plan_from(entry.body)
+            if plan is None:
+                logger.warning("plan %s is left out: another version wrote it", entry.subject)
+                continue
             self._plans[plan.id] = plan
+        for entry in self._journal.tail(REMEMBERED, (Kind.PLAN_ACTED,)):
+            held = self._plans.get(PlanId(entry.subject))
+            if held is not None:
+                done, detail = bool(entry.body.get("done")), str(entry.body.get("detail", ""))
+                self._plans[held.id] = replace(held, acted=done, acted_detail=detail)
         for entry in self._journal.tail(REMEMBERED, (Kind.PLAN_ACTUAL,)):
             held = self._plans.get(PlanId(entry.subject))
             if held is not None:
-                self._plans[held.id] = replace(held, actual_makespan_s=entry.body["actual_makespan_s"])
+                self._plans[held.id] = replace(held, actual_makespan_s=entry.body.get("actual_makespan_s"))
         latest = self._journal.latest(Kind.PLAN_CONTROL)
         if latest is not None:
             self._control = _CONTROL.validate_python(latest.body)
+        calibration = self._journal.latest(Kind.PLAN_CALIBRATION)
+        if calibration is not None:
+            self.calibration = _CALIBRATION.validate_python(calibration.body)
+        switched = self._journal.latest(Kind.DEPLOYMENT_ENDED)
+        self.last_switch_s = switched.body["ended_s"] if switched is not None else None
 
     @property
     def control(self) -> Control:
@@ -82,16 +122,47 @@ class PlanBook:
             del self._plans[old]
         self._tell(plan)
 
+    def acted(self, plan: PlanId, done: bool, detail: str) -> None:
+        """The plan was carried out, as far as `detail` says; `done` False: nothing came of it."""
+        self._journal.append(self._clock.now_s(), Kind.PLAN_ACTED, plan, {"done": done, "detail": detail})
+        if plan in self._plans:
+            self._plans[plan] = replace(self._plans[plan], acted=done, acted_detail=detail)
+            self._tell(self._plans[plan])
+
+    def deployment_ended(self, plan: PlanId, outcome: DeploymentOutcome) -> None:
+        """Engines were changed, or it was tried: both begin the cooldown."""
+        body = {"done": outcome.done, "detail": outcome.detail, "ended_s": outcome.ended_s}
+        self._journal.append(self._clock.now_s(), Kind.DEPLOYMENT_ENDED, plan, body)
+        self.last_switch_s = outcome.ended_s
+
     def step_ended(self, step: Step) -> None:
         """Fill in what really happened: seconds from each of the step's plans to the step's end."""
         assert step.ended_s is not None
-        for plan in list(self._plans.values()):
-            if plan.actual_makespan_s is None and step.started_s <= plan.created_s <= step.ended_s:
-                actual_s = step.ended_s - plan.created_s
-                body = {"actual_makespan_s": actual_s, "predicted_makespan_s": plan.current_makespan_s}
-                self._journal.append(step.ended_s, Kind.PLAN_ACTUAL, plan.id, body)
-                self._plans[plan.id] = replace(plan, actual_makespan_s=actual_s)
-                self._tell(self._plans[plan.id])
+        of_step = [
+            plan
+            for plan in self._plans.values()
+            if plan.actual_makespan_s is None and step.started_s <= plan.created_s <= step.ended_s
+        ]
+        for plan in of_step:
+            actual_s = step.ended_s - plan.created_s
+            body = {"actual_makespan_s": actual_s, "predicted_makespan_s": plan.predicted_s}
+            self._journal.append(step.ended_s, Kind.PLAN_ACTUAL, plan.id, body)
+            self._plans[plan.id] = replace(plan, actual_makespan_s=actual_s)
+            self._tell(self._plans[plan.id])
+        self._calibrate(step.ended_s, of_step)
+
+    def _calibrate(self, ended_s: float, plans: Sequence[Plan]) -> None:
+        """What a plan foresaw holds until the next one is acted on, so those before that are not counted."""
+        last_act = max((place for place, plan in enumerate(plans) if plan.acted), default=0)
+        outcomes = [
+            (plan.predicted_s / plan.correction, ended_s - plan.created_s)
+            for plan in plans[last_act:]
+            if plan.predicted_s is not None
+        ]
+        after = self.calibration.after(outcomes)
+        if after != self.calibration:
+            self.calibration = after
+            self._journal.append(ended_s, Kind.PLAN_CALIBRATION, "", _CALIBRATION.dump_python(after, mode="json"))
 
     def override(
         self, configuration: ConfigurationId, known: Collection[ConfigurationId], reason: str, ttl_s: float
@@ -151,9 +222,13 @@ def _body_of(plan: Plan) -> dict[str, Any]:
     return {**_PLAN.dump_python(plan, mode="json"), "acts": isinstance(plan.verdict, Act)}
 
 
-def _plan_from(body: Mapping[str, Any]) -> Plan:
-    plan = _PLAN.validate_python(body)
-    verdict = Act if body["acts"] else Hold
+def _plan_from(body: Mapping[str, Any]) -> Plan | None:
+    """None for what another version wrote and this one cannot read."""
+    try:
+        plan = _PLAN.validate_python(body)
+    except (ValidationError, TypeError, ValueError):
+        return None
+    verdict = Act if body.get("acts", False) else Hold
     return replace(plan, verdict=verdict(plan.verdict.code, plan.verdict.detail))
 
 

@@ -37,24 +37,32 @@ FREE = Control()
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the gate looks at. `makespan_s` leaves the switch out; `switch_cost_s` is beside it."""
+    """What the gate looks at."""
 
     now_s: float
-    current: ConfigurationId | None  # None: no fleet, or one of unknown or mixed configurations
-    proposed: ConfigurationId | None  # None: nothing feasible
+    decision: str  # reconfigure: engines change; rebalance: only requests move; keep
+    current: str  # the fleet as it is, in words; empty: none, or one that is not known
+    proposed: str | None  # the fleet that is wanted, in words; None: nothing feasible
     current_makespan_s: float | None  # None: unknown, so that no gain can be shown
-    makespan_s: float | None
-    switch_cost_s: float
+    makespan_s: float | None  # without the cost
+    cost_s: float  # switching and moving
     requests: int
     inputs_age_s: float | None  # of the oldest input; None: something was never reported
     last_switch_s: float | None = None
+    moves: int = 0
+    underway: Hold | None = None  # what earlier plans or the fast loop have not ended yet
+    blocked: Hold | None = None  # why the deployment could not be changed, whoever wanted it
 
     @property
     def gain_s(self) -> float | None:
-        """Seconds by which the step ends sooner, the switch paid for."""
+        """Seconds by which the step ends sooner, the cost paid for."""
         if self.current_makespan_s is None or self.makespan_s is None:
             return None
-        return self.current_makespan_s - self.makespan_s - self.switch_cost_s
+        return self.current_makespan_s - self.makespan_s - self.cost_s
+
+    @property
+    def reconfigures(self) -> bool:
+        return self.decision == "reconfigure"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +77,17 @@ class Limits:
 def judge(proposal: Proposal, limits: Limits, mode: Mode, control: Control) -> Verdict:
     """Act only when new + cost < current - epsilon, on fresh inputs, outside cooldown, as mode and operator allow.
 
-    Codes, in the order in which they are looked for: nothing_to_do, stale_telemetry, pinned, infeasible,
-    already_deployed, no_baseline, gain_too_small, cooldown, advise_only; to act: gain, overridden. An override skips
-    what weighs gain (no_baseline, gain_too_small, cooldown), never what protects the fleet.
+    Codes, in the order in which they are looked for: nothing_to_do, stale_telemetry, what is underway, pinned,
+    infeasible, already_deployed, no_baseline, gain_too_small, cooldown, what blocks a change of the deployment,
+    advise_only; to act: gain, overridden. Only a reconfiguration is pinned, cooled down or blocked: moving requests
+    leaves the deployment as it is. An override skips what weighs gain (no_baseline, gain_too_small, cooldown), never
+    what protects the fleet.
     """
     control = control.at(proposal.now_s)
-    overridden = control.state is ControlState.OVERRIDDEN
-    hold = _blocked(proposal, limits, control) or (None if overridden else _too_weak(proposal, limits))
+    overridden = control.state is ControlState.OVERRIDDEN and proposal.reconfigures
+    hold = _ruled_out(proposal, limits, control) or (None if overridden else _too_weak(proposal, limits))
+    if hold is None and proposal.reconfigures and proposal.blocked is not None:
+        hold = Hold(proposal.blocked.code, f"{proposal.blocked.detail}; {_case(proposal, overridden, control)}")
     if hold is not None:
         return hold
     if mode is Mode.ADVISE:
@@ -83,7 +95,7 @@ def judge(proposal: Proposal, limits: Limits, mode: Mode, control: Control) -> V
     return Act("overridden" if overridden else "gain", _case(proposal, overridden, control))
 
 
-def _blocked(proposal: Proposal, limits: Limits, control: Control) -> Hold | None:
+def _ruled_out(proposal: Proposal, limits: Limits, control: Control) -> Hold | None:
     if not proposal.requests:
         return Hold("nothing_to_do", "no requests are in flight")
     if proposal.inputs_age_s is None:
@@ -93,12 +105,16 @@ def _blocked(proposal: Proposal, limits: Limits, control: Control) -> Hold | Non
             "stale_telemetry",
             f"the oldest input is {proposal.inputs_age_s:.1f} s old, limit {limits.stale_after_s:g} s",
         )
-    if control.state is ControlState.PINNED:
+    if proposal.underway is not None:
+        return proposal.underway
+    if control.state is ControlState.PINNED and proposal.decision != "rebalance":
         return Hold("pinned", f"pinned by the operator{_because(control)}")
     if proposal.proposed is None:
         return Hold("infeasible", "no configuration can serve the requests on these GPUs")
-    if proposal.proposed == proposal.current:
-        return Hold("already_deployed", f"{proposal.current} is deployed and nothing considered is faster")
+    if proposal.decision == "keep":
+        return Hold(
+            "already_deployed", f"{proposal.current or 'no fleet'} is deployed and nothing considered is faster"
+        )
     return None
 
 
@@ -109,22 +125,26 @@ def _too_weak(proposal: Proposal, limits: Limits) -> Hold | None:
     if not gain_s > limits.epsilon_s:
         return Hold(
             "gain_too_small",
-            f"{proposal.proposed} would end the step {_sooner(gain_s)}, the switch paid for; "
+            f"{_change(proposal)} would end the step {_sooner(gain_s)}, its cost paid for; "
             f"epsilon is {limits.epsilon_s:g} s",
         )
-    if proposal.last_switch_s is not None and proposal.now_s - proposal.last_switch_s < limits.cooldown_s:
-        since_s = proposal.now_s - proposal.last_switch_s
+    since_s = None if proposal.last_switch_s is None else proposal.now_s - proposal.last_switch_s
+    if proposal.reconfigures and since_s is not None and since_s < limits.cooldown_s:
         return Hold("cooldown", f"the last switch was {since_s:.1f} s ago, cooldown is {limits.cooldown_s:g} s")
     return None
 
 
 def _case(proposal: Proposal, overridden: bool, control: Control) -> str:
     if overridden:
-        return f"{proposal.proposed} instead of {proposal.current} by the operator's override{_because(control)}"
-    return (
-        f"{proposal.proposed} instead of {proposal.current} ends the step {proposal.gain_s:.1f} s sooner, "
-        f"{proposal.switch_cost_s:g} s of switching paid for"
-    )
+        return f"{_change(proposal)} by the operator's override{_because(control)}"
+    gain = "sooner" if proposal.gain_s is None else _sooner(proposal.gain_s)
+    return f"{_change(proposal)} ends the step {gain}, {proposal.cost_s:.3g} s of switching and moving paid for"
+
+
+def _change(proposal: Proposal) -> str:
+    if proposal.reconfigures:
+        return f"{proposal.proposed} instead of {proposal.current or 'what runs'}"
+    return f"moving {proposal.moves} requests between the engines as they are"
 
 
 def _sooner(gain_s: float) -> str:

@@ -32,6 +32,14 @@ class Mode(StrEnum):
     ACT = "act"
 
 
+class Knowledge(StrEnum):
+    """What a plan knows of lengths: `MEAN` and `ORACLE` show what the forecast is worth, and what it misses."""
+
+    FORECAST = "forecast"  # a distribution, conditioned on how far each request has come
+    MEAN = "mean"  # every output is as long as the average
+    ORACLE = "oracle"  # each length, told from outside
+
+
 @dataclass(frozen=True, slots=True)
 class Configuration:
     """One way to run an engine, with its decode step time `alpha_s + beta_s*sequences + gamma_s*kv_tokens`."""
@@ -160,14 +168,69 @@ Verdict = Act | Hold
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
-    """One deployment that was considered: homogeneous `instances` of `configuration`."""
+class FleetPart:
+    """So many instances of one configuration."""
 
     configuration: ConfigurationId
     instances: int
-    makespan_s: float
-    switch_cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One fleet that was considered, with its seconds as expected over the sampled lengths.
+
+    `configuration` is None where configurations are mixed. The fleet ends after `total_s`; `low_s` and `high_s` are
+    that in the luckiest and the unluckiest of the samples.
+    """
+
+    configuration: ConfigurationId | None
+    instances: int
+    makespan_s: float  # decoding alone
+    switch_cost_s: float  # by how much switching engines delays the end
     infeasible_because: str = ""
+    name: str = ""
+    decision: str = ""  # reconfigure | rebalance | keep
+    migration_cost_s: float = 0.0  # by how much moving running requests delays the end
+    low_s: float = 0.0
+    high_s: float = 0.0
+    parts: tuple[FleetPart, ...] = ()  # by configuration
+
+    @property
+    def total_s(self) -> float:
+        return self.makespan_s + self.switch_cost_s + self.migration_cost_s
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedInstance:
+    """One engine of the fleet that a plan wants, with its seconds as expected.
+
+    `requests` are named, in order of admission, only in a plan that acts.
+    """
+
+    id: EngineId
+    configuration: ConfigurationId
+    gpus: tuple[GpuId, ...]
+    kept: bool
+    requests_count: int
+    decode_s: float
+    migration_s: float
+    switch_s: float
+    requests: tuple[RequestId, ...] = ()
+
+    @property
+    def finish_s(self) -> float:
+        return self.decode_s + self.migration_s + self.switch_s
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMove:
+    """A request that changes engine. A waiting one is queued elsewhere for nothing."""
+
+    request: RequestId
+    source: EngineId
+    destination: EngineId
+    method: str  # transfer | recompute | queue
+    cost_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,19 +253,21 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the slow loop proposes, and everything it takes to explain it."""
+    """What the slow loop proposes, and everything it takes to explain it. Seconds are expected ones, over the sampled
+    lengths; `current_makespan_s` is of the fleet and the requests as they stand.
+    """
 
     id: PlanId
     created_s: float
-    decision: str  # reconfigure | keep
+    decision: str  # reconfigure | rebalance | keep
     verdict: Verdict
-    current_configuration: ConfigurationId | None
-    proposed_configuration: ConfigurationId | None
+    current_configuration: ConfigurationId | None  # None: none, a mixed or an unknown one
+    proposed_configuration: ConfigurationId | None  # None: none or a mixed one
     proposed_instances: int
     current_makespan_s: float | None
-    proposed_makespan_s: float | None
+    proposed_makespan_s: float | None  # decoding alone
     switch_cost_s: float
-    lower_bound_s: float
+    lower_bound_s: float  # with lengths as sampled, proven; 0: none
     solve_s: float
     alternatives: tuple[Alternative, ...]
     inputs_age_s: float | None
@@ -212,3 +277,26 @@ class Plan:
     forecast_method: str
     actual_makespan_s: float | None = field(default=None)
     acted: bool = False
+    acted_detail: str = ""  # what became of it
+    migration_cost_s: float = 0.0
+    gap: float | None = None  # of the best fleet found over the bound, both with lengths as sampled
+    instances: tuple[PlannedInstance, ...] = ()  # the fleet that is proposed
+    moves: tuple[PlannedMove, ...] = ()  # named only in a plan that acts
+    moves_count: int = 0
+    forgone: Hold | None = None  # why something better than the decision is not done
+    knowledge: str = "forecast"  # of lengths: forecast | mean | oracle
+    scenarios: int = 0  # samples of the lengths that the seconds are means over
+    correction: float = 1.0  # decoding seconds were multiplied with it, from how earlier plans came out
+    notes: tuple[str, ...] = ()  # what the planner could not see or use
+
+    @property
+    def proposed_total_s(self) -> float | None:
+        """Seconds to the end under the proposal, its costs paid."""
+        if self.proposed_makespan_s is None:
+            return None
+        return self.proposed_makespan_s + self.switch_cost_s + self.migration_cost_s
+
+    @property
+    def predicted_s(self) -> float | None:
+        """What was expected to happen: the proposal where it was acted on, else the fleet as it stood."""
+        return self.proposed_total_s if self.acted else self.current_makespan_s

@@ -1,27 +1,37 @@
-"""One decision of the slow loop: forecast, alternatives, gate, and a Plan that explains itself. Pure.
+"""One decision of the slow loop: forecast, fleets, gate, and a Plan that explains itself. Pure.
 
 The caller measures how long it took and says so with `dataclasses.replace(plan, solve_s=...)`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from planner.cost import DoesNotFit, Pending
-from planner.forecast import Forecast, forecast
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.candidates import Candidate, migrations, with_fresh_names
+from planner.forecast import forecast
 from planner.gate import FREE, Control, ControlState, Limits, Proposal, judge
-from planner.homogeneous import Job, as_placed_s, estimate, instances_that_fit, why_none_fits
+from planner.lengths import Conditioned, Lengths, averaged, sampled, told
+from planner.live import NO_TRANSFER, LiveFleet, live_fleet, problem_of, words
 from planner.model import (
-    Alternative,
+    Act,
     Configuration,
-    ConfigurationId,
-    EngineHealth,
-    EngineView,
+    Hold,
+    Knowledge,
     Mode,
     Plan,
     PlanId,
+    PlannedInstance,
+    PlannedMove,
+    RequestId,
     RequestState,
     Snapshot,
+    Verdict,
 )
+from planner.options import Option, Options, consider
+from planner.problem import Problem, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +46,20 @@ class PlannerConfig:
     stale_after_s: float = 5.0
     bin_tokens: int = 256
     max_output_tokens: int = 32768
+    max_moves_per_request: int = 4
+    scenarios: int = 8  # samples of the lengths that candidates are judged on
+    work_budget: int | None = None  # the solver's, deterministic
+    knowledge: Knowledge = Knowledge.FORECAST
+    seed: int = 0
+    kv_bytes_per_token: float = 0.0
+    transfer: Transfer = NO_TRANSFER  # of KV between engines
+    can_deploy: bool = True  # somebody can stop and start engines
 
     def __post_init__(self) -> None:
-        for name in ("gpus_count", "per_node", "bin_tokens", "max_output_tokens"):
+        for name in ("gpus_count", "per_node", "bin_tokens", "max_output_tokens", "scenarios"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("epsilon_s", "cooldown_s", "stale_after_s"):
+        for name in ("epsilon_s", "cooldown_s", "stale_after_s", "kv_bytes_per_token"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         ids = [configuration.id for configuration in self.configurations]
@@ -53,6 +71,21 @@ class PlannerConfig:
         return Limits(self.epsilon_s, self.cooldown_s, self.stale_after_s)
 
 
+@dataclass(frozen=True, slots=True)
+class History:
+    """What came before this decision, beside the snapshot."""
+
+    earlier_output_tokens: Sequence[int] = ()  # finished lengths of the steps before; the snapshot has this step's
+    last_switch_s: float | None = None  # when the deployment last changed, for the cooldown
+    underway: Hold | None = None  # what earlier decisions have not ended yet
+    correction: float = 1.0  # of decoding seconds, from how earlier plans came out
+    known_output_tokens: Mapping[RequestId, int] | None = None  # for Knowledge.ORACLE
+
+
+NO_HISTORY = History()
+NO_DEPLOYER = Hold("no_deployer", "nothing is configured that can stop and start engines")
+
+
 def make_plan(
     plan_id: PlanId,
     snapshot: Snapshot,
@@ -60,139 +93,208 @@ def make_plan(
     *,
     mode: Mode,
     control: Control = FREE,
-    last_switch_s: float | None = None,
-    earlier_output_tokens: Sequence[int] = (),
+    history: History = NO_HISTORY,
 ) -> Plan:
-    """What to deploy for the rest of this step, against keeping what runs.
-
-    `earlier_output_tokens` are finished lengths of the steps before; the snapshot has this step's. `last_switch_s` is
-    when the deployment last changed, for the cooldown.
-    """
+    """What to deploy, and who decodes what, for the rest of this step, against leaving all as it is."""
     control = control.at(snapshot.now_s)
     expected = forecast(
         snapshot.requests,
-        (*earlier_output_tokens, *snapshot.finished_output_tokens),
+        (*history.earlier_output_tokens, *snapshot.finished_output_tokens),
         config.bin_tokens,
         config.max_output_tokens,
     )
-    fleet = _Fleet.of(snapshot, config)
-    jobs = _jobs(snapshot, expected)
-    options = [_option(configuration, fleet, config, jobs) for configuration in config.configurations]
-    current_makespan_s = _current_makespan_s(fleet, options, jobs)
-    wanted = _choose(options, fleet, control)
-    proposal = Proposal(
-        now_s=snapshot.now_s,
-        current=fleet.current,
-        proposed=wanted.alternative.configuration if wanted else None,
-        current_makespan_s=current_makespan_s,
-        makespan_s=wanted.alternative.makespan_s if wanted else None,
-        switch_cost_s=wanted.alternative.switch_cost_s if wanted else 0.0,
-        requests=len(jobs),
-        inputs_age_s=snapshot.inputs_age_s,
-        last_switch_s=last_switch_s,
+    fleet = live_fleet(
+        snapshot, config.configurations, config.gpus_count, config.per_node, config.max_moves_per_request
     )
+    lengths = _lengths(snapshot, fleet, config, history)
+    only = control.configuration if control.state is ControlState.OVERRIDDEN else None
+    options = NOTHING
+    if fleet.requests and fleet.configurations:
+        options = consider(fleet, lengths, partial(_problem, fleet, config), history.correction, only)
+    choice = _choose(options, fleet, snapshot, config, mode, control, history)
     running = sum(request.state is RequestState.RUNNING for request in snapshot.requests)
+    wanted, acts = choice.wanted, isinstance(choice.verdict, Act)
+    deployed = {instance.configuration for instance in fleet.instances}
+    target = with_fresh_names(wanted.fleet, plan_id) if wanted else None
+    best_s = min((option.total_s for option in options.found), default=None)
+    moves = _moves(_problem(fleet, config, lengths.expected), target) if acts and target else ()
     return Plan(
         id=plan_id,
         created_s=snapshot.now_s,
-        decision="reconfigure" if _worth_it(proposal, config, control) else "keep",
-        verdict=judge(proposal, config.limits, mode, control),
-        current_configuration=fleet.current,
-        proposed_configuration=proposal.proposed,
+        decision=choice.decision,
+        verdict=choice.verdict,
+        current_configuration=next(iter(deployed)) if len(deployed) == 1 else None,
+        proposed_configuration=wanted.alternative.configuration if wanted else None,
         proposed_instances=wanted.alternative.instances if wanted else 0,
-        current_makespan_s=current_makespan_s,
-        proposed_makespan_s=proposal.makespan_s,
-        switch_cost_s=proposal.switch_cost_s,
-        lower_bound_s=min((option.lower_bound_s for option in options if option.feasible), default=0.0),
+        current_makespan_s=options.current.total_s if options.current else None,
+        proposed_makespan_s=wanted.alternative.makespan_s if wanted else None,
+        switch_cost_s=wanted.alternative.switch_cost_s if wanted else 0.0,
+        migration_cost_s=wanted.alternative.migration_cost_s if wanted else 0.0,
+        lower_bound_s=options.bound_s,
+        gap=best_s / options.bound_s - 1 if best_s is not None and options.bound_s > 0 else None,
         solve_s=0.0,
-        alternatives=tuple(option.alternative for option in options),
+        alternatives=(*(option.alternative for option in options.found), *options.ruled_out),
         inputs_age_s=snapshot.inputs_age_s,
         requests_running=running,
-        requests_waiting=len(jobs) - running,
+        requests_waiting=len(snapshot.requests) - running,
         remaining=expected.remaining,
         forecast_method=expected.method,
+        instances=_planned(wanted, target, fleet, acts) if wanted and target else (),
+        moves=moves,
+        moves_count=len(wanted.fleet.moved) if wanted else 0,
+        forgone=choice.forgone,
+        knowledge=config.knowledge,
+        scenarios=len(lengths.samples),
+        correction=history.correction,
+        notes=fleet.notes,
+    )
+
+
+NOTHING = Options(None, (), (), 0.0)
+
+
+def _lengths(snapshot: Snapshot, fleet: LiveFleet, config: PlannerConfig, history: History) -> Lengths:
+    """[request] of the fleet's requests."""
+    seen = (*history.earlier_output_tokens, *snapshot.finished_output_tokens)
+    if config.knowledge is Knowledge.MEAN:
+        return averaged(fleet.requests, seen, config.max_output_tokens)
+    conditioned = Conditioned.of(snapshot.requests, seen, config.bin_tokens, config.max_output_tokens)
+    lengths = sampled(conditioned, len(snapshot.requests), config.scenarios, config.seed).at(fleet.rows)
+    if config.knowledge is Knowledge.ORACLE:
+        return told(fleet.requests, history.known_output_tokens or {}, lengths)
+    return lengths
+
+
+def _problem(fleet: LiveFleet, config: PlannerConfig, remaining_tokens: NDArray[np.int64]) -> Problem:
+    return problem_of(
+        fleet,
+        remaining_tokens,
+        per_node=config.per_node,
+        kv_bytes_per_token=config.kv_bytes_per_token,
+        transfer=config.transfer,
+        work_budget=config.work_budget,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Fleet:
-    """The deployment that runs now: engines that answer."""
-
-    engines: tuple[EngineView, ...]
-    known: dict[ConfigurationId, Configuration]
-    current: ConfigurationId | None  # of all engines; None: no engine, an unknown or a mixed one
-
-    @classmethod
-    def of(cls, snapshot: Snapshot, config: PlannerConfig) -> "_Fleet":
-        answering = (EngineHealth.OK, EngineHealth.SLOW)
-        engines = tuple(engine for engine in snapshot.engines if engine.health in answering)
-        known = {configuration.id: configuration for configuration in config.configurations}
-        deployed = {engine.configuration for engine in engines}
-        current = next(iter(deployed)) if len(deployed) == 1 else None
-        return cls(engines, known, current if current in known else None)
+class _Choice:
+    decision: str
+    verdict: Verdict
+    wanted: Option | None
+    forgone: Hold | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
-    alternative: Alternative
-    lower_bound_s: float  # of makespan and switch cost together
+def _choose(
+    options: Options,
+    fleet: LiveFleet,
+    snapshot: Snapshot,
+    config: PlannerConfig,
+    mode: Mode,
+    control: Control,
+    history: History,
+) -> _Choice:
+    """The soonest end, with as little change as comes within epsilon of it. Where engines must not change and moving
+    requests pays by itself, that is done, and what is forgone is said."""
+    by = {
+        decision: min((o for o in options.found if o.fleet.decision == decision), key=_total_s, default=None)
+        for decision in ("keep", "rebalance", "reconfigure")
+    }
+    overridden = control.state is ControlState.OVERRIDDEN
+    moving, changing = by["rebalance"], by["reconfigure"]
+    if overridden and {i.configuration for i in fleet.instances} == {control.configuration}:
+        changing = None  # it is deployed already
+    in_place = min((o for o in (options.current, moving) if o), key=_total_s, default=None)
+    if changing and in_place and not overridden and not changing.total_s < in_place.total_s - config.epsilon_s:
+        changing = None
+    blocked = fleet.blocked if config.can_deploy else NO_DEPLOYER
 
-    @property
-    def feasible(self) -> bool:
-        return not self.alternative.infeasible_because
+    def verdict(option: Option | None, mode: Mode) -> Verdict:
+        proposal = _proposal(option, options, fleet, snapshot, history, blocked)
+        return judge(proposal, config.limits, mode, control)
 
-    @property
-    def total_s(self) -> float:
-        return self.alternative.makespan_s + self.alternative.switch_cost_s
+    if changing is not None:
+        found = verdict(changing, Mode.ACT)
+        if isinstance(found, Act) or moving is None or not isinstance(verdict(moving, Mode.ACT), Act):
+            return _Choice(_decision(changing, options, config, overridden), verdict(changing, mode), changing)
+        return _Choice("rebalance", verdict(moving, mode), moving, forgone=found)
+    if overridden and (options.current is None or in_place is None or not fleet.instances):
+        in_place = None
+    if overridden and in_place is not None and {i.configuration for i in fleet.instances} != {control.configuration}:
+        in_place = None  # the operator's configuration cannot be had
+    decision = "keep" if in_place is None else _decision(in_place, options, config, overridden=False)
+    return _Choice(decision, verdict(in_place, mode), in_place)
 
 
-def _jobs(snapshot: Snapshot, expected: Forecast) -> list[Job]:
-    return [
-        Job(Pending(request.context_tokens, remaining), request.state is RequestState.RUNNING, request.engine)
-        for request, remaining in zip(snapshot.requests, expected.remaining_tokens, strict=True)
+def _decision(option: Option, options: Options, config: PlannerConfig, overridden: bool) -> str:
+    """What the plan is to do; whether that is done is the gate's word."""
+    if overridden:
+        return option.fleet.decision
+    gains = options.current is not None and option.total_s < options.current.total_s - config.epsilon_s
+    return option.fleet.decision if gains else "keep"
+
+
+def _proposal(
+    option: Option | None,
+    options: Options,
+    fleet: LiveFleet,
+    snapshot: Snapshot,
+    history: History,
+    blocked: Hold | None,
+) -> Proposal:
+    return Proposal(
+        now_s=snapshot.now_s,
+        decision=option.fleet.decision if option else "keep",
+        current=words([instance.configuration for instance in fleet.instances]),
+        proposed=words(option.fleet.configurations) if option else None,
+        current_makespan_s=options.current.total_s if options.current else None,
+        makespan_s=option.alternative.makespan_s if option else None,
+        cost_s=option.total_s - option.alternative.makespan_s if option else 0.0,
+        requests=len(snapshot.requests),
+        inputs_age_s=snapshot.inputs_age_s,
+        last_switch_s=history.last_switch_s,
+        moves=len(option.fleet.moved) if option else 0,
+        underway=history.underway,
+        blocked=blocked,
+    )
+
+
+def _total_s(option: Option) -> float:
+    return option.total_s
+
+
+def _planned(wanted: Option, target: Candidate, fleet: LiveFleet, named: bool) -> tuple[PlannedInstance, ...]:
+    mean_s = wanted.decode_s.mean(axis=0)
+    ids = fleet.columns.ids
+    return tuple(
+        PlannedInstance(
+            id=instance.id,
+            configuration=instance.configuration,
+            gpus=instance.gpus,
+            kept=bool(target.kept[place]),
+            requests_count=len(target.requests_of(place)),
+            decode_s=float(mean_s[place]),
+            migration_s=float(target.migration_s[place]),
+            switch_s=float(target.switch_s[place]),
+            requests=tuple(ids[request] for request in target.requests_of(place)) if named else (),
+        )
+        for place, instance in enumerate(target.instances)
+    )
+
+
+def _moves(problem: Problem, target: Candidate) -> tuple[PlannedMove, ...]:
+    """Running requests with their costs, then waiting ones."""
+    ids, at = problem.requests.ids, problem.requests.instance
+    where = {
+        int(request): instance.id
+        for place, instance in enumerate(target.instances)
+        for request in target.requests_of(place)
+    }
+    paid = [
+        PlannedMove(ids[move.request], move.source, where[move.request], move.method, move.cost_s)
+        for move in migrations(problem, target)
     ]
-
-
-def _option(configuration: Configuration, fleet: _Fleet, config: PlannerConfig, jobs: Sequence[Job]) -> _Option:
-    """A whole fleet of one configuration: as many instances as there is room for, or those that run already."""
-    deployed = configuration.id == fleet.current
-    instances = (
-        len(fleet.engines) if deployed else instances_that_fit(configuration, config.gpus_count, config.per_node)
-    )
-    if not instances:
-        why = why_none_fits(configuration, config.gpus_count, config.per_node)
-        return _Option(Alternative(configuration.id, 0, 0.0, 0.0, why), 0.0)
-    try:
-        found = estimate(configuration, instances, jobs)
-    except DoesNotFit as error:
-        return _Option(Alternative(configuration.id, instances, 0.0, 0.0, str(error)), 0.0)
-    switch_cost_s = 0.0 if deployed else configuration.switch_s + found.rebuild_s
-    bound_s = found.lower_bound_s + (0.0 if deployed else configuration.switch_s)
-    return _Option(Alternative(configuration.id, instances, found.makespan_s, switch_cost_s), bound_s)
-
-
-def _current_makespan_s(fleet: _Fleet, options: Sequence[_Option], jobs: Sequence[Job]) -> float | None:
-    """What a switch has to beat: the fleet as placed, or as the fast loop can place it without a switch."""
-    placed_s = as_placed_s(fleet.known, {engine.id: engine.configuration for engine in fleet.engines}, jobs)
-    kept = [o.alternative.makespan_s for o in options if o.feasible and o.alternative.configuration == fleet.current]
-    return min([*kept, *([] if placed_s is None else [placed_s])], default=None)
-
-
-def _choose(options: Sequence[_Option], fleet: _Fleet, control: Control) -> _Option | None:
-    """The operator's configuration, else the soonest end; what is deployed wins a tie."""
-    feasible = [option for option in options if option.feasible]
-    if control.state is ControlState.OVERRIDDEN:
-        feasible = [option for option in feasible if option.alternative.configuration == control.configuration]
-    return min(
-        feasible,
-        key=lambda option: (option.total_s, option.alternative.configuration != fleet.current),
-        default=None,
-    )
-
-
-def _worth_it(proposal: Proposal, config: PlannerConfig, control: Control) -> bool:
-    """Whether the plan is to change the deployment; whether that is done is the gate's word."""
-    if proposal.proposed is None or proposal.proposed == proposal.current or not proposal.requests:
-        return False
-    gains = proposal.gain_s is not None and proposal.gain_s > config.epsilon_s
-    return gains or control.state is ControlState.OVERRIDDEN
+    queued = [
+        PlannedMove(ids[int(request)], problem.current[int(at[request])].id, where[int(request)], "queue", 0.0)
+        for request in target.moved[len(paid) :]
+    ]
+    return (*paid, *queued)

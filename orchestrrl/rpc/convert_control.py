@@ -9,8 +9,9 @@ from orchestrrl.nodes import NodeState
 from orchestrrl.plans import PlanEvent
 from orchestrrl.rpc.convert import capabilities_to_pb, health_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
+from planner.calibration import Calibration
 from planner.gate import Control
-from planner.model import EngineView, Mode, Plan, RequestState, Snapshot
+from planner.model import Alternative, EngineView, Mode, Plan, PlannedInstance, RequestState, Snapshot
 
 _MODE_TO_PB = {Mode.ADVISE: pb.MODE_ADVISE, Mode.ACT: pb.MODE_ACT}
 _MODE_FROM_PB = {message: mode for mode, message in _MODE_TO_PB.items()}
@@ -48,6 +49,7 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
         plan_id=latest.id if latest else "",
         plan_control=control_to_pb(plane.plans.control),
         balance_reason=_verdict(plane.balance) if plane.balance else "no decision yet",
+        plan_calibration=_calibration_to_pb(plane.plans.calibration),
     )
 
 
@@ -101,16 +103,7 @@ def plan_to_pb(plan: Plan) -> pb.Plan:
         switch_cost_s=plan.switch_cost_s,
         lower_bound_s=plan.lower_bound_s,
         solve_s=plan.solve_s,
-        alternatives=[
-            pb.Alternative(
-                configuration=alternative.configuration,
-                instances=alternative.instances,
-                makespan_s=alternative.makespan_s,
-                switch_cost_s=alternative.switch_cost_s,
-                infeasible_because=alternative.infeasible_because,
-            )
-            for alternative in plan.alternatives
-        ],
+        alternatives=[_alternative_to_pb(alternative) for alternative in plan.alternatives],
         inputs_age_s=plan.inputs_age_s or 0.0,
         requests_running=plan.requests_running,
         requests_waiting=plan.requests_waiting,
@@ -119,6 +112,64 @@ def plan_to_pb(plan: Plan) -> pb.Plan:
         forecast_method=plan.forecast_method,
         actual_makespan_s=plan.actual_makespan_s,
         acted=plan.acted,
+        acted_detail=plan.acted_detail,
+        migration_cost_s=plan.migration_cost_s,
+        gap=plan.gap,
+        instances=[_instance_to_pb(instance) for instance in plan.instances],
+        moves_count=plan.moves_count,
+        moves=[
+            pb.PlannedMove(
+                request_id=move.request,
+                from_engine_id=move.source,
+                to_engine_id=move.destination,
+                method=move.method,
+                cost_s=move.cost_s,
+            )
+            for move in plan.moves
+        ],
+        forgone_code=plan.forgone.code if plan.forgone else "",
+        forgone=plan.forgone.detail if plan.forgone else "",
+        knowledge=plan.knowledge,
+        scenarios=plan.scenarios,
+        correction=plan.correction,
+        notes=plan.notes,
+        predicted_s=plan.predicted_s,
+    )
+
+
+def _alternative_to_pb(alternative: Alternative) -> pb.Alternative:
+    return pb.Alternative(
+        configuration=alternative.configuration or "",
+        instances=alternative.instances,
+        makespan_s=alternative.makespan_s,
+        switch_cost_s=alternative.switch_cost_s,
+        infeasible_because=alternative.infeasible_because,
+        name=alternative.name,
+        decision=alternative.decision,
+        migration_cost_s=alternative.migration_cost_s,
+        low_s=alternative.low_s,
+        high_s=alternative.high_s,
+        parts=[pb.FleetPart(configuration=part.configuration, instances=part.instances) for part in alternative.parts],
+    )
+
+
+def _instance_to_pb(instance: PlannedInstance) -> pb.PlannedInstance:
+    return pb.PlannedInstance(
+        engine_id=instance.id,
+        configuration=instance.configuration,
+        gpus=instance.gpus,
+        kept=instance.kept,
+        requests_count=instance.requests_count,
+        decode_s=instance.decode_s,
+        migration_s=instance.migration_s,
+        switch_s=instance.switch_s,
+        request_ids=instance.requests,
+    )
+
+
+def _calibration_to_pb(calibration: Calibration) -> pb.PlanCalibration:
+    return pb.PlanCalibration(
+        steps=calibration.steps, error=calibration.error, bias=calibration.bias, correction=calibration.correction
     )
 
 

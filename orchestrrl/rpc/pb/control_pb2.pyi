@@ -75,6 +75,7 @@ class Status(_message.Message):
     PLAN_ID_FIELD_NUMBER: _builtins.int
     PLAN_CONTROL_FIELD_NUMBER: _builtins.int
     BALANCE_REASON_FIELD_NUMBER: _builtins.int
+    PLAN_CALIBRATION_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     mode: Global___Mode.ValueType
     generation: _builtins.int
@@ -95,6 +96,10 @@ class Status(_message.Message):
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     @_builtins.property
     def plan_control(self) -> Global___PlanControl: ...
+    @_builtins.property
+    def plan_calibration(self) -> Global___PlanCalibration:
+        """How earlier plans came out."""
+
     def __init__(
         self,
         *,
@@ -114,14 +119,56 @@ class Status(_message.Message):
         plan_id: _builtins.str = ...,
         plan_control: Global___PlanControl | None = ...,
         balance_reason: _builtins.str = ...,
+        plan_calibration: Global___PlanCalibration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan_control", b"plan_control"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan_calibration", b"plan_calibration", "plan_control", b"plan_control"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_reason", b"balance_reason", "generation", b"generation", "mode", b"mode", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "plan_control", b"plan_control", "plan_id", b"plan_id", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_reason", b"balance_reason", "generation", b"generation", "mode", b"mode", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Status: _TypeAlias = Status  # noqa: Y015
+
+@_typing.final
+class PlanCalibration(_message.Message):
+    """Running figures over steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    CORRECTION_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """Steps with an outcome."""
+    error: _builtins.float
+    """Mean |predicted - actual| / actual; absent before the first step has ended."""
+    bias: _builtins.float
+    """Mean (predicted - actual) / actual: positive where steps end sooner than predicted."""
+    correction: _builtins.float
+    """What decoding seconds of predictions are multiplied with."""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        error: _builtins.float | None = ...,
+        bias: _builtins.float | None = ...,
+        correction: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bias", b"_bias", "_error", b"_error", "bias", b"bias", "error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bias", b"_bias", "_error", b"_error", "bias", b"bias", "correction", b"correction", "error", b"error", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bias: _TypeAlias = _typing.Literal["bias"]  # noqa: Y015
+    _WhichOneofArgType__bias: _TypeAlias = _typing.Literal["_bias", b"_bias"]  # noqa: Y015
+    _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
+    _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bias) -> _WhichOneofReturnType__bias | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
+
+Global___PlanCalibration: _TypeAlias = PlanCalibration  # noqa: Y015
 
 @_typing.final
 class NodeStatus(_message.Message):
@@ -396,20 +443,37 @@ class Plan(_message.Message):
     FORECAST_METHOD_FIELD_NUMBER: _builtins.int
     ACTUAL_MAKESPAN_S_FIELD_NUMBER: _builtins.int
     ACTED_FIELD_NUMBER: _builtins.int
+    ACTED_DETAIL_FIELD_NUMBER: _builtins.int
+    MIGRATION_COST_S_FIELD_NUMBER: _builtins.int
+    GAP_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    MOVES_COUNT_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    FORGONE_CODE_FIELD_NUMBER: _builtins.int
+    FORGONE_FIELD_NUMBER: _builtins.int
+    KNOWLEDGE_FIELD_NUMBER: _builtins.int
+    SCENARIOS_FIELD_NUMBER: _builtins.int
+    CORRECTION_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.str
     created_unix_s: _builtins.float
     decision: _builtins.str
-    """reconfigure | keep"""
+    """reconfigure | rebalance | keep"""
     reason_code: _builtins.str
     """Code of the gate's verdict, e.g. gain_too_small, and its sentence."""
     reason: _builtins.str
     current_configuration: _builtins.str
+    """Empty: none, a mixed fleet or an unknown one."""
     proposed_configuration: _builtins.str
     proposed_instances: _builtins.int
     current_makespan_s: _builtins.float
+    """Seconds are means over sampled lengths."""
     proposed_makespan_s: _builtins.float
+    """Decoding alone; the end comes after the costs of switching and migration too."""
     switch_cost_s: _builtins.float
     lower_bound_s: _builtins.float
+    """Proven, for the lengths as sampled."""
     solve_s: _builtins.float
     inputs_age_s: _builtins.float
     """Age of the oldest sample that the decision rests on."""
@@ -421,10 +485,40 @@ class Plan(_message.Message):
     actual_makespan_s: _builtins.float
     """Filled in when the step is over: what really happened."""
     acted: _builtins.bool
+    acted_detail: _builtins.str
+    """What became of it."""
+    migration_cost_s: _builtins.float
+    gap: _builtins.float
+    """Of the best fleet found over the bound."""
+    moves_count: _builtins.int
+    """Requests that change engine."""
+    forgone_code: _builtins.str
+    """Why something better than the decision is not done: code and sentence; empty where nothing is."""
+    forgone: _builtins.str
+    knowledge: _builtins.str
+    """What was known of lengths: forecast | mean | oracle"""
+    scenarios: _builtins.int
+    """Samples of the lengths that the seconds are means over."""
+    correction: _builtins.float
+    """Decoding seconds were multiplied with it."""
+    predicted_s: _builtins.float
+    """Seconds that were predicted for what was then done."""
     @_builtins.property
     def alternatives(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alternative]: ...
     @_builtins.property
     def remaining_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedInstance]:
+        """The fleet that is proposed."""
+
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedMove]:
+        """Named only in a plan that acts."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the planner could not see or use."""
+
     def __init__(
         self,
         *,
@@ -450,21 +544,42 @@ class Plan(_message.Message):
         forecast_method: _builtins.str = ...,
         actual_makespan_s: _builtins.float | None = ...,
         acted: _builtins.bool = ...,
+        acted_detail: _builtins.str = ...,
+        migration_cost_s: _builtins.float = ...,
+        gap: _builtins.float | None = ...,
+        instances: _abc.Iterable[Global___PlannedInstance] | None = ...,
+        moves_count: _builtins.int = ...,
+        moves: _abc.Iterable[Global___PlannedMove] | None = ...,
+        forgone_code: _builtins.str = ...,
+        forgone: _builtins.str = ...,
+        knowledge: _builtins.str = ...,
+        scenarios: _builtins.int = ...,
+        correction: _builtins.float = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        predicted_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_actual_makespan_s", b"_actual_makespan_s", "_current_makespan_s", b"_current_makespan_s", "_proposed_makespan_s", b"_proposed_makespan_s", "actual_makespan_s", b"actual_makespan_s", "current_makespan_s", b"current_makespan_s", "proposed_makespan_s", b"proposed_makespan_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_actual_makespan_s", b"_actual_makespan_s", "_current_makespan_s", b"_current_makespan_s", "_gap", b"_gap", "_predicted_s", b"_predicted_s", "_proposed_makespan_s", b"_proposed_makespan_s", "actual_makespan_s", b"actual_makespan_s", "current_makespan_s", b"current_makespan_s", "gap", b"gap", "predicted_s", b"predicted_s", "proposed_makespan_s", b"proposed_makespan_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_actual_makespan_s", b"_actual_makespan_s", "_current_makespan_s", b"_current_makespan_s", "_proposed_makespan_s", b"_proposed_makespan_s", "acted", b"acted", "actual_makespan_s", b"actual_makespan_s", "alternatives", b"alternatives", "bin_tokens", b"bin_tokens", "created_unix_s", b"created_unix_s", "current_configuration", b"current_configuration", "current_makespan_s", b"current_makespan_s", "decision", b"decision", "forecast_method", b"forecast_method", "inputs_age_s", b"inputs_age_s", "lower_bound_s", b"lower_bound_s", "plan_id", b"plan_id", "proposed_configuration", b"proposed_configuration", "proposed_instances", b"proposed_instances", "proposed_makespan_s", b"proposed_makespan_s", "reason", b"reason", "reason_code", b"reason_code", "remaining_counts", b"remaining_counts", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "solve_s", b"solve_s", "switch_cost_s", b"switch_cost_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_actual_makespan_s", b"_actual_makespan_s", "_current_makespan_s", b"_current_makespan_s", "_gap", b"_gap", "_predicted_s", b"_predicted_s", "_proposed_makespan_s", b"_proposed_makespan_s", "acted", b"acted", "acted_detail", b"acted_detail", "actual_makespan_s", b"actual_makespan_s", "alternatives", b"alternatives", "bin_tokens", b"bin_tokens", "correction", b"correction", "created_unix_s", b"created_unix_s", "current_configuration", b"current_configuration", "current_makespan_s", b"current_makespan_s", "decision", b"decision", "forecast_method", b"forecast_method", "forgone", b"forgone", "forgone_code", b"forgone_code", "gap", b"gap", "inputs_age_s", b"inputs_age_s", "instances", b"instances", "knowledge", b"knowledge", "lower_bound_s", b"lower_bound_s", "migration_cost_s", b"migration_cost_s", "moves", b"moves", "moves_count", b"moves_count", "notes", b"notes", "plan_id", b"plan_id", "predicted_s", b"predicted_s", "proposed_configuration", b"proposed_configuration", "proposed_instances", b"proposed_instances", "proposed_makespan_s", b"proposed_makespan_s", "reason", b"reason", "reason_code", b"reason_code", "remaining_counts", b"remaining_counts", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "scenarios", b"scenarios", "solve_s", b"solve_s", "switch_cost_s", b"switch_cost_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__actual_makespan_s: _TypeAlias = _typing.Literal["actual_makespan_s"]  # noqa: Y015
     _WhichOneofArgType__actual_makespan_s: _TypeAlias = _typing.Literal["_actual_makespan_s", b"_actual_makespan_s"]  # noqa: Y015
     _WhichOneofReturnType__current_makespan_s: _TypeAlias = _typing.Literal["current_makespan_s"]  # noqa: Y015
     _WhichOneofArgType__current_makespan_s: _TypeAlias = _typing.Literal["_current_makespan_s", b"_current_makespan_s"]  # noqa: Y015
+    _WhichOneofReturnType__gap: _TypeAlias = _typing.Literal["gap"]  # noqa: Y015
+    _WhichOneofArgType__gap: _TypeAlias = _typing.Literal["_gap", b"_gap"]  # noqa: Y015
+    _WhichOneofReturnType__predicted_s: _TypeAlias = _typing.Literal["predicted_s"]  # noqa: Y015
+    _WhichOneofArgType__predicted_s: _TypeAlias = _typing.Literal["_predicted_s", b"_predicted_s"]  # noqa: Y015
     _WhichOneofReturnType__proposed_makespan_s: _TypeAlias = _typing.Literal["proposed_makespan_s"]  # noqa: Y015
     _WhichOneofArgType__proposed_makespan_s: _TypeAlias = _typing.Literal["_proposed_makespan_s", b"_proposed_makespan_s"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__actual_makespan_s) -> _WhichOneofReturnType__actual_makespan_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__current_makespan_s) -> _WhichOneofReturnType__current_makespan_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gap) -> _WhichOneofReturnType__gap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_s) -> _WhichOneofReturnType__predicted_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__proposed_makespan_s) -> _WhichOneofReturnType__proposed_makespan_s | None: ...
 
@@ -479,12 +594,29 @@ class Alternative(_message.Message):
     MAKESPAN_S_FIELD_NUMBER: _builtins.int
     SWITCH_COST_S_FIELD_NUMBER: _builtins.int
     INFEASIBLE_BECAUSE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    DECISION_FIELD_NUMBER: _builtins.int
+    MIGRATION_COST_S_FIELD_NUMBER: _builtins.int
+    LOW_S_FIELD_NUMBER: _builtins.int
+    HIGH_S_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     configuration: _builtins.str
+    """Empty: a mixed fleet."""
     instances: _builtins.int
     makespan_s: _builtins.float
+    """Decoding alone."""
     switch_cost_s: _builtins.float
     infeasible_because: _builtins.str
     """Empty when feasible."""
+    name: _builtins.str
+    decision: _builtins.str
+    """What it takes: reconfigure | rebalance | keep"""
+    migration_cost_s: _builtins.float
+    low_s: _builtins.float
+    """Seconds to the end, costs included, in the luckiest and the unluckiest sample."""
+    high_s: _builtins.float
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetPart]: ...
     def __init__(
         self,
         *,
@@ -493,14 +625,121 @@ class Alternative(_message.Message):
         makespan_s: _builtins.float = ...,
         switch_cost_s: _builtins.float = ...,
         infeasible_because: _builtins.str = ...,
+        name: _builtins.str = ...,
+        decision: _builtins.str = ...,
+        migration_cost_s: _builtins.float = ...,
+        low_s: _builtins.float = ...,
+        high_s: _builtins.float = ...,
+        parts: _abc.Iterable[Global___FleetPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["configuration", b"configuration", "infeasible_because", b"infeasible_because", "instances", b"instances", "makespan_s", b"makespan_s", "switch_cost_s", b"switch_cost_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configuration", b"configuration", "decision", b"decision", "high_s", b"high_s", "infeasible_because", b"infeasible_because", "instances", b"instances", "low_s", b"low_s", "makespan_s", b"makespan_s", "migration_cost_s", b"migration_cost_s", "name", b"name", "parts", b"parts", "switch_cost_s", b"switch_cost_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Alternative: _TypeAlias = Alternative  # noqa: Y015
+
+@_typing.final
+class FleetPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFIGURATION_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    configuration: _builtins.str
+    instances: _builtins.int
+    def __init__(
+        self,
+        *,
+        configuration: _builtins.str = ...,
+        instances: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configuration", b"configuration", "instances", b"instances"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetPart: _TypeAlias = FleetPart  # noqa: Y015
+
+@_typing.final
+class PlannedInstance(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    CONFIGURATION_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    REQUESTS_COUNT_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
+    MIGRATION_S_FIELD_NUMBER: _builtins.int
+    SWITCH_S_FIELD_NUMBER: _builtins.int
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    configuration: _builtins.str
+    kept: _builtins.bool
+    requests_count: _builtins.int
+    decode_s: _builtins.float
+    migration_s: _builtins.float
+    switch_s: _builtins.float
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In order of admission; named only in a plan that acts."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        configuration: _builtins.str = ...,
+        gpus: _abc.Iterable[_builtins.int] | None = ...,
+        kept: _builtins.bool = ...,
+        requests_count: _builtins.int = ...,
+        decode_s: _builtins.float = ...,
+        migration_s: _builtins.float = ...,
+        switch_s: _builtins.float = ...,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configuration", b"configuration", "decode_s", b"decode_s", "engine_id", b"engine_id", "gpus", b"gpus", "kept", b"kept", "migration_s", b"migration_s", "request_ids", b"request_ids", "requests_count", b"requests_count", "switch_s", b"switch_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedInstance: _TypeAlias = PlannedInstance  # noqa: Y015
+
+@_typing.final
+class PlannedMove(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FROM_ENGINE_ID_FIELD_NUMBER: _builtins.int
+    TO_ENGINE_ID_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    COST_S_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    from_engine_id: _builtins.str
+    to_engine_id: _builtins.str
+    method: _builtins.str
+    """transfer | recompute | queue"""
+    cost_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        from_engine_id: _builtins.str = ...,
+        to_engine_id: _builtins.str = ...,
+        method: _builtins.str = ...,
+        cost_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_s", b"cost_s", "from_engine_id", b"from_engine_id", "method", b"method", "request_id", b"request_id", "to_engine_id", b"to_engine_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedMove: _TypeAlias = PlannedMove  # noqa: Y015
 
 @_typing.final
 class WatchPlansRequest(_message.Message):

@@ -1,0 +1,107 @@
+"""Sampled futures: what each request may still generate, as often as asked for. Pure, and the same for the same seed.
+
+A plan must be good whatever the lengths turn out to be, so candidates are compared on the same samples: in each, every
+request has a draw from its own conditional distribution. The quantiles of one sample are spread evenly over all
+requests, so that each sample shows the whole histogram, and only who draws what differs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.forecast import survival_curve
+from planner.model import RequestId, RequestView
+
+MEAN_POINTS = 32  # quantiles whose average is a request's mean
+LONG_QUANTILE = 0.8
+
+
+class Quantiles(Protocol):
+    """A forecast, as far as samples are drawn from it."""
+
+    def remaining_at(self, quantiles: NDArray[np.float64]) -> NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Remaining tokens, at least 1 each. `samples` are equally likely; `expected` and `long` are one estimate each, the
+    mean and a high quantile of a request's own distribution."""
+
+    samples: NDArray[np.int64]  # [sample, request]
+    expected: NDArray[np.int64]  # [request]
+    long: NDArray[np.int64]  # [request]
+
+    def at(self, requests: NDArray[np.int64]) -> "Lengths":
+        """Those of some requests."""
+        return Lengths(self.samples[:, requests], self.expected[requests], self.long[requests])
+
+
+def sampled(expected: Quantiles, requests: int, count: int, seed: int) -> Lengths:
+    """`count` samples of the forecast."""
+    rng = np.random.default_rng(seed)
+    samples = np.empty((count, requests), dtype=np.int64)
+    for row in samples:
+        row[:] = expected.remaining_at((rng.permutation(requests) + rng.random()) / max(requests, 1))
+    middles = (np.arange(MEAN_POINTS) + 0.5) / MEAN_POINTS
+    means = np.mean([expected.remaining_at(np.full(requests, u)) for u in middles], axis=0)
+    return Lengths(samples, _whole(means), expected.remaining_at(np.full(requests, LONG_QUANTILE)))
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioned:
+    """Each request's own distribution: that of all outputs, given how far it has come."""
+
+    survival: NDArray[np.float64]  # [bin], share of outputs that is longer
+    bin_tokens: int
+    generated: NDArray[np.int64]  # [request]
+    limits: NDArray[np.int64]  # [request]
+
+    @classmethod
+    def of(
+        cls, requests: Sequence[RequestView], output_tokens: Sequence[int], bin_tokens: int, max_output_tokens: int
+    ) -> "Conditioned":
+        generated = [request.generated_tokens for request in requests]
+        survival, _ = survival_curve(output_tokens, generated, bin_tokens, max_output_tokens)
+        limits = [_limit_tokens(request, max_output_tokens) for request in requests]
+        return cls(survival, bin_tokens, np.array(generated, dtype=np.int64), np.array(limits, dtype=np.int64))
+
+    def remaining_at(self, quantiles: NDArray[np.float64]) -> NDArray[np.int64]:
+        """[request] remaining tokens at that quantile of each one's distribution."""
+        done = np.minimum(self.generated // self.bin_tokens, len(self.survival) - 2)
+        wanted = self.survival[done] * (1 - quantiles)
+        ends = np.maximum(np.searchsorted(-self.survival, -wanted, side="left"), done + 1)
+        remaining: NDArray[np.int64] = np.minimum(ends * self.bin_tokens, self.limits) - self.generated
+        return np.maximum(remaining, 1)
+
+
+def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_output_tokens: int) -> Lengths:
+    """As if every output had the mean length; one that has outgrown it is about to end."""
+    mean_tokens = float(np.mean(output_tokens)) if len(output_tokens) else max_output_tokens / 2
+    limits = np.array([_limit_tokens(request, max_output_tokens) for request in requests], dtype=np.int64)
+    generated = np.array([request.generated_tokens for request in requests], dtype=np.int64)
+    return _certain(np.minimum(_whole(np.full(len(requests), mean_tokens)), limits) - generated)
+
+
+def told(requests: Sequence[RequestView], output_tokens: Mapping[RequestId, int], otherwise: Lengths) -> Lengths:
+    """The lengths of outputs as told; a request that nobody told of keeps its estimate."""
+    remaining = [
+        output_tokens[request.id] - request.generated_tokens if request.id in output_tokens else int(estimate)
+        for request, estimate in zip(requests, otherwise.expected, strict=True)
+    ]
+    return _certain(np.array(remaining, dtype=np.int64))
+
+
+def _certain(remaining: NDArray[np.int64]) -> Lengths:
+    remaining = np.maximum(remaining, 1)
+    return Lengths(remaining[None, :], remaining, remaining)
+
+
+def _whole(tokens: NDArray[np.float64]) -> NDArray[np.int64]:
+    return np.maximum(np.rint(tokens), 1).astype(np.int64)
+
+
+def _limit_tokens(request: RequestView, max_output_tokens: int) -> int:
+    return min(request.max_tokens or max_output_tokens, max_output_tokens)

@@ -1,0 +1,152 @@
+"""The fleets that a plan chooses from, each with what it is expected to take. Pure.
+
+Who will draw a long answer is not known when requests are placed. So every family of fleets is tried with several
+estimates of the lengths (what is expected, what is long, one sample), and what each candidate takes is judged on all
+samples: an estimate that packs requests which merely might be long is found out there.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.candidates import Candidate, Unusable, as_it_stands, decode_s, longest_first, rebalanced, solved
+from planner.lengths import Lengths
+from planner.live import LiveFleet
+from planner.makespan import lower_bound, solve
+from planner.model import Alternative, ConfigurationId, FleetPart
+from planner.problem import Infeasible, Problem
+
+REBALANCED, MIXED = "rebalanced", "mixed"
+
+MakeProblem = Callable[[NDArray[np.int64]], Problem]
+Try = Callable[[], Candidate]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A candidate and its seconds over the samples."""
+
+    fleet: Candidate
+    decode_s: NDArray[np.float64]  # [sample, instance], corrected
+    alternative: Alternative
+
+    @property
+    def total_s(self) -> float:
+        return self.alternative.total_s
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything that was considered. No fleet, and no placement even by the lengths of each sample, ends before
+    `bound_s` in the mean."""
+
+    current: Option | None
+    found: tuple[Option, ...]  # the current one included
+    ruled_out: tuple[Alternative, ...]
+    bound_s: float
+
+
+class _Weigher:
+    """Judges candidates on the same samples. `correction` multiplies decoding seconds, never costs."""
+
+    def __init__(self, columns_context: NDArray[np.int64], lengths: Lengths, correction: float) -> None:
+        self._context = columns_context
+        self._lengths = lengths
+        self._correction = correction
+
+    def weigh(self, fleet: Candidate) -> Option:
+        ends_s = decode_s(fleet, self._context, self._lengths.samples) * self._correction
+        decoding_s = ends_s.max(axis=1, initial=0.0)
+        moved_s = (ends_s + fleet.migration_s).max(axis=1, initial=0.0)
+        total_s = (ends_s + fleet.migration_s + fleet.switch_s).max(axis=1, initial=0.0)
+        makespan_s, with_moves_s = float(decoding_s.mean()), float(moved_s.mean())
+        names = fleet.configurations
+        parts = tuple(FleetPart(name, names.count(name)) for name in sorted(set(names)))
+        return Option(
+            fleet,
+            ends_s,
+            Alternative(
+                configuration=parts[0].configuration if len(parts) == 1 else None,
+                instances=len(names),
+                makespan_s=makespan_s,
+                migration_cost_s=with_moves_s - makespan_s,
+                switch_cost_s=float(total_s.mean()) - with_moves_s,
+                name=fleet.name,
+                decision=fleet.decision,
+                low_s=float(total_s.min()),
+                high_s=float(total_s.max()),
+                parts=parts,
+            ),
+        )
+
+
+def consider(
+    fleet: LiveFleet,
+    lengths: Lengths,
+    problem: MakeProblem,
+    correction: float,
+    only: ConfigurationId | None = None,
+) -> Options:
+    """Every family of fleets; with `only`, those of that one configuration, as far as engines would change."""
+    weigher = _Weigher(fleet.columns.context_tokens, lengths, correction)
+    problems = [problem(tokens) for tokens in _estimates(lengths)]
+    current = weigher.weigh(as_it_stands(problems[0], fleet)) if fleet.instances else None
+    found = [] if current is None else [current]
+    ruled_out: list[Alternative] = []
+    for name, configuration, tries in _families(fleet, problems, only):
+        best, why = _best(weigher, tries)
+        if best is not None:
+            found.append(best)
+        else:
+            ruled_out.append(Alternative(configuration, 0, 0.0, 0.0, why, name=name))
+    bounds_s = _bounds_s([problem(tokens) for tokens in lengths.samples])
+    bound_s = float(np.mean(bounds_s)) * min(correction, 1.0) if bounds_s else 0.0
+    return Options(current, tuple(found), tuple(ruled_out), bound_s)
+
+
+def _estimates(lengths: Lengths) -> list[NDArray[np.int64]]:
+    if len(lengths.samples) == 1:
+        return [lengths.expected]
+    return [lengths.expected, lengths.long, lengths.samples[0]]
+
+
+def _families(
+    fleet: LiveFleet, problems: Sequence[Problem], only: ConfigurationId | None
+) -> Iterator[tuple[str, ConfigurationId | None, Sequence[Try]]]:
+    """Name, configuration where there is but one, and the ways to find a good member."""
+    if fleet.instances:
+        yield REBALANCED, None, [partial(rebalanced, made, fleet) for made in problems]
+    for configuration in fleet.configurations:
+        if only in (None, configuration.id):
+            tries = [partial(longest_first, made, fleet, configuration) for made in problems]
+            yield f"{configuration.id} spread", configuration.id, tries
+    if only is None and fleet.configurations:
+        yield MIXED, None, [partial(_mixed, made, fleet) for made in problems]
+
+
+def _mixed(problem: Problem, fleet: LiveFleet) -> Candidate:
+    return solved(MIXED, problem, fleet, solve(problem))
+
+
+def _best(weigher: _Weigher, tries: Sequence[Try]) -> tuple[Option | None, str]:
+    """The best member of a family; or why there is none."""
+    best, why = None, ""
+    for attempt in tries:
+        try:
+            option = weigher.weigh(attempt())
+        except (Unusable, Infeasible) as error:
+            why = why or str(error)
+            continue
+        if best is None or option.total_s < best.total_s:
+            best = option
+    return best, why
+
+
+def _bounds_s(problems: Sequence[Problem]) -> list[float]:
+    try:
+        return [lower_bound(problem) for problem in problems]
+    except Infeasible:
+        return []

@@ -1,14 +1,16 @@
-"""How long an instance decodes a set of requests, with a step time affine in sequences and KV tokens. Pure.
+"""How long an instance decodes a set of requests. Pure.
 
-Whatever the order of admission, an instance takes alpha for each of its iterations plus the work of its requests;
-only the number of iterations depends on how many run together.
+With a step time affine in sequences and KV tokens, an instance takes alpha for each of its iterations plus the work of
+its requests, whatever the order of admission; only the number of iterations depends on how many run together. Where
+step times bend, or KV tokens spill to CPU memory, `curve_decode_s` walks over every change of the batch instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from planner.model import Configuration
+from planner.profile import EngineProfile
 
 
 class Pending(NamedTuple):
@@ -70,6 +72,61 @@ def _iterations(configuration: Configuration, requests: Sequence[Pending]) -> in
         free_tokens -= footprint
         last = max(last, end)
     return last
+
+
+def curve_decode_s(profile: EngineProfile, requests: Sequence[Pending]) -> float:
+    """As `decode_s`, with the step time's own curve, and with KV tokens beyond the capacity spilled or made to wait.
+
+    A request is admitted where its footprint fits beside the others into GPU and CPU memory. Raises DoesNotFit.
+    """
+    step, capacity = profile.step, profile.kv_capacity_tokens
+    total_s = 0.0
+    for stretch in _stretches(capacity + profile.spill_capacity_tokens, profile.max_sequences, requests):
+        total_s += stretch.iterations * step.base_s.at(stretch.sequences)
+        total_s += step.kv_s_per_token * stretch.read_tokens()
+        total_s += step.spill_s_per_token * stretch.read_tokens(beyond=capacity)
+    return total_s
+
+
+class _Stretch(NamedTuple):
+    """Iterations during which nobody joins or leaves."""
+
+    iterations: int
+    sequences: int
+    kv_tokens: int  # before the first one
+
+    def read_tokens(self, beyond: int = 0) -> float:
+        """KV tokens beyond that many, summed over the iterations: each adds one token for each sequence."""
+        started = max(0, -(-(beyond - self.kv_tokens) // self.sequences))  # the first iteration with any
+        count = max(0, self.iterations - started)
+        first = self.kv_tokens + started * self.sequences - beyond
+        return count * first + self.sequences * count * (count - 1) / 2
+
+
+def _stretches(room_tokens: int, max_sequences: int, requests: Sequence[Pending]) -> Iterator[_Stretch]:
+    """A walk over admissions, strictly in order, and completions."""
+    running: list[tuple[int, int]] = []  # heap of (iteration at which it ends, footprint)
+    now = held_tokens = kv_tokens = 0
+    waiting = list(reversed(requests))
+    while waiting or running:
+        while waiting and len(running) < max_sequences:
+            footprint = waiting[-1].footprint_tokens
+            if footprint > room_tokens:
+                raise DoesNotFit(f"a request of {footprint} tokens does not fit into a KV cache of {room_tokens}")
+            if footprint + held_tokens > room_tokens:
+                break
+            context, remaining = waiting.pop()
+            heappush(running, (now + remaining, footprint))
+            held_tokens += footprint
+            kv_tokens += context
+        iterations, sequences = running[0][0] - now, len(running)
+        yield _Stretch(iterations, sequences, kv_tokens)
+        now += iterations
+        kv_tokens += iterations * sequences
+        while running and running[0][0] == now:
+            _, footprint = heappop(running)
+            held_tokens -= footprint
+            kv_tokens -= footprint
 
 
 def lower_bound_s(configuration: Configuration, instances: int, requests: Sequence[Pending]) -> float:

@@ -121,7 +121,7 @@ def left_out_errors(deployments: Sequence[Deployment], sets: Mapping[str, Mappin
 
 
 def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Floats, source: str, today: date) -> None:
-    """As a Python module of literals, which the pure planner can import. `errors` are those of models left out [row]."""
+    """As a Python module of literals, for the pure planner to import. `errors` are those of models left out [row]."""
     lines = [
         '"""Engine constants after fitting, by the model that was left out; "" is fitted on all. Written by',
         '`orchestrrl profile fit`, never by hand; what the names mean: engine_constants.py."""',

@@ -181,7 +181,7 @@ class Facts:
             for name, each in self.configurations.items()
             if name in running
             or (each["gpus"] <= self.per_node and max(sizes, default=0) >= each["gpus"])
-            or (each["gpus"] > self.per_node and _whole_nodes(sizes, each["gpus"], self.per_node))
+            or (each["gpus"] % self.per_node == 0 and each["gpus"] <= sizes.count(self.per_node) * self.per_node)
         ]
 
     def missing_tokens(self) -> int:
@@ -189,12 +189,6 @@ class Facts:
         footprints = [each["context_tokens"] + each["remaining_tokens"] for each in self.requests.values()]
         rooms = [self.configurations[name]["kv_capacity_tokens"] for name in self.placeable()]
         return max(footprints, default=0) - max(rooms, default=0)
-
-
-def _whole_nodes(sizes: Sequence[int], gpus: int, per_node: int) -> bool:
-    """Whether whole nodes make up that many GPUs; only the last may have fewer than the others."""
-    full, rest = sizes.count(per_node), sizes[-1] if sizes and sizes[-1] < per_node else 0
-    return any(size >= 0 and size % per_node == 0 and size // per_node <= full for size in (gpus, gpus - rest))
 
 
 def makespan_s(problem: Json, placed: Iterable[tuple[str, Sequence[int], Sequence[str]]]) -> float:
@@ -266,7 +260,7 @@ def _shape(problem: Json, answer: Json) -> Iterable[str]:
 def _placement(facts: Facts, answer: Json) -> Iterable[str]:
     """Requests exactly once; GPUs in range, disjoint, as many as the configuration says, and within the node rules.
 
-    "Takes whole nodes" is read as: no GPU of its nodes belongs to another instance.
+    "Takes whole nodes" is read as: all of `per_node` GPUs of each of its nodes, so never of a smaller last node.
     """
     times = Counter(name for each in answer["instances"] for name in each["requests"])
     for name in facts.requests:
@@ -288,8 +282,8 @@ def _placement(facts: Facts, answer: Json) -> Iterable[str]:
         if wanted <= facts.per_node and len(nodes) != 1:
             yield f"instance {each['id']} of {wanted} GPUs spans nodes {sorted(nodes)}"
         if wanted > facts.per_node:
-            others = {gpu for node in nodes for gpu in facts.node_gpus(node)} - set(gpus)
-            if others & users.keys() or (others and wanted % facts.per_node == 0):
+            whole = {gpu for node in nodes for gpu in facts.node_gpus(node)} == set(gpus)
+            if not whole or any(len(facts.node_gpus(node)) < facts.per_node for node in nodes):
                 yield f"instance {each['id']} of {wanted} GPUs does not take whole nodes: {gpus}"
 
 
@@ -384,7 +378,8 @@ def _totals(facts: Facts, answer: Json) -> Iterable[str]:
 
 
 def _decision(facts: Facts, answer: Json) -> Iterable[str]:
-    """A rebalance keeps the whole fleet as it is; a reconfiguration adds or drops an instance at least."""
+    """A rebalance keeps the whole fleet as it is, a reconfiguration switches at least one instance: nothing says that one
+    may be dropped, unless its GPUs are wanted for another."""
     decision, makespan, current = answer["decision"], answer["makespan_s"], facts.current_makespan_s()
     epsilon = facts.problem["epsilon_s"]
     fleet = {each["id"] for each in answer["instances"] if each["kept"]}
@@ -393,8 +388,8 @@ def _decision(facts: Facts, answer: Json) -> Iterable[str]:
         yield f"a first deployment is {decision!r}"
     if decision == "rebalance" and not unchanged:
         yield "a rebalance changes the fleet"
-    if decision == "reconfigure" and facts.current and unchanged:
-        yield "a reconfiguration changes nothing of the fleet"
+    if decision == "reconfigure" and facts.current and len(fleet) == len(answer["instances"]):
+        yield "a reconfiguration switches nothing"
     if decision != "keep" and current is not None and not makespan < current - epsilon + ABSOLUTE:
         yield f"{decision} to {makespan!r} does not gain more than {epsilon!r} on {current!r}"
     if decision == "keep":

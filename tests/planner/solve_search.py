@@ -66,7 +66,7 @@ def allowed(facts: Facts, gpus: Sequence[int]) -> bool:
     nodes = facts.nodes(gpus)
     if len(gpus) <= facts.per_node:
         return len(nodes) == 1
-    return set().union(*map(facts.node_gpus, nodes)) == set(gpus)
+    return len(gpus) == len(nodes) * facts.per_node
 
 
 # --- exactly, for up to about 16 GPUs and 10 requests
@@ -161,10 +161,11 @@ class _Search:
 
     def _wide(self, nodes: range) -> Iterator[tuple[frozenset[int], Seconds]]:
         """Instances of several nodes, on every set of nodes that has just their GPUs."""
+        full = [node for node in nodes if len(self.facts.node_gpus(node)) == self.facts.per_node]
         for name, configuration in self.facts.configurations.items():
-            for taken in (each for size in range(2, len(nodes) + 1) for each in combinations(nodes, size)):
+            for taken in (each for size in range(2, len(full) + 1) for each in combinations(full, size)):
                 gpus = sorted(set().union(*map(self.facts.node_gpus, taken)))
-                if configuration["gpus"] == len(gpus) and len(gpus) > self.facts.per_node:
+                if configuration["gpus"] == len(gpus):
                     kept = self.facts.kept_id.get((name, frozenset(gpus)))
                     yield frozenset(taken), self._cost(name, gpus, kept)
 

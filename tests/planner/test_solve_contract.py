@@ -251,6 +251,21 @@ def test_a_request_that_its_instance_cannot_hold_goes_elsewhere() -> None:
     assert (found["decision"], found["current_makespan_s"]) == ("reconfigure", None)
 
 
+def test_the_band_of_equation_2_is_met_where_it_costs_nothing() -> None:
+    """Any spread of ten equal requests over two engines ends alike; five each lie in the band."""
+    engine = {**engines()[0], "beta_s": 0.0, "gamma_s": 0.0, "kv_capacity_tokens": 1000}
+    document = problem(2, 8, [engine], requests=[request(f"r{n}", 50, 50) for n in range(10)])
+    found = checked(document | {"kv_balance": {"mu": 0.5, "delta": 0.01}})
+    assert found["kv_balance_violation"] == 0
+
+
+@FEW_EXAMPLES
+@given(SEEDS)
+def test_a_band_without_limits_changes_nothing(seed: int) -> None:
+    document = few(Random(seed))
+    assert checked(document | {"kv_balance": {"mu": 0.5, "delta": 1e9}}) == answer(document)
+
+
 def test_whole_nodes_only() -> None:
     """16 GPUs of an instance on nodes of 8: the four of the last node stay out of it."""
     wide = {**engines()[3], "id": "tp16", "gpus": 16}

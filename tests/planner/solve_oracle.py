@@ -378,8 +378,8 @@ def _totals(facts: Facts, answer: Json) -> Iterable[str]:
 
 
 def _decision(facts: Facts, answer: Json) -> Iterable[str]:
-    """A rebalance keeps the whole fleet as it is, a reconfiguration switches at least one instance: nothing says that one
-    may be dropped, unless its GPUs are wanted for another."""
+    """A rebalance keeps the whole fleet as it is, a reconfiguration switches at least one instance: nobody asks for an
+    instance to be dropped, unless its GPUs are wanted for another."""
     decision, makespan, current = answer["decision"], answer["makespan_s"], facts.current_makespan_s()
     epsilon = facts.problem["epsilon_s"]
     fleet = {each["id"] for each in answer["instances"] if each["kept"]}

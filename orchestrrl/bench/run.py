@@ -7,6 +7,7 @@ from typing import Any
 
 from orchestrrl.bench.figure import Figure
 from orchestrrl.bench.gateway import gateway_cpu
+from orchestrrl.bench.profile_score import profile_score
 from orchestrrl.bench.startup import import_cli
 from orchestrrl.bench.ticks import balancer_tick, fast_tick, plan_tick
 from orchestrrl.errors import ProblemFaults
@@ -16,6 +17,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "balancer_tick": lambda _: balancer_tick(),
     "fast_tick": lambda _: fast_tick(),
     "plan_tick": lambda _: plan_tick(),
+    "profile_score": lambda _: profile_score(),
     "gateway_cpu": gateway_cpu,
     "import_cli": lambda _: import_cli(),
 }

@@ -11,8 +11,9 @@ from planner.model import EngineId
 from planner.problem import NOWHERE, RUNNING, Homogeneous, Infeasible, Migration, Placed, Problem, Solution
 from planner.solver.bound import lower_bound_s as _lower_bound_s
 from planner.solver.columns import Columns, columns
-from planner.solver.evaluate import Placement, current_fleet, moves_s, place
+from planner.solver.evaluate import Placement, current_fleet, place
 from planner.solver.layout import lay_out
+from planner.solver.packed import packed, soonest_cut
 from planner.solver.spread import least_loaded
 
 __all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "solve"]
@@ -25,8 +26,10 @@ def solve(problem: Problem) -> Solution:
     candidates, homogeneous = _homogeneous(table)
     if current is not None:
         candidates.append(current)
+    bound_s = _lower_bound_s(table)
+    candidates += _packed(table, bound_s, min((each.makespan_s for each in candidates), default=0.0))
     best = min(candidates, key=lambda placement: placement.makespan_s, default=None)
-    return _solution(table, current, best, lower_bound(problem), homogeneous)
+    return _solution(table, current, best, bound_s, homogeneous)
 
 
 def evaluate_placement(problem: Problem) -> list[float]:
@@ -53,6 +56,17 @@ def as_placed(table: Columns) -> Placement:
     assigned[new] = np.arange(len(new)) % len(table.problem.current)
     ranks = requests.state.astype(np.int64) * table.count + np.arange(table.count)
     return place(table, current_fleet(table), assigned, ranks)
+
+
+def _packed(table: Columns, bound_s: float, high_s: float) -> list[Placement]:
+    if not table.count:
+        return []
+    found = []
+    for staying in (0.0, 0.8) if len(table.current_node) else (0.0,):
+        blocks = soonest_cut(table, bound_s, high_s, staying)
+        if blocks is not None:
+            found += packed(table, blocks, 3)
+    return found
 
 
 def _homogeneous(table: Columns) -> tuple[list[Placement], list[Homogeneous]]:
@@ -172,19 +186,18 @@ def _migrations(table: Columns, placement: Placement) -> tuple[Migration, ...]:
     if not problem.current:
         return ()
     at = placement.assigned()
-    everything = np.arange(table.count)
-    costs_s = moves_s(table, fleet, everything, at)
     moved = np.flatnonzero((problem.requests.state == RUNNING) & (table.source != fleet.current[at]))
     transfer_s, recompute_s = table.move_ways_s(moved, fleet.configuration[at[moved]], fleet.node[at[moved]])
+    costs_s = np.minimum(transfer_s, recompute_s)
     names = _names(table, placement)
-    return tuple(
-        Migration(request, problem.current[source].id, names[to], "transfer" if wired else "recompute", cost_s)
-        for request, source, to, wired, cost_s in zip(
-            moved.tolist(),
-            table.source[moved].tolist(),
-            at[moved].tolist(),
-            (transfer_s <= recompute_s).tolist(),
-            costs_s[moved].tolist(),
-            strict=True,
-        )
+    sources = [instance.id for instance in problem.current]
+    methods = ("recompute", "transfer")
+    rows = zip(
+        moved.tolist(),
+        map(sources.__getitem__, table.source[moved].tolist()),
+        map(names.__getitem__, at[moved].tolist()),
+        map(methods.__getitem__, (transfer_s <= recompute_s).tolist()),
+        costs_s.tolist(),
+        strict=True,
     )
+    return tuple(map(Migration._make, rows))

@@ -5,6 +5,7 @@ Requests are columns, because there may be hundreds of thousands.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,8 +86,7 @@ class Placed:
         return self.decode_s + self.migration_s + self.switch_s
 
 
-@dataclass(frozen=True, slots=True)
-class Migration:
+class Migration(NamedTuple):
     """A running request that changes instance."""
 
     request: int  # index

@@ -257,7 +257,8 @@ def _show(solution: "Solution", solve_s: float) -> None:
         [
             f"[bold]{solution.decision}[/bold]: {solution.reason}",
             f"makespan {seconds(solution.makespan_s)}; as placed now {seconds(solution.current_makespan_s)};"
-            f" no placement ends before {seconds(solution.lower_bound_s)} (gap {_gap(solution)}); solved in {duration(solve_s)}",
+            f" no placement ends before {seconds(solution.lower_bound_s)} (gap {_gap(solution)});"
+            f" solved in {duration(solve_s)}",
         ]
     )
     rows = _grouped(solution.instances) if len(solution.instances) > LINES_SHOWN else map(_row, solution.instances)

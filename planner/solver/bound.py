@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from planner.solver.columns import SEVERAL, Columns, Floats, Ints
+from planner.solver.columns import Columns, Floats
 
 SAFETY = 1e-9  # sums in another order than a makespan's own may differ in the last places
 ROUNDS = 40
@@ -23,15 +23,15 @@ def lower_bound_s(columns: Columns) -> float:
     options = _options(columns)
     remaining = columns.remaining.astype(np.float64)
     low_s = alone_s = float(np.min([option.alone_s(remaining) for option in options], axis=0).max())
-    units = _units(columns)
+    allowed = units(columns)
     high_s = max(low_s, 1e-9)
-    while _refused(options, remaining, high_s, units):
+    while _refused(options, remaining, high_s, allowed):
         low_s, high_s = high_s, high_s * 2
     for _ in range(ROUNDS):
         if high_s - low_s <= 1e-6 * high_s:
             break
         middle_s = (low_s + high_s) / 2
-        if _refused(options, remaining, middle_s, units):
+        if _refused(options, remaining, middle_s, allowed):
             low_s = middle_s
         else:
             high_s = middle_s
@@ -59,35 +59,37 @@ class _Option:
         return share
 
 
-def _refused(options: list[_Option], remaining: Floats, makespan_s: float, units: float) -> bool:
+def _refused(options: list[_Option], remaining: Floats, makespan_s: float, allowed: float) -> bool:
     shares = options[0].share(remaining, makespan_s)
     for option in options[1:]:
         np.minimum(shares, option.share(remaining, makespan_s), out=shares)
-    return float(shares.sum()) > units * (1 + SAFETY)
+    return float(shares.sum()) > allowed * (1 + SAFETY)
 
 
 def _options(columns: Columns) -> list[_Option]:
     options = []
     for configuration in np.flatnonzero(columns.placeable).tolist():
-        price = _price(columns, configuration)
+        cost = price(columns, configuration)
         alpha_s = float(columns.alpha_s[configuration])
         moved_s = least_move_s(columns, configuration)
         work_s = np.where(columns.fits(configuration), columns.work_s[configuration], math.inf)
-        options.append(_Option(price, alpha_s, float(columns.switch_s[configuration]), work_s + moved_s))
+        options.append(_Option(cost, alpha_s, float(columns.switch_s[configuration]), work_s + moved_s))
         if (columns.current_configuration == configuration).any():
             stays = columns.current_configuration[np.maximum(columns.source, 0)] == configuration
-            options.append(_Option(price, alpha_s, 0.0, work_s + np.where(stays, 0.0, moved_s)))
+            options.append(_Option(cost, alpha_s, 0.0, work_s + np.where(stays, 0.0, moved_s)))
     return options
 
 
 def least_move_s(columns: Columns, configuration: int) -> Floats:
     """[request] what moving each to another instance of the configuration costs at least, wherever that lies."""
-    everything: Ints = np.arange(columns.count)
-    afar_s = columns.move_s(everything, configuration, SEVERAL)
-    if not len(columns.current_node) or columns.gpus[configuration] > columns.problem.per_node:
+    afar_s: Floats = columns.moved_s[configuration]
+    running = np.flatnonzero(columns.source >= 0)
+    if not len(running) or columns.gpus[configuration] > columns.problem.per_node:
         return afar_s
-    beside = columns.current_node[np.maximum(columns.source, 0)]
-    return np.minimum(afar_s, columns.move_s(everything, configuration, beside))
+    least_s = afar_s.copy()
+    beside = columns.current_node[columns.source[running]]
+    least_s[running] = np.minimum(least_s[running], columns.move_s(running, configuration, beside))
+    return least_s
 
 
 def _unit(columns: Columns) -> int:
@@ -96,13 +98,13 @@ def _unit(columns: Columns) -> int:
     return int(np.gcd.reduce(small)) if len(small) else columns.problem.per_node
 
 
-def _price(columns: Columns, configuration: int) -> float:
+def price(columns: Columns, configuration: int) -> float:
     """Units that an instance takes."""
     gpus, per_node, unit = int(columns.gpus[configuration]), columns.problem.per_node, _unit(columns)
     return gpus / unit if gpus <= per_node else gpus / per_node * (per_node // unit)
 
 
-def _units(columns: Columns) -> int:
+def units(columns: Columns) -> int:
     """Units that the nodes have."""
     nodes, rest = divmod(columns.problem.gpus_count, columns.problem.per_node)
     unit = _unit(columns)

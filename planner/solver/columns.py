@@ -34,6 +34,7 @@ class Columns:
     current_configuration: Ints  # [current instance]
     current_node: Ints  # [current instance], SEVERAL where it takes more than one
     longest_first: Ints  # [request], indices by descending remaining tokens, then input order
+    moved_s: Floats  # [configuration, request], what moving to another instance in another node costs
 
     @property
     def count(self) -> int:
@@ -74,6 +75,7 @@ def columns(problem: Problem) -> Columns:
     held = context * tokens + tokens * (tokens - 1) / 2
     order = {configuration.id: index for index, configuration in enumerate(configurations)}
     made = Columns(
+        moved_s=np.zeros((len(configurations), len(remaining))),
         problem=problem,
         gpus=np.array([each.gpus for each in configurations], dtype=np.int64),
         alpha_s=np.array([each.alpha_s for each in configurations], dtype=np.float64),
@@ -95,6 +97,9 @@ def columns(problem: Problem) -> Columns:
         longest_first=np.argsort(-remaining, kind="stable"),
     )
     _check(made)
+    running = np.flatnonzero(made.source >= 0)
+    for configuration in range(len(configurations)):
+        made.moved_s[configuration, running] = made.move_s(running, configuration, SEVERAL)
     return made
 
 

@@ -1,0 +1,141 @@
+"""Cut the requests, longest first, into blocks that run at once, and put blocks one after another on instances.
+
+Every instance that holds a long request pays alpha for all its iterations, so long requests belong together. A block is
+as long as time and KV room allow; a block that leaves much of the time shares its instance with shorter ones, which are
+admitted as it ends. The configuration of each block is chosen as by a shortest path, whose remaining length is
+estimated by the shares of the GPUs that the later requests take at least.
+"""
+
+from bisect import bisect_right, insort
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.solver.bound import price, units
+from planner.solver.columns import Columns, Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Requests for one instance, as ranges of positions in descending order, in order of admission."""
+
+    configuration: int
+    kept: bool
+    blocks: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    configuration: int
+    kept: bool
+    price: float
+    alpha_s: float
+    switch_s: float
+    spent: list[float]  # [position + 1], seconds of work of all requests before
+    slots: int
+    capacity: int
+
+
+class Cutter:
+    """Prepared once for a problem; `cut` is asked for several makespans."""
+
+    def __init__(self, columns: Columns, staying: float = 0.0, every: int = 1) -> None:
+        """The share `staying` of what moves cost is not paid on kept instances. Of the requests one in `every` is
+        looked at, and as many of the GPUs."""
+        order = columns.longest_first[every // 2 :: every]
+        self.remaining = columns.remaining[order]
+        self._left = self.remaining.tolist()
+        self._footprint = np.concatenate(([0], np.cumsum(columns.footprint[order]))).tolist()
+        self._largest = columns.footprint[order].tolist()
+        self._units = max(1.0, units(columns) / every)
+        self._kept = np.bincount(columns.current_configuration, minlength=len(columns.gpus)) // every
+        self._options: list[_Option] = []
+        self._cost: list[Floats] = []
+        self._area: list[Floats] = []
+        for configuration in np.flatnonzero(columns.placeable).tolist():
+            for kept in (True, False):
+                if kept and not self._kept[configuration]:
+                    continue
+                cost_s = (columns.work_s[configuration] + columns.moved_s[configuration] * (1 - staying * kept))[order]
+                slot = np.maximum(
+                    columns.footprint[order] / columns.capacity[configuration], 1 / columns.slots[configuration]
+                )
+                self._cost.append(cost_s)
+                self._area.append(cost_s + columns.alpha_s[configuration] * self.remaining * slot)
+                self._options.append(
+                    _Option(
+                        configuration,
+                        kept,
+                        price(columns, configuration),
+                        float(columns.alpha_s[configuration]),
+                        0.0 if kept else float(columns.switch_s[configuration]),
+                        [0.0, *np.cumsum(cost_s).tolist()],
+                        int(columns.slots[configuration]),
+                        int(columns.capacity[configuration]),
+                    )
+                )
+
+    def cut(self, makespan_s: float, only: frozenset[int] | None = None) -> list[Cut] | None:
+        """Cuts that end by `makespan_s`, or None where the GPUs do not suffice. `only`: configurations to use."""
+        chosen = [place for place, option in enumerate(self._options) if only is None or option.configuration in only]
+        after = self._after(makespan_s, chosen)
+        options = [self._options[place] for place in chosen]
+        instances: list[Cut] = []
+        # Instances that have time left, by that, for each configuration.
+        gaps: dict[int, list[tuple[float, int]]] = {option.configuration: [] for option in options}
+        left_kept = self._kept.tolist()
+        position, used, count = 0, 0.0, len(self._left)
+        while position < count:
+            best = None
+            best_value, best_end, best_height = float("inf"), position, 0.0
+            for option in options:
+                if option.kept and not left_kept[option.configuration]:
+                    continue
+                end, height = self._block(option, position, makespan_s - option.switch_s)
+                if end > position:
+                    share = min(1.0, height / (makespan_s - option.switch_s))
+                    value = option.price * share + after[end]
+                    if value < best_value:
+                        best, best_value, best_end, best_height = option, value, end, height
+            if best is None:
+                return None
+            waiting = gaps[best.configuration]
+            fit = bisect_right(waiting, (best_height, -1))
+            if fit < len(waiting):
+                gap_s, instance = waiting.pop(fit)
+                instances[instance].blocks.append((position, best_end))
+            else:
+                used += best.price
+                if used > self._units + 1e-9:
+                    return None
+                left_kept[best.configuration] -= best.kept
+                gap_s, instance = makespan_s - best.switch_s, len(instances)
+                instances.append(Cut(best.configuration, best.kept, [(position, best_end)]))
+            if gap_s - best_height > 0.01 * makespan_s:
+                insort(waiting, (gap_s - best_height, instance))
+            position = best_end
+        return instances
+
+    def _block(self, option: _Option, position: int, free_s: float) -> tuple[int, float]:
+        """Where the block that starts at `position` ends, and the seconds that it takes."""
+        alone_s = option.alpha_s * self._left[position]
+        room_s = free_s - alone_s
+        if room_s <= 0 or self._largest[position] > option.capacity:
+            return position, 0.0
+        before = option.spent[position]
+        end = min(bisect_right(option.spent, before + room_s, position) - 1, position + option.slots)
+        if self._footprint[end] - self._footprint[position] > option.capacity:
+            end = bisect_right(self._footprint, self._footprint[position] + option.capacity, position) - 1
+        return end, alone_s + option.spent[end] - before
+
+    def _after(self, makespan_s: float, chosen: list[int]) -> list[float]:
+        """[position + 1] units of GPUs that the requests from there on take."""
+        shares = np.full(len(self._left), np.inf)
+        for place in chosen:
+            option = self._options[place]
+            room_s = makespan_s - option.switch_s - option.alpha_s * self.remaining
+            with np.errstate(divide="ignore", invalid="ignore"):
+                share = np.maximum(self._cost[place] / room_s, self._area[place] / (makespan_s - option.switch_s))
+            np.minimum(shares, np.where(room_s > 0, option.price * share, np.inf), out=shares)
+        shares[~np.isfinite(shares)] = 1e12
+        return [*np.cumsum(shares[::-1])[::-1].tolist(), 0.0]

@@ -25,6 +25,7 @@ from orchestrrl.operations import MoveRequests, Operation, OperationResult, Requ
 from orchestrrl.plans import Deployment, DeploymentOutcome, PlanBook
 from orchestrrl.reports import EngineReport, GatewayReport, NodeHello, NodeKind, ReportAck
 from orchestrrl.state import EngineFacts, State, Step
+from orchestrrl.step_lengths import StepLengths
 from planner.model import Act, EngineHealth, EngineId, EngineView, Hold, Mode, Plan, PlanId, RequestId, Snapshot
 from planner.plan import History, PlannerConfig, make_plan
 
@@ -78,6 +79,7 @@ class ControlPlane:
         self._planning = False  # the slow loop waits for a quiet fleet, or decides
         self.mode = self._recovered_mode()
         self.plans.recover()
+        self.lengths = self._recovered_lengths()
         self._recover_engines()
         operations = self.runner.recover()
         self._note(Kind.DAEMON_STARTED, "", {"mode": self.mode, "open_operations": operations})
@@ -169,9 +171,11 @@ class ControlPlane:
         plan_id = PlanId(f"p{self.journal.generation}-{int(snapshot.now_s * 1000) % 10**9:09d}")
         settings = planner_config(self.config, snapshot, can_deploy=self.deployment is not None)
         control, mode, history = self.plans.control, self.mode, self._history(snapshot)
+        lengths = self.lengths
 
         def decide() -> Plan:
-            return make_plan(plan_id, snapshot, settings, mode=mode, control=control, history=history)
+            told = replace(history, before=lengths.expected())
+            return make_plan(plan_id, snapshot, settings, mode=mode, control=control, history=told)
 
         plan = await self._offload(decide)
         self.slow_tick_s = self._stopwatch() - began
@@ -224,7 +228,9 @@ class ControlPlane:
 
     def reconfigure(self, config: Config) -> None:
         """Take over a reloaded configuration, as far as it may change while running."""
-        configured, self.config = self.config.mode, config
+        configured, self.config, slow = self.config.mode, config, self.config.slow
+        if (slow.bin_tokens, slow.max_output_tokens) != (config.slow.bin_tokens, config.slow.max_output_tokens):
+            self.lengths = self._recovered_lengths()
         self.state.set_facts(engine_facts(config))
         self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
         if config.mode is not configured:
@@ -342,6 +348,11 @@ class ControlPlane:
             logger.warning("mode is %s, as an operator set it; configured is %s", mode, self.config.mode)
         return mode
 
+    def _recovered_lengths(self) -> StepLengths:
+        lengths = StepLengths(self.config.slow.bin_tokens, self.config.slow.max_output_tokens)
+        lengths.recover(self.journal)
+        return lengths
+
     def _recover_engines(self) -> None:
         """Engines that were routed to: a gateway that attaches before their agents do must not lose them."""
         latest = self.journal.latest(Kind.ROUTES)
@@ -356,7 +367,8 @@ class ControlPlane:
         if step is None or step.ended_s is None or step is self._ended_step:
             return
         self._ended_step = step
-        self._note(Kind.STEP_ENDED, "", {"started_s": step.started_s, "ended_s": step.ended_s})
+        lengths = self.lengths.step_ended(self.state.finished)
+        self._note(Kind.STEP_ENDED, "", {"started_s": step.started_s, "ended_s": step.ended_s, "lengths": lengths})
         self.plans.step_ended(step)
 
     def _note(self, kind: Kind, subject: str, body: dict[str, Any]) -> None:

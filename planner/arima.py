@@ -19,6 +19,9 @@ SMOOTHING_STEPS = 4.0  # standard deviation of the kernel over time
 # Level with noise (an average), with a slope that follows it, with one that dies out; and a level that stays.
 ORDERS = ((0, 1, 1), (0, 2, 2), (1, 1, 1), (0, 0, 0))
 BURNT_STEPS = 2  # left out of every likelihood, so that orders with unequal differencing compare on the same steps
+# How far the average is moved towards where the components are expected. Half of the way is the mean of two forecasts
+# whose errors differ, and measured better than the whole.
+AHEAD_SHARE = 0.5
 ASTRAY = 4.0  # mean squared forecast error by the variance that the fit gave it
 
 Shares = NDArray[np.float64]  # [bin] or [step, bin]
@@ -70,11 +73,11 @@ class Components:
         return projected
 
     def forecast(self, history: Shares, average: Shares) -> tuple[Shares, tuple[Component, ...]]:
-        """The next step: `average`, moved along the components to where they are expected."""
+        """The next step: `average`, moved along the components towards where they are expected."""
         values = self.coordinates(history)
         found = [model.forecast(values[:, place]) for place, model in enumerate(self.models)]
         ahead = np.array([mean for mean, _ in found]) - self.coordinates(average)
-        shares = np.maximum(average + self.bin_scale * (self.directions @ ahead), 0.0)
+        shares = np.maximum(average + AHEAD_SHARE * self.bin_scale * (self.directions @ ahead), 0.0)
         told = tuple(Component(model.order, *at) for model, at in zip(self.models, found, strict=True))
         return shares / shares.sum(), told
 

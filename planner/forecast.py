@@ -119,11 +119,11 @@ class Forecast:
     limit_tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int64), compare=False, repr=False)
     rows: Tokens = field(default_factory=lambda: np.zeros(0, np.int64), compare=False, repr=False)
 
-    def remaining_at(self, q: ArrayLike) -> Tokens:
-        """Remaining tokens of each request at quantile `q`: [request], or a shape that broadcasts with it."""
+    def remaining_at(self, quantiles: ArrayLike) -> Tokens:
+        """Remaining tokens of each request at its quantile: [request], or a shape that broadcasts with it."""
         if self.lengths is None:
             return np.zeros(0, dtype=np.int64)
-        return self.lengths.quantile(self.generated_tokens, q, self.rows, self.limit_tokens)
+        return self.lengths.quantile(self.generated_tokens, quantiles, self.rows, self.limit_tokens)
 
     def expected_tokens(self) -> NDArray[np.float64]:
         """[request]: mean remaining tokens."""

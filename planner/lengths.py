@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.forecast import survival_curve
 from planner.model import RequestId, RequestView
 
 MEAN_POINTS = 32  # quantiles whose average is a request's mean
@@ -48,33 +47,6 @@ def sampled(expected: Quantiles, requests: int, count: int, seed: int) -> Length
     middles = (np.arange(MEAN_POINTS) + 0.5) / MEAN_POINTS
     means = np.mean([expected.remaining_at(np.full(requests, u)) for u in middles], axis=0)
     return Lengths(samples, _whole(means), expected.remaining_at(np.full(requests, LONG_QUANTILE)))
-
-
-@dataclass(frozen=True, slots=True)
-class Conditioned:
-    """Each request's own distribution: that of all outputs, given how far it has come."""
-
-    survival: NDArray[np.float64]  # [bin], share of outputs that is longer
-    bin_tokens: int
-    generated: NDArray[np.int64]  # [request]
-    limits: NDArray[np.int64]  # [request]
-
-    @classmethod
-    def of(
-        cls, requests: Sequence[RequestView], output_tokens: Sequence[int], bin_tokens: int, max_output_tokens: int
-    ) -> "Conditioned":
-        generated = [request.generated_tokens for request in requests]
-        survival, _ = survival_curve(output_tokens, generated, bin_tokens, max_output_tokens)
-        limits = [_limit_tokens(request, max_output_tokens) for request in requests]
-        return cls(survival, bin_tokens, np.array(generated, dtype=np.int64), np.array(limits, dtype=np.int64))
-
-    def remaining_at(self, quantiles: NDArray[np.float64]) -> NDArray[np.int64]:
-        """[request] remaining tokens at that quantile of each one's distribution."""
-        done = np.minimum(self.generated // self.bin_tokens, len(self.survival) - 2)
-        wanted = self.survival[done] * (1 - quantiles)
-        ends = np.maximum(np.searchsorted(-self.survival, -wanted, side="left"), done + 1)
-        remaining: NDArray[np.int64] = np.minimum(ends * self.bin_tokens, self.limits) - self.generated
-        return np.maximum(remaining, 1)
 
 
 def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_output_tokens: int) -> Lengths:

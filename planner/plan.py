@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.candidates import Candidate, migrations, with_fresh_names
-from planner.forecast import forecast
+from planner.forecast import Forecast, forecast
 from planner.gate import FREE, Control, ControlState, Limits, Proposal, judge
-from planner.lengths import Conditioned, Lengths, averaged, sampled, told
+from planner.lengths import Lengths, averaged, sampled, told
 from planner.live import NO_TRANSFER, LiveFleet, live_fleet, problem_of, words
 from planner.model import (
     Act,
     Configuration,
+    FinishedLength,
     Hold,
     Knowledge,
     Mode,
@@ -32,6 +33,7 @@ from planner.model import (
 )
 from planner.options import Option, Options, consider
 from planner.problem import Problem, Transfer
+from planner.series import StepForecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class History:
     underway: Hold | None = None  # what earlier decisions have not ended yet
     correction: float = 1.0  # of decoding seconds, from how earlier plans came out
     known_output_tokens: Mapping[RequestId, int] | None = None  # for Knowledge.ORACLE
+    before: StepForecast | None = None  # of this step, from recent ones; it takes the place of `earlier_output_tokens`
 
 
 NO_HISTORY = History()
@@ -97,16 +100,11 @@ def make_plan(
 ) -> Plan:
     """What to deploy, and who decodes what, for the rest of this step, against leaving all as it is."""
     control = control.at(snapshot.now_s)
-    expected = forecast(
-        snapshot.requests,
-        (*history.earlier_output_tokens, *snapshot.finished_output_tokens),
-        config.bin_tokens,
-        config.max_output_tokens,
-    )
+    expected = _expected(snapshot, config, history)
     fleet = live_fleet(
         snapshot, config.configurations, config.gpus_count, config.per_node, config.max_moves_per_request
     )
-    lengths = _lengths(snapshot, fleet, config, history)
+    lengths = _lengths(snapshot, fleet, config, history, expected)
     only = control.configuration if control.state is ControlState.OVERRIDDEN else None
     options = NOTHING
     if fleet.requests and fleet.configurations:
@@ -153,13 +151,27 @@ def make_plan(
 NOTHING = Options(None, (), (), 0.0)
 
 
-def _lengths(snapshot: Snapshot, fleet: LiveFleet, config: PlannerConfig, history: History) -> Lengths:
+def _expected(snapshot: Snapshot, config: PlannerConfig, history: History) -> Forecast:
+    """[request] of the snapshot's requests."""
+    finished = snapshot.finished or tuple(map(FinishedLength, snapshot.finished_output_tokens))
+    return forecast(
+        snapshot.requests,
+        () if history.before is not None else history.earlier_output_tokens,
+        config.bin_tokens,
+        config.max_output_tokens,
+        finished=finished,
+        before=history.before,
+    )
+
+
+def _lengths(
+    snapshot: Snapshot, fleet: LiveFleet, config: PlannerConfig, history: History, expected: Forecast
+) -> Lengths:
     """[request] of the fleet's requests."""
     seen = (*history.earlier_output_tokens, *snapshot.finished_output_tokens)
     if config.knowledge is Knowledge.MEAN:
         return averaged(fleet.requests, seen, config.max_output_tokens)
-    conditioned = Conditioned.of(snapshot.requests, seen, config.bin_tokens, config.max_output_tokens)
-    lengths = sampled(conditioned, len(snapshot.requests), config.scenarios, config.seed).at(fleet.rows)
+    lengths = sampled(expected, len(snapshot.requests), config.scenarios, config.seed).at(fleet.rows)
     if config.knowledge is Knowledge.ORACLE:
         return told(fleet.requests, history.known_output_tokens or {}, lengths)
     return lengths

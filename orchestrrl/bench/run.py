@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.bench.figure import Figure
+from orchestrrl.bench.forecast import forecasts
 from orchestrrl.bench.gateway import gateway_cpu
 from orchestrrl.bench.profile_score import profile_score
 from orchestrrl.bench.startup import import_cli
@@ -17,6 +18,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "balancer_tick": lambda _: balancer_tick(),
     "fast_tick": lambda _: fast_tick(),
     "plan_tick": lambda _: plan_tick(),
+    "forecast": lambda _: forecasts(),
     "profile_score": lambda _: profile_score(),
     "gateway_cpu": gateway_cpu,
     "import_cli": lambda _: import_cli(),

@@ -19,8 +19,8 @@ def bench(
 ) -> None:
     """Measure what OrchestrRL costs, each figure beside a baseline in the same run; less is better.
 
-    Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, plan_tick, profile_score,
-    gateway_cpu, import_cli.
+    Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, plan_tick, forecast,
+    profile_score, gateway_cpu, import_cli.
 
     Example: `orchestrrl bench --only gateway_cpu`
     """

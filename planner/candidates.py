@@ -135,9 +135,7 @@ def rebalanced(problem: Problem, fleet: LiveFleet) -> Candidate:
         loads[place] = cost_s + _with(limit, loads[place], longest[place], left[request], work_s[limit.id][request])
         longest[place] = max(longest[place], limit.alpha_s * left[request])
         dealt[place].append(request)
-    state = requests.state
-    ordered = [np.array(sorted(held, key=lambda r: state[r] != RUNNING), dtype=np.int64) for held in dealt]
-    return candidate("rebalanced", problem, fleet, problem.current, ordered)
+    return candidate("rebalanced", problem, fleet, problem.current, _running_first(problem, dealt))
 
 
 def _with(limit: Configuration, load_s: float, longest_s: float, remaining: int, work_s: float) -> float:
@@ -167,9 +165,13 @@ def longest_first(problem: Problem, fleet: LiveFleet, configuration: Configurati
             load_s += configuration.alpha_s * int(remaining[request])
         dealt[place].append(request)
         heapreplace(loads, (load_s + float(work_s[request]), place))
-    state = requests.state
-    ordered = [np.array(sorted(held, key=lambda r: state[r] != RUNNING), dtype=np.int64) for held in dealt]
-    return candidate(f"{configuration.id} spread", problem, fleet, instances, ordered)
+    return candidate(f"{configuration.id} spread", problem, fleet, instances, _running_first(problem, dealt))
+
+
+def _running_first(problem: Problem, dealt: Sequence[Sequence[int]]) -> list[Indices]:
+    waits = problem.requests.state != RUNNING
+    held = (np.array(requests, dtype=np.int64) for requests in dealt)
+    return [requests[np.argsort(waits[requests], kind="stable")] for requests in held]
 
 
 def homogeneous(problem: Problem, configuration: Configuration) -> tuple[Instance, ...]:
@@ -195,12 +197,13 @@ def homogeneous(problem: Problem, configuration: Configuration) -> tuple[Instanc
 
 
 def decode_s(
-    fleet: Candidate, context_tokens: NDArray[np.int64], remaining_tokens: NDArray[np.int64]
+    fleet: Candidate, context_tokens: NDArray[np.int64], remaining_tokens: NDArray[np.int64], *, roughly: bool = False
 ) -> NDArray[np.float64]:
     """[sample, instance], seconds until each instance's last request ends, by the step times of its configuration.
 
     `remaining_tokens` is [sample, request]. A request is admitted strictly in order, when a slot is free and its whole
-    footprint fits; one that is larger than the KV cache runs alone.
+    footprint fits; one that is larger than the KV cache runs alone. `roughly`: where they do not all fit at once, as
+    many iterations as slots and room would take if they were never left unused, in a fraction of the time.
     """
     starts, order = fleet.starts, fleet.order
     sizes = np.diff(starts)
@@ -221,6 +224,11 @@ def decode_s(
         work_s = np.add.reduceat(_work_s(beta, gamma, context, remaining), cuts)
         iterations = np.maximum.reduceat(remaining, cuts)
         held_tokens = np.add.reduceat(context + remaining, cuts)
+        if roughly:
+            by_slots = np.add.reduceat(remaining, cuts) / slots[filled]
+            by_room = np.add.reduceat(remaining * (context + remaining), cuts) / room[filled]
+            row[filled] = alpha_s[filled] * np.maximum(iterations, np.maximum(by_slots, by_room)) + work_s
+            continue
         for turn in np.flatnonzero((sizes[filled] > slots[filled]) | (held_tokens > room[filled])).tolist():
             place = int(filled[turn])
             span = slice(starts[place], starts[place + 1])

@@ -57,6 +57,11 @@ class _Weigher:
         self._lengths = lengths
         self._correction = correction
 
+    def screen(self, fleet: Candidate) -> float:
+        """Seconds to the end, roughly: enough to tell the members of one family apart."""
+        ends_s = decode_s(fleet, self._context, self._lengths.samples, roughly=True) * self._correction
+        return float((ends_s + fleet.migration_s + fleet.switch_s).max(axis=1, initial=0.0).mean())
+
     def weigh(self, fleet: Candidate) -> Option:
         ends_s = decode_s(fleet, self._context, self._lengths.samples) * self._correction
         decoding_s = ends_s.max(axis=1, initial=0.0)
@@ -133,16 +138,15 @@ def _mixed(problem: Problem, fleet: LiveFleet) -> Candidate:
 
 def _best(weigher: _Weigher, tries: Sequence[Try]) -> tuple[Option | None, str]:
     """The best member of a family; or why there is none."""
-    best, why = None, ""
+    members, why = list[Candidate](), ""
     for attempt in tries:
         try:
-            option = weigher.weigh(attempt())
+            members.append(attempt())
         except (Unusable, Infeasible) as error:
             why = why or str(error)
-            continue
-        if best is None or option.total_s < best.total_s:
-            best = option
-    return best, why
+    if not members:
+        return None, why
+    return weigher.weigh(members[0] if len(members) == 1 else min(members, key=weigher.screen)), why
 
 
 def _bounds_s(problems: Sequence[Problem]) -> list[float]:

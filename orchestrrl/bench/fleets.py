@@ -8,6 +8,7 @@ from planner.model import (
     EngineHealth,
     EngineId,
     EngineView,
+    GpuId,
     RequestId,
     RequestState,
     RequestView,
@@ -59,6 +60,7 @@ def congested(engines: int, requests: int, seed: int) -> Snapshot:
             max_sequences=MAX_SEQUENCES,
             decode_tokens_per_s=rng.uniform(600.0, 1_800.0),
             age_s=rng.uniform(0.0, 0.5),
+            gpus=tuple(GpuId(GPUS_PER_ENGINE * place + gpu) for gpu in range(GPUS_PER_ENGINE)),
         )
         for place in range(engines)
     )

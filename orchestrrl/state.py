@@ -291,7 +291,7 @@ class State:
                 if held is None or (record.reported_s, node) > held[:2]:
                     newest[request.id] = (record.reported_s, node, request)
         reported = (
-            replace(request, quiet_s=request.quiet_s + now_s - reported_s)
+            request if reported_s == now_s else replace(request, quiet_s=request.quiet_s + now_s - reported_s)
             for _, (reported_s, _, request) in sorted(newest.items())
         )
         return self._with_preempted(tuple(reported), now_s)

@@ -212,30 +212,28 @@ class Scheduler:
             self.running.append(sequence)
         return prefill_tokens
 
-    def _steps_s(self, steps: int, prefill_tokens: int) -> float:
-        """Seconds of `steps` decode steps of today's batch, each sequence gaining one resident token per step."""
-        kv_tokens = sum(s.context_tokens for s in self.running)
-        decode_s = self.shape.steps_s(steps, len(self.running), kv_tokens)
-        return decode_s + self.shape.prefill_s_per_token * prefill_tokens
-
     def _plan_steps(self, until_s: float, prefill_tokens: int) -> tuple[int, float]:
         """How many equal steps can be taken at once by `until_s`, and their seconds; with 0 steps, the seconds of the
         step that is now under way."""
         if self._step_s is not None:
             return (1, self._step_s) if self.now_s + self._step_s <= until_s else (0, self._step_s)
-        most = 1 if prefill_tokens else min(self._steps_in_blocks(), min(s.to_generate for s in self.running))
+        most = 1 if prefill_tokens else min(self._steps_in_blocks(), min([s.to_generate for s in self.running]))
         if self._can_admit_later():
             most = 1
-        if self.now_s + self._steps_s(most, prefill_tokens) <= until_s:
-            return most, self._steps_s(most, prefill_tokens)
-        low, high = 0, most  # `low` steps end in time, `high` do not
+        kv_tokens = sum([s.context_tokens for s in self.running])
+        prefill_s = self.shape.prefill_s_per_token * prefill_tokens
+        took_s = self.shape.steps_s(most, len(self.running), kv_tokens) + prefill_s
+        if self.now_s + took_s <= until_s:
+            return most, took_s
+        low, low_s, high = 0, 0.0, most  # `low` steps end in time, `high` do not
         while high - low > 1:
             middle = (low + high) // 2
-            if self.now_s + self._steps_s(middle, prefill_tokens) <= until_s:
-                low = middle
+            middle_s = self.shape.steps_s(middle, len(self.running), kv_tokens) + prefill_s
+            if self.now_s + middle_s <= until_s:
+                low, low_s = middle, middle_s
             else:
                 high = middle
-        return (low, self._steps_s(low, prefill_tokens)) if low else (0, self._steps_s(1, prefill_tokens))
+        return (low, low_s) if low else (0, self.shape.steps_s(1, len(self.running), kv_tokens) + prefill_s)
 
     def _can_admit_later(self) -> bool:
         """After a preemption the head of the queue may fit at the very next step."""

@@ -25,6 +25,7 @@ from orchestrrl.operations import (
 )
 from orchestrrl.reports import FinishedRequest, GatewayReport
 from orchestrrl.sim.engines import VirtualEngine
+from orchestrrl.sim.routing import ManyChoices
 from orchestrrl.sim.workload import SimRequest
 from planner.model import EngineId, NodeId, RequestId, RequestState, RequestView
 
@@ -132,12 +133,17 @@ class VirtualGateway:
     def submit(self, requests: Sequence[SimRequest], to: Sequence[EngineId] | None = None) -> None:
         """New requests: dealt as given, or routed one by one."""
         now_s = self.clock.now_s()
+        many = ManyChoices([slot.load() for slot in self.fleet if slot.usable]) if to is None else None
         for index, request in enumerate(requests):
             record = record_of(request, now_s)
             self.ledger.add(record)
             self.records[record.id] = record
-            slot = self.fleet.get(to[index]) if to is not None else None
-            self._send(record, slot, None)
+            if to is not None:
+                chosen: EngineId | None = to[index]
+            else:
+                assert many is not None
+                chosen = many.choose(record.context_tokens)
+            self._send(record, self.fleet.get(chosen), None)
 
     def progressed(self, engine: VirtualEngine, made: Sequence[Progress], now_s: float) -> None:
         """Tokens that an engine has made."""
@@ -159,6 +165,8 @@ class VirtualGateway:
         if slot is None:
             return
         orphans = [cast(CountedRecord, record) for record in slot.records.values()]
+        if not slot.routed and not orphans:
+            return
         self.fleet.suspect(slot, "connection refused")
         for record in orphans:
             self.fleet.release(slot, record)

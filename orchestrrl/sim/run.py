@@ -241,17 +241,13 @@ def _controlled(
 
 
 def _config(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], control: Control) -> Config:
-    config = scenario.daemon_config(fleet_section(scenario, kinds))
-    updates: dict[str, object] = {"mode": "act" if "mode" not in scenario.daemon else config.mode}
+    """The scenario's daemon, with the loops that the arm leaves out made to hold."""
+    sections = {name: dict(scenario.daemon.get(name) or {}) for name in ("fast", "slow")}
     if not control.balancing:
-        updates["fast"] = config.fast.model_copy(update={"theta": NEVER})
-    if "knowledge" in type(config.slow).model_fields:
-        updates["slow"] = config.slow.model_copy(update={"knowledge": control.knowledge})
-    return Config.model_validate({**config.model_dump(), **_dumped(updates)})
-
-
-def _dumped(updates: Mapping[str, object]) -> dict[str, object]:
-    return {key: value.model_dump() if hasattr(value, "model_dump") else value for key, value in updates.items()}
+        sections["fast"]["theta"] = NEVER
+    sections["slow"]["knowledge"] = control.knowledge
+    daemon = {"mode": "act", **scenario.daemon, **sections}
+    return scenario.model_copy(update={"daemon": daemon}).daemon_config(fleet_section(scenario, kinds))
 
 
 async def _through_world(

@@ -90,4 +90,3 @@ def _step(engines: Sequence[Scheduler], by_engine: list[list[float]]) -> StaticS
         sum(engine.preemptions_total for engine in engines),
         len(finish_s),
     )
-

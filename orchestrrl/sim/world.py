@@ -17,6 +17,7 @@ from orchestrrl.daemon import run_loops
 from orchestrrl.deployers.base import Deployed
 from orchestrrl.deployers.simulated import SimulatedDeployer
 from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.execute.deploy import FleetDeployment
 from orchestrrl.journal import Journal
 from orchestrrl.nodes import Attachment
 from orchestrrl.reports import EngineReport, NodeHello, NodeKind
@@ -84,7 +85,11 @@ class World:
         )
         self.gateway = VirtualGateway(GATEWAY, self.clock, self._engine_at, self._arrive, self._answered)
         self.journal = Journal(journal_path, self.clock.now_s())
-        self.plane = ControlPlane(config, self.journal, self.clock)
+        # Deciding takes no simulated time, and its measured time would differ from run to run.
+        self.plane = ControlPlane(config, self.journal, self.clock, stopwatch=lambda: 0.0)
+        configurations = {configuration.id: configuration for configuration in config.fleet.configuration_values()}
+        self.deployment = FleetDeployment(self.plane, self.deployer, configurations)
+        self.plane.deployment = self.deployment
         self.steps: list[StepRecord] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -98,6 +103,7 @@ class World:
         self.plane.known_output_tokens = output_tokens
 
     async def __aenter__(self) -> "World":
+        await self.deployment.adopt()
         attachment = self.plane.attach(NodeHello(GATEWAY, NodeKind.GATEWAY, tuple(self.engines), "sim"))
         self._tasks = [
             asyncio.create_task(work)

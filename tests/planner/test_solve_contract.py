@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -153,6 +154,48 @@ def test_the_exact_search_finds_what_walking_over_everything_finds(rng: Random) 
     assert best == literal or same(best, literal)
 
 
+FALSEHOODS: dict[str, Callable[[Json], object]] = {
+    "a request is lost": lambda told: told["instances"][0]["requests"].pop(),
+    "a request is there twice": lambda told: told["instances"][0]["requests"].append(
+        told["instances"][1]["requests"][0]
+    ),
+    "a request of nobody": lambda told: told["instances"][0]["requests"].append("r-1"),
+    "another order": lambda told: max((each["requests"] for each in told["instances"]), key=len).reverse(),
+    "a GPU twice": lambda told: told["instances"][1].update(gpus=told["instances"][0]["gpus"]),
+    "a GPU too many": lambda told: told["instances"][0]["gpus"].append(15),
+    "a GPU that is not there": lambda told: told["instances"][0].update(gpus=[16]),
+    "kept or not": lambda told: told["instances"][0].update(kept=not told["instances"][0]["kept"]),
+    "an id twice": lambda told: told["instances"][0].update(id=told["instances"][1]["id"]),
+    "a quicker decode": lambda told: told["instances"][0].update(decode_s=told["instances"][0]["decode_s"] * 0.999),
+    "a free switch": lambda told: told["instances"][0].update(switch_s=told["instances"][0]["switch_s"] + 1),
+    "a free move": lambda told: told["instances"][0].update(migration_s=told["instances"][0]["migration_s"] + 1),
+    "an early finish": lambda told: told["instances"][0].update(finish_s=0.0),
+    "an early end": lambda told: told.update(makespan_s=told["makespan_s"] * 0.999),
+    "a bound above": lambda told: told.update(lower_bound_s=told["makespan_s"] * 1.001),
+    "a smaller gap": lambda told: told.update(gap=told["gap"] / 2 - 1e-3),
+    "another present": lambda told: told.update(current_makespan_s=told["makespan_s"]),
+    "no present": lambda told: told.update(current_makespan_s=None),
+    "a balance unasked for": lambda told: told.update(kv_balance_violation=0.1),
+    "a move untold": lambda told: told["migrations"].pop(),
+    "a move twice": lambda told: told["migrations"].append(told["migrations"][0]),
+    "a move to elsewhere": lambda told: told["migrations"][0].update(to="elsewhere"),
+    "a dearer move": lambda told: told["migrations"][0].update(cost_s=told["migrations"][0]["cost_s"] + 1),
+    "another method": lambda told: told["migrations"][0].update(method="magic"),
+    "another decision": lambda told: told.update(decision="keep"),
+    "no reason": lambda told: told.update(reason=""),
+    "another key": lambda told: told.update(colour="red"),
+    "no number": lambda told: told.update(makespan_s=float("nan")),
+}
+
+
+@pytest.mark.parametrize("falsehood", FALSEHOODS.values(), ids=FALSEHOODS.keys())
+def test_the_check_sees(falsehood: Callable[[Json], object]) -> None:
+    document = fleet_of(Random(2), slots=2)  # few at a time, so that the order of admission shows
+    told = checked(document)
+    falsehood(told)
+    assert check(document, told) != []
+
+
 # --- the contract on random problems
 
 
@@ -295,9 +338,9 @@ def test_the_command_answers_as_the_function_does(seed: int) -> None:
     assert told | {"solve_s": 0.0} == answer(document)
 
 
-def fleet_of(rng: Random) -> Json:
+def fleet_of(rng: Random, slots: int = 1024) -> Json:
     """A step on a mixed fleet that leaves GPUs unused."""
-    document = step(rng, 16, 8, progress=0.5)
+    document = step(rng, 16, 8, progress=0.5, slots=slots)
     current = fleet(rng, 16, 8, document["configurations"], 0.6)
     for each in document["requests"]:
         place = rng.choice(current)["id"] if rng.random() < 0.8 else None

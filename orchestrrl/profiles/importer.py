@@ -91,7 +91,9 @@ def layout_named(name: str) -> Parallelism:
     if not name or match is None:
         raise ValueError("must be a layout such as tp2, tp8ep8 or tp1dp8ep8")
     tp, dp, ep = (int(number or 1) for number in match.groups())
-    if min(tp, dp, ep) < 1 or ep not in (1, tp * dp):
+    if min(tp, dp, ep) < 1:
+        raise ValueError("must have sizes of at least 1")
+    if ep not in (1, tp * dp):
         raise ValueError("experts are spread over all of an engine's GPUs or not at all: ep must be 1 or tp x dp")
     return Parallelism(tp=tp, dp=dp, ep=ep)
 

@@ -1,0 +1,168 @@
+"""Follow what engines really take: profiles re-fitted from telemetry, move costs from finished moves.
+
+No input or output; one `Refitter` for the fleet, bounded in memory. Samples are kept by the load at which they were seen, the newest few of
+each, so that an hour at one load does not wash out what is known of the others; older ones fade. The profile that it
+began with counts as a few samples more, and stays what it was wherever nothing has been seen.
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import numpy as np
+
+from orchestrrl.reports import EngineSample
+from planner.fit import Belief, CurveFit, FitError, Seen, StepSample, refit_curve, refit_step
+from planner.model import ConfigurationId
+from planner.profile import Curve, EngineProfile, MoveCosts, Profile, Provenance, Source
+
+PER_CELL = 16  # newest samples of one load
+MOST_CELLS = 128  # the load that has not been seen for longest is forgotten
+HALF_LIFE = 2000  # samples after which one counts half
+TRUST = 4.0  # samples that the profile of the beginning counts as
+LEAST_SAMPLES = 8
+# What a step can be, against what is believed. Beyond is a fault of measuring, not of the profile.
+PLAUSIBLE = 20.0
+
+
+class Batch(NamedTuple):
+    """What an engine did between two scrapes, where that tells its step time."""
+
+    sequences: float
+    kv_tokens: float
+    step_s: float
+
+
+def batch_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
+    """The mean decode step between two scrapes of an engine; None where they do not tell it.
+
+    They do while the batch stayed the same: nothing was prefilled, preempted or finished in between.
+    """
+    elapsed_s = later.sampled_s - earlier.sampled_s
+    made = later.generation_tokens_total - earlier.generation_tokens_total
+    same = (
+        later.running == earlier.running
+        and later.prompt_tokens_total == earlier.prompt_tokens_total
+        and later.preemptions_total == earlier.preemptions_total
+        and later.kv_usage_fraction >= earlier.kv_usage_fraction
+    )
+    if not same or later.running < 1 or elapsed_s <= 0 or made < later.running or later.kv_capacity_tokens < 1:
+        return None
+    usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
+    return Batch(later.running, usage * later.kv_capacity_tokens, later.running * elapsed_s / made)
+
+
+class Refitter:
+    """Believes `profile` until samples say otherwise. `date` gives the day of a re-fit, ISO 8601."""
+
+    def __init__(
+        self, profile: Profile, date: Callable[[], str] = lambda: datetime.now(UTC).date().isoformat()
+    ) -> None:
+        self._profile = profile
+        self._date = date
+        self._windows = {engine.id: _Window() for engine in profile.configurations}
+        self._transfers, self._recomputes = _Window(), _Window()
+
+    def observe(self, configuration: ConfigurationId, sequences: float, kv_tokens: float, step_s: float) -> bool:
+        """Take a sample in. False: it is not one (an unknown configuration, an impossible step)."""
+        window = self._windows.get(configuration)
+        values = (sequences, kv_tokens, step_s)
+        if window is None or not all(map(math.isfinite, values)) or sequences < 1 or kv_tokens < 0 or step_s <= 0:
+            return False
+        believed_s = self._prior(configuration).step.at(sequences, kv_tokens)
+        if believed_s > 0 and not 1 / PLAUSIBLE < step_s / believed_s < PLAUSIBLE:
+            return False
+        window.add((_cell(sequences), _cell(kv_tokens)), values)
+        return True
+
+    def observe_move(self, method: str, context_tokens: int, seconds: float) -> bool:
+        """A finished move of a request: `transfer` or `recompute`. False: it tells nothing."""
+        window = {"transfer": self._transfers, "recompute": self._recomputes}.get(method)
+        if window is None or context_tokens < 1 or not 0 < seconds < math.inf:
+            return False
+        window.add((_cell(context_tokens),), (context_tokens, seconds))
+        return True
+
+    def profile(self, configuration: ConfigurationId) -> EngineProfile:
+        """The configuration as it is now believed to be; the one of the beginning while samples are few.
+
+        Raises KeyError for an unknown one.
+        """
+        prior, window = self._prior(configuration), self._windows[configuration]
+        if len(window) < LEAST_SAMPLES:
+            return prior
+        samples = [StepSample(*values) for values, _ in window.items()]
+        belief = Belief(prior.step, prior.max_sequences, prior.kv_capacity_tokens)
+        fitted = refit_step(belief, samples, window.weights(), TRUST)
+        return replace(prior, step=fitted.step, provenance=self._telemetry(fitted.error, prior.provenance))
+
+    def moves(self) -> MoveCosts | None:
+        """Costs of moving as they are now believed to be; None where the profile began without any."""
+        moves = self._profile.moves
+        if moves is None:
+            return None
+        transfer = self._refitted(moves.transfer_s, self._transfers, moves.kv_bytes_per_token)
+        recompute = self._refitted(moves.recompute_s, self._recomputes, 1.0)
+        errors = [fitted.error for fitted in (transfer, recompute) if fitted is not None]
+        if not errors:
+            return moves
+        worst = max(errors, key=lambda error: error.mean)
+        return replace(
+            moves,
+            transfer_s=transfer.curve if transfer else moves.transfer_s,
+            recompute_s=recompute.curve if recompute else moves.recompute_s,
+            provenance=self._telemetry(worst, moves.provenance),
+        )
+
+    def current(self) -> Profile:
+        """The whole profile as it is now believed to be."""
+        engines = tuple(self.profile(engine.id) for engine in self._profile.configurations)
+        return replace(self._profile, configurations=engines, moves=self.moves())
+
+    def _refitted(self, prior: Curve, window: "_Window", units_per_token: float) -> CurveFit | None:
+        if len(window) < LEAST_SAMPLES:
+            return None
+        seen = [Seen(tokens * units_per_token, seconds) for (tokens, seconds), _ in window.items()]
+        return refit_curve(prior, seen, window.weights(), TRUST)
+
+    def _prior(self, configuration: ConfigurationId) -> EngineProfile:
+        return next(engine for engine in self._profile.configurations if engine.id == configuration)
+
+    def _telemetry(self, error: FitError, prior: Provenance | None) -> Provenance:
+        began = f"telemetry; began as {prior.source}, {prior.date}" if prior is not None else "telemetry"
+        return Provenance(Source.MEASURED, self._date(), began, error.samples, error.mean, error.max)
+
+
+def _cell(size: float) -> int:
+    """Loads within about a fifth of each other share a cell."""
+    return round(math.log(max(size, 1.0)) / math.log(1.2))
+
+
+@dataclass(slots=True)
+class _Window:
+    """The newest samples of each load, with when they came, counted in samples."""
+
+    _cells: OrderedDict[tuple[int, ...], deque[tuple[tuple[float, ...], int]]] = field(default_factory=OrderedDict)
+    _count: int = 0
+
+    def add(self, cell: tuple[int, ...], values: tuple[float, ...]) -> None:
+        self._count += 1
+        self._cells.setdefault(cell, deque(maxlen=PER_CELL)).append((values, self._count))
+        self._cells.move_to_end(cell)
+        if len(self._cells) > MOST_CELLS:
+            self._cells.popitem(last=False)
+
+    def items(self) -> Iterator[tuple[tuple[float, ...], int]]:
+        for cell in self._cells.values():
+            yield from cell
+
+    def weights(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """[sample], in the order of `items`: 1 for the newest, halved every HALF_LIFE."""
+        ages = np.array([self._count - came for _, came in self.items()], dtype=float)
+        return np.asarray(0.5 ** (ages / HALF_LIFE))
+
+    def __len__(self) -> int:
+        return sum(len(cell) for cell in self._cells.values())

@@ -203,7 +203,8 @@ def _afd_s(
     model: Model, gpu: Gpu, parallelism: Parallelism, c: Constants, precision: Precision, sequences: Floats
 ) -> Floats:
     """Seconds of an iteration without the KV cache [sequences]."""
-    replicas, ffn_gpus, micro = attention_replicas(parallelism), parallelism.ffn_gpus, parallelism.micro_batches
+    replicas, ffn_gpus = attention_replicas(parallelism), parallelism.ffn_gpus
+    micro = np.minimum(float(parallelism.micro_batches), sequences)
     batch = sequences / micro
     mine = np.maximum(batch / replicas, np.minimum(1.0, batch))
     weight_flops_per_s = gpu.flops_per_s(precision.weight_bits)
@@ -227,7 +228,7 @@ def _afd_s(
     sent_s = batch * copies * hidden_bytes / min(parallelism.attention_gpus, ffn_gpus) / wire_s
     hop = c.all_reduce_s + c.all_reduce_doubling_s * np.log2(parallelism.gpus) + hop_s(gpu, parallelism.gpus)
     there_and_back_s = attention_s + ffn_s + 2 * (sent_s + hop)
-    layer_s = there_and_back_s if micro == 1 else np.maximum(micro * np.maximum(attention_s, ffn_s), there_and_back_s)
+    layer_s = np.maximum(micro * np.maximum(attention_s, ffn_s), there_and_back_s)
     head_s = model.head_params * ACTIVATION_BYTES / parallelism.tp / gpu.hbm_bytes_per_s / c.hbm_efficiency
     host_s = c.step_s + c.sequence_s * sequences / replicas
     return np.asarray(model.layers * layer_s + head_s + host_s)

@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from decode_oracle import step_by_step_s
+from decode_oracle import along_the_curve_s, step_by_step_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_builders import configuration, configurations, pendings
 
-from planner.cost import DoesNotFit, Pending, all_at_once_s, decode_s, lower_bound_s
-from planner.model import Configuration
+from planner.cost import DoesNotFit, Pending, all_at_once_s, curve_decode_s, decode_s, lower_bound_s
+from planner.model import Configuration, ConfigurationId
+from planner.profile import Curve, EngineProfile, Parallelism, Provenance, Source, StepTime
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}
 
@@ -77,3 +78,50 @@ def test_admission_is_first_come_first_served_even_past_a_smaller_one() -> None:
 def test_a_request_that_never_fits_is_named() -> None:
     with pytest.raises(DoesNotFit, match="a request of 101 tokens does not fit into a KV cache of 100"):
         decode_s(configuration(capacity=100), [Pending(1, 1), Pending(51, 50)])
+
+
+def profile(step: StepTime, capacity: int = 1_000, slots: int = 4, spill: int = 0, name: str = "tp1") -> EngineProfile:
+    return EngineProfile(
+        ConfigurationId(name), Parallelism(), step, 1.0, capacity, slots, 0.0, Provenance(Source.GIVEN, ""), spill
+    )
+
+
+bent_steps = st.builds(
+    lambda ys, kv_s, spill_s: StepTime(Curve((1.0, 2.0, 4.0), tuple(ys)), kv_s, spill_s),
+    st.lists(st.sampled_from([0.0, 0.01, 0.05, 1.0]), min_size=3, max_size=3),
+    st.sampled_from([0.0, 1e-4, 1e-2]),
+    st.sampled_from([0.0, 1e-3, 1e-1]),
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(bent_steps, pendings(), st.sampled_from([40, 60, 1_000]), st.integers(1, 6), st.sampled_from([0, 10, 100]))
+def test_along_a_curve_decoding_takes_what_it_takes_step_by_step(
+    step: StepTime, requests: list[Pending], capacity: int, slots: int, spill: int
+) -> None:
+    instance = profile(step, capacity, slots, spill)
+    assert curve_decode_s(instance, requests) == pytest.approx(along_the_curve_s(instance, requests), **CLOSE)
+
+
+@given(configurations(), pendings())
+def test_a_straight_curve_decodes_as_the_affine_step_time(instance: Configuration, requests: list[Pending]) -> None:
+    step = StepTime(Curve.line(instance.alpha_s, instance.beta_s), instance.gamma_s)
+    straight = profile(step, instance.kv_capacity_tokens, instance.max_sequences)
+    assert curve_decode_s(straight, requests) == pytest.approx(decode_s(instance, requests), **CLOSE)
+
+
+def test_spilling_pays_where_it_costs_less_than_waiting() -> None:
+    """Two requests of 20 tokens and room for one: together in 20 iterations, or one after the other in 40."""
+    two = [Pending(0, 20), Pending(0, 20)]
+    waits = profile(StepTime(Curve.line(1.0, 0.0), 0.0), capacity=20)
+    assert curve_decode_s(waits, two) == 40.0
+    # From the 11th iteration on they hold 20, 22, ... 38 tokens: 0 + 2 + ... + 18 = 90 of them spilled.
+    cheap = profile(StepTime(Curve.line(1.0, 0.0), 0.0, spill_s_per_token=0.01), capacity=20, spill=20)
+    assert curve_decode_s(cheap, two) == pytest.approx(20.9)
+    dear = profile(StepTime(Curve.line(1.0, 0.0), 0.0, spill_s_per_token=1.0), capacity=20, spill=20)
+    assert curve_decode_s(dear, two) == pytest.approx(110.0)
+
+
+def test_what_fits_neither_gpu_nor_cpu_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match="41 tokens does not fit into a KV cache of 40"):
+        curve_decode_s(profile(StepTime(Curve.line(1.0, 0.0), 0.0), capacity=20, spill=20), [Pending(1, 40)])

@@ -1,64 +1,125 @@
 """A plan in words: what was decided, on what, against which alternatives, and how it came out."""
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from rich.markup import escape
 
-from orchestrrl.cli.formats import chart, count, duration, seconds, time_of_day
+from orchestrrl.cli.formats import bar, chart, count, duration, percent, seconds, time_of_day
 
-ALTERNATIVE_COLUMNS = ("configuration", "instances", "decoding", "switch", "together", "against current", "note")
+ALTERNATIVE_COLUMNS = (
+    "fleet",
+    "engines",
+    "takes",
+    "decoding",
+    "moves",
+    "switch",
+    "together",
+    "of all samples",
+    "against current",
+    "",
+    "note",
+)
+FLEET_COLUMNS = ("configuration", "engines", "", "requests", "decoding", "moves", "switch", "ends", "GPUs")
+BAR_WIDTH = 16
+ENGINES_SHOWN = 24  # rows of the target fleet, beyond which those that are much alike share one
 
 
 def headline(plan: dict[str, Any], now_unix_s: float) -> list[str]:
     """The decision, its reason, what it rests on."""
     age = duration(max(0.0, now_unix_s - plan["created_unix_s"]))
     acted = "acted on" if plan["acted"] else "not acted on"
+    if plan["acted_detail"]:
+        acted += f" ({escape(plan['acted_detail'])})"
     lines = [
         f"[bold]{escape(plan['plan_id'])}[/bold]: {plan['decision']}, {acted}",
         f"why: {escape(plan['reason'])} ({plan['reason_code']})",
+    ]
+    if plan["forgone_code"]:
+        lines.append(f"forgone: {escape(plan['forgone'])} ({plan['forgone_code']})")
+    lines += [
         f"made at {time_of_day(plan['created_unix_s'])}, {age} ago, in {duration(plan['solve_s'])}",
         f"inputs: at most {duration(plan['inputs_age_s'])} old; {count(plan['requests_running'])} requests running, "
-        f"{count(plan['requests_waiting'])} waiting; forecast: {plan['forecast_method'] or 'none'}",
+        f"{count(plan['requests_waiting'])} waiting; forecast: {_forecast(plan)}",
     ]
-    now, then = plan["current_configuration"] or "unknown", plan["proposed_configuration"] or "none"
+    now, then = plan["current_configuration"] or "unknown or mixed", plan["proposed_configuration"] or "mixed or none"
     deployed = f"deployed: {now}, predicted {seconds(plan['current_makespan_s'])}"
     proposed = f"best found: {plan['proposed_instances']} x {then}, predicted {seconds(plan['proposed_makespan_s'])}"
-    lines.append(escape(f"{deployed}; {proposed} and {duration(plan['switch_cost_s'])} to switch"))
-    return lines
+    costs = f"{duration(plan['switch_cost_s'])} to switch, {duration(plan['migration_cost_s'])} to move"
+    lines.append(escape(f"{deployed}; {proposed} and {costs} {count(plan['moves_count'])} requests"))
+    return [*lines, *(f"note: {escape(note)}" for note in plan["notes"])]
 
 
 def alternative_rows(plan: dict[str, Any]) -> Iterator[tuple[object, ...]]:
-    """Feasible ones first, the fastest at the top, each against what is deployed."""
+    """Feasible ones first, the fastest at the top, each against what is deployed, as a number and as a bar."""
     feasible = [option for option in plan["alternatives"] if not option["infeasible_because"]]
     ruled_out = [option for option in plan["alternatives"] if option["infeasible_because"]]
     current_s = plan["current_makespan_s"]
+    slowest_s = max(map(_together_s, feasible), default=0.0)
+    best_s = proposed_s(plan)
     for option in sorted(feasible, key=_together_s):
-        against = None if current_s is None else f"{_together_s(option) - current_s:+,.2f} s"
-        notes = [
-            note
-            for note, name in (("deployed", "current_configuration"), ("best", "proposed_configuration"))
-            if option["configuration"] == plan[name]
-        ]
+        together_s = _together_s(option)
+        wanted = best_s is not None and abs(together_s - best_s) < 1e-9
         yield (
-            option["configuration"],
+            _named(option),
             option["instances"],
+            option["decision"] or None,
             seconds(option["makespan_s"]),
+            duration(option["migration_cost_s"]),
             duration(option["switch_cost_s"]),
-            seconds(_together_s(option)),
-            against,
-            ", ".join(notes) or None,
+            seconds(together_s),
+            _between(option),
+            None if current_s is None else f"{together_s - current_s:+,.2f} s",
+            bar(together_s / slowest_s if slowest_s > 0 else 0.0, BAR_WIDTH),
+            ", ".join(note for note, holds in (("deployed", _deployed(option, plan)), ("best", wanted)) if holds)
+            or None,
         )
     for option in ruled_out:
         words = f"infeasible: {option['infeasible_because']}"
-        yield (option["configuration"], option["instances"], None, None, None, None, words)
+        yield (_named(option), option["instances"] or None, *(None,) * 8, words)
+
+
+def fleet_rows(plan: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    """The fleet that is proposed: an engine a row while there are few, else those of a kind together."""
+    engines = sorted(
+        plan["instances"], key=lambda engine: (engine["configuration"], not engine["kept"], -_ends_s(engine))
+    )
+    each = len(engines) <= ENGINES_SHOWN
+    for _, alike in groupby(
+        engines, key=lambda e: e["engine_id"] if each else (e["configuration"], e["kept"], _magnitude(e))
+    ):
+        group = list(alike)
+        slowest = max(group, key=_ends_s)
+        yield (
+            group[0]["configuration"],
+            group[0]["engine_id"] if each else len(group),
+            "kept" if group[0]["kept"] else "new",
+            _span([engine["requests_count"] for engine in group]),
+            seconds(slowest["decode_s"]),
+            duration(slowest["migration_s"]),
+            duration(slowest["switch_s"]),
+            seconds(_ends_s(slowest)),
+            _gpus(group),
+        )
+
+
+def proposed_s(plan: dict[str, Any]) -> float | None:
+    """Seconds to the end under the proposal, its costs paid."""
+    if plan["proposed_makespan_s"] is None:
+        return None
+    return float(plan["proposed_makespan_s"] + plan["switch_cost_s"] + plan["migration_cost_s"])
 
 
 def predictions(plan: dict[str, Any]) -> list[str]:
     """The bound, and what was predicted against what happened."""
-    lines = [f"no plan of this kind can end before {seconds(plan['lower_bound_s'])}"]
-    actual_s = plan["actual_makespan_s"]
-    predicted_s = plan["proposed_makespan_s"] if plan["acted"] else plan["current_makespan_s"]
+    bound = f"with the lengths known, no fleet can end before {seconds(plan['lower_bound_s'])}"
+    lines = [bound if plan["gap"] is None else f"{bound}; the best found takes {percent(plan['gap'])} more"]
+    if plan["correction"] not in (0.0, 1.0):
+        lines.append(
+            f"decoding is predicted {plan['correction']:.2f} times as long as profiles say: so earlier steps went"
+        )
+    actual_s, predicted_s = plan["actual_makespan_s"], plan["predicted_s"]
     if actual_s is None:
         return [*lines, "predicted against actual: the step is not over"]
     if not predicted_s:
@@ -67,10 +128,68 @@ def predictions(plan: dict[str, Any]) -> list[str]:
     return [*lines, f"predicted against actual: {seconds(predicted_s)}, {seconds(actual_s)} ({off})"]
 
 
+def calibration(found: dict[str, Any] | None) -> str:
+    """How predictions have held so far."""
+    if found is None or found["error"] is None:
+        return "predictions: no step has ended yet"
+    steps = "step" if found["steps"] == 1 else "steps"
+    words = f"predictions: off by {percent(found['error'])} in the mean over {found['steps']} {steps}"
+    if abs(found["bias"]) >= 0.005:
+        words += f", {percent(abs(found['bias']))} too {'long' if found['bias'] > 0 else 'short'} on balance"
+    return words
+
+
 def histogram(plan: dict[str, Any]) -> list[str]:
     bars = chart(plan["bin_tokens"], plan["remaining_counts"])
     return ["remaining tokens, requests:", *(f"  {line}" for line in bars)] if bars else []
 
 
+def _forecast(plan: dict[str, Any]) -> str:
+    words: str = plan["forecast_method"] or "none"
+    if plan["knowledge"] not in ("", "forecast"):
+        words += f", but planned with the {plan['knowledge']}'s lengths"
+    return f"{words}, {plan['scenarios']} samples" if plan["scenarios"] > 1 else words
+
+
+def _named(option: dict[str, Any]) -> str:
+    name: str = option["name"] or option["configuration"]
+    if len(option["parts"]) > 1:
+        name += " (" + ", ".join(f"{part['instances']} x {part['configuration']}" for part in option["parts"]) + ")"
+    return name
+
+
+def _deployed(option: dict[str, Any], plan: dict[str, Any]) -> bool:
+    if option["decision"]:
+        return bool(option["decision"] == "keep")
+    return bool(option["configuration"] == plan["current_configuration"])
+
+
+def _between(option: dict[str, Any]) -> str | None:
+    if option["high_s"] - option["low_s"] < 0.005:
+        return None
+    return f"{option['low_s']:,.1f}-{option['high_s']:,.1f} s"
+
+
 def _together_s(option: dict[str, Any]) -> float:
-    return float(option["makespan_s"] + option["switch_cost_s"])
+    return float(option["makespan_s"] + option["switch_cost_s"] + option["migration_cost_s"])
+
+
+def _ends_s(engine: dict[str, Any]) -> float:
+    return float(engine["decode_s"] + engine["migration_s"] + engine["switch_s"])
+
+
+def _magnitude(engine: dict[str, Any]) -> int:
+    """Engines with about as many requests stand together: by powers of two."""
+    return int(engine["requests_count"]).bit_length()
+
+
+def _span(numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return count(low) if low == high else f"{low:,}-{high:,}"
+
+
+def _gpus(group: list[dict[str, Any]]) -> str:
+    gpus = sorted(gpu for engine in group for gpu in engine["gpus"])
+    runs = [list(run) for _, run in groupby(enumerate(gpus), key=lambda pair: pair[1] - pair[0])]
+    words = [f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs]
+    return ", ".join(words[:6]) + (f" and {len(words) - 6} more ranges" if len(words) > 6 else "")

@@ -29,7 +29,8 @@ def show(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: Json
 
     Example: `orchestrrl plan show`
     """
-    found, control, now_unix_s = ask(daemon, _fetch(plan))
+    found, status = ask(daemon, _fetch(plan))
+    control, now_unix_s = status["plan_control"], status["now_unix_s"]
     if as_json:
         print_json({**found, "control": control})
         return
@@ -37,17 +38,23 @@ def show(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: Json
 
 
 def explain_plan(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
-    """Say why a plan is as it is: its inputs' age, the alternatives, the gate's reason, predicted against actual.
+    """Say why a plan is as it is: its inputs' age, the alternatives, the fleet it wants, the gate's reason, predicted
+    against actual.
 
     Example: `orchestrrl plan explain plan-3`
     """
-    found, control, now_unix_s = ask(daemon, _fetch(plan))
+    found, status = ask(daemon, _fetch(plan))
+    control, now_unix_s = status["plan_control"], status["now_unix_s"]
     if as_json:
-        print_json({**found, "control": control})
+        print_json({**found, "control": control, "calibration": status["plan_calibration"]})
         return
     print_lines(explain.headline(found, now_unix_s))
-    print_table("Alternatives", explain.ALTERNATIVE_COLUMNS, explain.alternative_rows(found), optional={"note"})
-    print_lines([*explain.predictions(found), *explain.histogram(found)])
+    optional = {"note", "takes", "moves", "of all samples"}
+    print_table("Alternatives", explain.ALTERNATIVE_COLUMNS, explain.alternative_rows(found), optional=optional)
+    if found["instances"]:
+        print_table("Proposed fleet", explain.FLEET_COLUMNS, explain.fleet_rows(found))
+    print_lines([*explain.predictions(found), explain.calibration(status["plan_calibration"])])
+    print_lines(explain.histogram(found))
     stdout.print(f"planner: {control_words(control, now_unix_s)}")
 
 
@@ -139,13 +146,12 @@ def release(reason: Reason = "", daemon: DaemonOption = DEFAULT_TARGET, as_json:
     _control(daemon, conversation, as_json)
 
 
-def _fetch(plan_id: str) -> Callable[[ControlClient], Awaitable[tuple[dict[str, Any], dict[str, Any] | None, float]]]:
-    """The plan, the operator's word on the planner, and the daemon's time."""
+def _fetch(plan_id: str) -> Callable[[ControlClient], Awaitable[tuple[dict[str, Any], dict[str, Any]]]]:
+    """The plan, and the daemon's status: the operator's word on the planner, its calibration, the daemon's time."""
 
-    async def conversation(client: ControlClient) -> tuple[dict[str, Any], dict[str, Any] | None, float]:
+    async def conversation(client: ControlClient) -> tuple[dict[str, Any], dict[str, Any]]:
         found = await answer(client, client.control.GetPlan, control_pb2.GetPlanRequest(plan_id=plan_id))
-        status = await fetch_status(client)
-        return found, status["plan_control"], status["now_unix_s"]
+        return found, await fetch_status(client)
 
     return conversation
 
@@ -174,7 +180,7 @@ def _row(plan: dict[str, Any]) -> tuple[object, ...]:
         plan["current_configuration"] or None,
         plan["proposed_configuration"] or None,
         seconds(plan["current_makespan_s"]),
-        seconds(plan["proposed_makespan_s"]),
+        seconds(explain.proposed_s(plan)),
         seconds(plan["actual_makespan_s"]),
         "yes" if plan["acted"] else "no",
     )
@@ -184,7 +190,7 @@ def _event_line(event: dict[str, Any]) -> str:
     plan = event["plan"]
     if plan is None:
         return f"no plan yet; planner {control_words(event['control'])}"
-    times = f"{seconds(plan['current_makespan_s'])} now, {seconds(plan['proposed_makespan_s'])} proposed"
+    times = f"{seconds(plan['current_makespan_s'])} now, {seconds(explain.proposed_s(plan))} proposed"
     solved = f"solved in {duration(plan['solve_s'])}"
     made = f"{time_of_day(plan['created_unix_s'])} {plan['plan_id']}"
     return f"{made} {plan['decision']}: {plan['reason']} ({times}; {solved})"

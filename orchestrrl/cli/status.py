@@ -6,6 +6,7 @@ import typer
 from rich.markup import escape
 
 from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.explain import calibration
 from orchestrrl.cli.formats import count, duration, load_index, percent, rate
 from orchestrrl.cli.groups import RUNNING_DAEMON
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stdout
@@ -160,6 +161,7 @@ def summary(seen: dict[str, Any]) -> list[str]:
         f"{count(seen['tokens_recomputed'])} tokens recomputed",
         f"fast loop: {escape(seen['balance_reason'])}",
         f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_words(seen['plan_control'])}",
+        calibration(seen["plan_calibration"]),
     ]
     sick = [worker for worker in seen["workers"] if worker["health"] != "ok"]
     lines += [

@@ -51,15 +51,59 @@ PLAN = pb.Plan(
     proposed_configuration="tp4",
     proposed_instances=2,
     current_makespan_s=430.0,
-    proposed_makespan_s=424.0,
+    proposed_makespan_s=423.5,
     switch_cost_s=2.0,
     lower_bound_s=400.0,
     solve_s=0.125,
     alternatives=[
-        pb.Alternative(configuration="tp1", instances=8, infeasible_because="a request of 9000 tokens does not fit"),
-        pb.Alternative(configuration="tp2", instances=4, makespan_s=430.0),
-        pb.Alternative(configuration="tp4", instances=2, makespan_s=424.0, switch_cost_s=2.0),
+        pb.Alternative(
+            name="tp1 spread", configuration="tp1", infeasible_because="a request of 9000 tokens does not fit"
+        ),
+        pb.Alternative(name="as it stands", decision="keep", configuration="tp2", instances=4, makespan_s=430.0),
+        pb.Alternative(
+            name="mixed",
+            decision="reconfigure",
+            instances=3,
+            makespan_s=420.0,
+            switch_cost_s=2.0,
+            migration_cost_s=4.5,
+            low_s=401.0,
+            high_s=452.0,
+            parts=[pb.FleetPart(configuration="tp2", instances=2), pb.FleetPart(configuration="tp4", instances=1)],
+        ),
+        pb.Alternative(
+            name="tp4 spread",
+            decision="reconfigure",
+            configuration="tp4",
+            instances=2,
+            makespan_s=423.5,
+            switch_cost_s=2.0,
+            migration_cost_s=0.5,
+        ),
     ],
+    migration_cost_s=0.5,
+    gap=0.065,
+    instances=[
+        pb.PlannedInstance(
+            engine_id="plan-3.0",
+            configuration="tp4",
+            gpus=[0, 1, 2, 3],
+            requests_count=90,
+            decode_s=423.5,
+            switch_s=2.0,
+        ),
+        pb.PlannedInstance(
+            engine_id="e9", configuration="tp4", gpus=[4, 5, 6, 7], kept=True, requests_count=70, decode_s=400.0
+        ),
+    ],
+    moves_count=120,
+    forgone_code="pinned",
+    forgone="pinned by the operator",
+    knowledge="forecast",
+    scenarios=8,
+    correction=1.25,
+    notes=["x runs an unknown configuration"],
+    predicted_s=430.0,
     inputs_age_s=0.3,
     requests_running=120,
     requests_waiting=40,
@@ -96,6 +140,7 @@ STATUS = pb.Status(
     plan_id="plan-3",
     plan_control=CONTROL,
     balance_reason="within_theta: spread 0.0001",
+    plan_calibration=pb.PlanCalibration(steps=7, error=0.084, bias=0.031, correction=0.97),
 )
 REQUESTS = [
     telemetry_pb2.RequestProgress(

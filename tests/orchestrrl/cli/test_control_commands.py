@@ -149,14 +149,23 @@ def test_plan_show(daemon: FakeDaemon) -> None:
 def test_plan_explain(daemon: FakeDaemon) -> None:
     result = run(daemon, "plan", "explain")
     text = said(result)
-    assert "inputs: at most 300 ms old; 120 requests running, 40 waiting; forecast: empirical" in text
+    assert "inputs: at most 300 ms old; 120 requests running, 40 waiting; forecast: empirical, 8 samples" in text
+    assert "forgone: pinned by the operator (pinned)" in text
+    assert "note: x runs an unknown configuration" in text
     assert "10.0 s ago" in text or "10 s ago" in text
-    assert "tp4 2 424.00 s 2 s 426.00 s -4.00 s best" in text
-    assert "tp2 4 430.00 s 0 ms 430.00 s +0.00 s deployed" in text
-    assert "tp1 8 - - - - infeasible: a request of 9000 tokens does not fit" in text
-    assert text.index("tp4 2") < text.index("tp2 4") < text.index("tp1 8"), "fastest first, infeasible last"
-    assert "no plan of this kind can end before 400.00 s" in text
+    assert "tp4 spread 2 reconfigure 423.50 s 500 ms 2 s 426.00 s - -4.00 s" in text
+    assert "mixed (2 x tp2, 1 x tp4) 3 reconfigure 420.00 s 4.5 s 2 s 426.50 s 401.0-452.0 s -3.50 s" in text
+    assert "as it stands 4 keep 430.00 s 0 ms 0 ms 430.00 s - +0.00 s ████████████████ deployed" in text
+    assert "tp1 spread - - - - - - - - - infeasible: a request of 9000 tokens does not fit" in text
+    order = [text.index(name) for name in ("tp4 spread 2", "mixed (", "as it stands 4", "tp1 spread -")]
+    assert order == sorted(order), "fastest first, infeasible last"
+    assert text.index("best", order[0]) < order[1], "the best is the one that is proposed"
+    assert "tp4 e9 kept 70 400.00 s 0 ms 0 ms 400.00 s 4-7" in text
+    assert "tp4 plan-3.0 new 90 423.50 s 0 ms 2 s 425.50 s 0-3" in text
+    assert "with the lengths known, no fleet can end before 400.00 s; the best found takes 6 % more" in text
+    assert "decoding is predicted 1.25 times as long as profiles say" in text
     assert "predicted against actual: 430.00 s, 441.00 s (+2.6 %)" in text
+    assert "predictions: off by 8 % in the mean over 7 steps, 3 % too long on balance" in text
     bars = {line.split()[0]: line for line in result.stdout.splitlines() if "█" in line}
     assert bars["512-1,024"].count("█") == 40
     assert bars["0-512"].count("█") == 10
@@ -164,7 +173,7 @@ def test_plan_explain(daemon: FakeDaemon) -> None:
 
 
 def test_plan_list(daemon: FakeDaemon) -> None:
-    assert "keep gain_too_small tp2 tp4 430.00 s 424.00 s 441.00 s no" in said(
+    assert "keep gain_too_small tp2 tp4 430.00 s 426.00 s 441.00 s no" in said(
         run(daemon, "plan", "list", "--limit", "3")
     )
     assert daemon.heard == [pb.ListPlansRequest(limit=3)]
@@ -173,7 +182,7 @@ def test_plan_list(daemon: FakeDaemon) -> None:
 def test_plan_watch_prints_one_object_a_line(daemon: FakeDaemon) -> None:
     lines = run(daemon, "plan", "watch", "--json").stdout.splitlines()
     assert [json.loads(line)["plan"]["plan_id"] for line in lines] == ["plan-3"]
-    assert "plan-3 keep: gain 4.0 s is within epsilon 10 s (430.00 s now, 424.00 s" in said(
+    assert "plan-3 keep: gain 4.0 s is within epsilon 10 s (430.00 s now, 426.00 s" in said(
         run(daemon, "plan", "watch")
     )
     daemon.empty = True

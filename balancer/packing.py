@@ -4,44 +4,42 @@ paper's rule. Pure.
 An engine whose iterations take `alpha + beta*sequences + gamma*kv_tokens` and that runs all it holds at once ends after
 `alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))`: every engine that holds one long request pays `alpha * longest`,
 so requests that will run long belong together, on engines that take little else. Who will run long is known only as
-a distribution: that of all outputs, given how far a request has come. Its first two moments are what enters here, as
-if each request ended at its mean. Requests as old as each other look equally long and are spread evenly, which is the
-best that can be done with them; older ones are gathered as they show.
+a distribution: that of all outputs, given how far a request has come. Its mean is what enters here. Requests as old as
+each other look equally long and are spread evenly, which is the best that can be done with them; with heavy tails the
+older ones have more to come, and are gathered on engines that shed the younger ones and those that wait.
 """
 
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from operator import itemgetter
+from typing import NamedTuple
 
+from balancer.migrate import MAX_MOVES, Move
 from planner.model import Configuration, EngineId, RequestId, RequestState
 
-PACKED = "packed"
 NO_GAIN = "no_gain"
-MAX_MOVES = "max_moves"
 # Destinations that are looked at for each source: those that end first.
 DESTINATIONS = 4
+# Engines that are looked at in vain before the rest are left alone, those that end last first.
+SOURCES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """One request, and what is expected of it. The moments are those of its remaining tokens."""
+    """One request, and how many tokens it is expected to generate yet."""
 
     id: RequestId
     state: RequestState
     context_tokens: int
-    mean_tokens: float
-    square_tokens: float  # mean of the square
+    remaining_tokens: float
     movable: bool = True
 
     def __post_init__(self) -> None:
         if self.context_tokens < 0:
             raise ValueError(f"context_tokens must be >= 0, got {self.context_tokens}")
-        if not 0 < self.mean_tokens < inf:
-            raise ValueError(f"mean_tokens must be > 0, got {self.mean_tokens}")
-        if not self.mean_tokens**2 <= self.square_tokens * (1 + 1e-9) < inf:
-            raise ValueError(f"square_tokens must be >= mean_tokens squared, got {self.square_tokens}")
+        if not 0 < self.remaining_tokens < inf:
+            raise ValueError(f"remaining_tokens must be > 0, got {self.remaining_tokens}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +60,13 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class PackingMove:
-    """One request to be moved, and the queue of the source that it stands in."""
-
-    request: RequestId
-    source: EngineId
-    destination: EngineId
-    state: RequestState
-
-
-@dataclass(frozen=True, slots=True)
 class Packing:
     """The moves, in order, and when each engine is expected to end, in seconds from now, without and with them."""
 
     ends_before_s: dict[EngineId, float]
     ends_after_s: dict[EngineId, float]
-    moves: tuple[PackingMove, ...]
-    stopped_because: str  # packed | no_gain | max_moves
+    moves: tuple[Move, ...]
+    stopped_because: str  # no_gain | max_moves
 
     @property
     def makespan_before_s(self) -> float:
@@ -89,55 +77,48 @@ class Packing:
         return max(self.ends_after_s.values(), default=0.0)
 
 
-def pack(engines: Sequence[Engine], *, max_moves: int, min_gain_s: float, min_gain_share: float = 0.0) -> Packing:
+def pack(engines: Sequence[Engine], *, max_moves: int, min_gain_s: float) -> Packing:
     """The moves of one tick.
 
     From the engine that ends last to one that ends early, for as long as the later of the two then ends at least
-    `min_gain_s` and `min_gain_share` of it sooner, the moved request's prefill included. An engine that nothing useful
-    can leave is set aside, and the next one is looked at: lengths are uncertain, and any engine may turn out the last.
-    No request moves twice.
+    `min_gain_s` sooner, the moved request's prefill included. An engine that nothing useful can leave is set aside, and
+    the next one is looked at: lengths are uncertain, and any engine may turn out the last. No request moves twice.
     """
-    loads = [_Load(engine) for engine in sorted(engines, key=lambda engine: engine.id)]
-    before = {load.engine.id: load.end_s for load in loads}
-    moves: list[PackingMove] = []
-    sources = list(loads)
-    stopped_because = NO_GAIN
-    while sources:
-        if len(moves) >= max_moves:
-            stopped_because = MAX_MOVES
+    loads = sorted((_Load(engine) for engine in engines), key=_by_end)
+    ends_s = {load.engine.id: load.end_s for load in loads}
+    before = {engine.id: ends_s[engine.id] for engine in engines}
+    moves: list[Move] = []
+    set_aside: set[EngineId] = set()
+    while len(moves) < max_moves and len(set_aside) < SOURCES:
+        source = next((load for load in reversed(loads) if load.engine.id not in set_aside), None)
+        if source is None or source.end_s - loads[0].end_s < min_gain_s:
             break
-        source = max(sources, key=lambda load: load.end_s)
-        gain_s = max(min_gain_s, min_gain_share * source.end_s)
-        found = _best_move(source, loads, gain_s)
+        found = _best_move(source, loads, source.end_s - min_gain_s)
         if found is None:
-            sources.remove(source)
+            set_aside.add(source.engine.id)
             continue
         request, destination = found
         source.lose(request)
         destination.gain(request)
-        moves.append(PackingMove(request.id, source.engine.id, destination.engine.id, request.state))
-    if moves and stopped_because == NO_GAIN:
-        stopped_because = PACKED
-    after = {load.engine.id: load.end_s for load in loads}
-    return Packing(before, after, tuple(moves), stopped_because)
+        loads.sort(key=_by_end)
+        moves.append(Move(request.id, source.engine.id, destination.engine.id, request.state))
+    after = before | {load.engine.id: load.end_s for load in loads}
+    return Packing(before, after, tuple(moves), MAX_MOVES if len(moves) >= max_moves else NO_GAIN)
 
 
-def _best_move(source: "_Load", loads: Sequence["_Load"], gain_s: float) -> "tuple[Outlook, _Load] | None":
-    """The request and the destination after which the later of the two engines ends soonest."""
+def _by_end(load: "_Load") -> tuple[float, EngineId]:
+    return load.end_s, load.engine.id
+
+
+def _best_move(source: "_Load", ascending: Sequence["_Load"], limit_s: float) -> "tuple[Outlook, _Load] | None":
+    """The request and the destination after which the later of the two engines ends soonest, by `limit_s` at least."""
     best: tuple[float, Outlook, _Load] | None = None
-    limit_s = source.end_s - gain_s
-    destinations = sorted(
-        (load for load in loads if load is not source and load.end_s < limit_s), key=lambda load: load.end_s
-    )[:DESTINATIONS]
-    if not destinations:
-        return None
+    destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < limit_s]
     for request in source.may_leave:
         left_s = source.end_without_s(request)
         if left_s > limit_s:
             continue
-        for destination in destinations:
-            if not destination.has_room(request):
-                continue
+        for destination in destinations[:DESTINATIONS]:
             later_s = max(left_s, destination.end_with_s(request))
             if later_s <= limit_s and (best is None or later_s < best[0]):
                 best = later_s, request, destination
@@ -154,73 +135,103 @@ class _Load:
         self._beta_s = configuration.beta_s * engine.slowdown
         self._gamma_s = configuration.gamma_s * engine.slowdown
         self._prefill_s = engine.slowdown / configuration.prefill_tokens_per_s
-        self._kv_free_tokens = engine.kv_free_tokens
-        self._running = sum(request.state is RequestState.RUNNING for request in engine.requests)
-        self._waiting = len(engine.requests) - self._running
         self.may_leave = sorted((request for request in engine.requests if request.movable), key=lambda r: r.id)
-        self._longest = sorted(request.mean_tokens for request in engine.requests)
-        self._work_s = sum(self._work_of_s(request) for request in engine.requests)
-        self._kv_area = sum(_kv_area(request) for request in engine.requests)  # tokens times iterations
-        self._seat_area = sum(self._longest)  # sequences times iterations
-        self._prefills_s = 0.0
-        self.end_s = self._end_s(self._longest[-1] if self._longest else 0.0, 0.0, 0.0, 0.0)
+        self._remaining = sorted(request.remaining_tokens for request in engine.requests)
+        waiting = [request for request in engine.requests if request.state is not RequestState.RUNNING]
+        running = [request for request in engine.requests if request.state is RequestState.RUNNING]
+        self._held = _Held(
+            work_s=sum(self._work_s(request) for request in engine.requests),
+            kv_area=sum(_kv_area(request) for request in engine.requests),
+            seat_area=sum(self._remaining),
+            kv_wanted=sum(request.context_tokens for request in waiting) - engine.kv_free_tokens,
+            kv_freed=sum(_kv_freed(request) for request in running),
+            longest_waiting=max((request.remaining_tokens for request in waiting), default=0.0),
+        )
+        self.end_s = self._end_s(self._held, self._remaining[-1] if self._remaining else 0.0)
 
-    def _work_of_s(self, request: Outlook) -> float:
+    def _work_s(self, request: Outlook) -> float:
         """Seconds that a request adds to the iterations of those that run beside it."""
-        kv_area = request.context_tokens * request.mean_tokens + request.square_tokens / 2
-        return self._beta_s * request.mean_tokens + self._gamma_s * kv_area
+        return self._beta_s * request.remaining_tokens + self._gamma_s * _kv_area(request)
 
-    def _end_s(self, longest: float, work_s: float, kv_area: float, seat_area: float) -> float:
-        """The end with so much more than is held. Where not all fit at once, as many iterations as seats and KV take."""
+    def _end_s(self, held: "_Held", longest: float) -> float:
+        """Where not all fit at once: as many iterations as their KV or seats take, and until the last that waits has
+        begun and come to its end."""
         configuration = self.engine.configuration
         iterations = max(
             longest,
-            (self._kv_area + kv_area) / configuration.kv_capacity_tokens,
-            (self._seat_area + seat_area) / configuration.max_sequences,
+            held.kv_area / configuration.kv_capacity_tokens,
+            held.seat_area / configuration.max_sequences,
         )
-        return self._alpha_s * iterations + self._work_s + work_s + self._prefills_s
-
-    def has_room(self, request: Outlook) -> bool:
-        """It would run at once: a seat is free, nobody waits, and the context fits."""
-        seats = self.engine.configuration.max_sequences - self._running - self._waiting
-        return seats > 0 and self._waiting == 0 and request.context_tokens <= self._kv_free_tokens
+        if held.longest_waiting and held.kv_wanted > 0 and held.kv_freed > 0:
+            iterations = max(iterations, held.kv_wanted / held.kv_freed + held.longest_waiting)
+        return self._alpha_s * iterations + held.work_s
 
     def end_without_s(self, request: Outlook) -> float:
-        last = self._longest[-1]
-        longest = last if request.mean_tokens < last else (self._longest[-2] if len(self._longest) > 1 else 0.0)
-        return self._end_s(longest, -self._work_of_s(request), -_kv_area(request), -request.mean_tokens)
+        return self._end_s(self._without(request), self._longest_without(request))
 
     def end_with_s(self, request: Outlook) -> float:
-        longest = max(request.mean_tokens, self._longest[-1] if self._longest else 0.0)
-        prefill_s = request.context_tokens * self._prefill_s
-        return self._end_s(longest, self._work_of_s(request) + prefill_s, _kv_area(request), request.mean_tokens)
+        return self._end_s(
+            self._with(request), max(request.remaining_tokens, self._remaining[-1] if self._remaining else 0.0)
+        )
 
     def lose(self, request: Outlook) -> None:
         self.end_s = self.end_without_s(request)
+        self._held = self._without(request)
+        self._remaining.remove(request.remaining_tokens)
         self.may_leave.remove(request)
-        self._longest.remove(request.mean_tokens)
-        self._count(request, -1)
 
     def gain(self, request: Outlook) -> None:
         """It is not put among those that may leave: no request moves twice."""
         self.end_s = self.end_with_s(request)
-        insort(self._longest, request.mean_tokens)
-        self._prefills_s += request.context_tokens * self._prefill_s
-        self._count(request, 1)
+        self._held = self._with(request)
+        insort(self._remaining, request.remaining_tokens)
 
-    def _count(self, request: Outlook, sign: int) -> None:
-        self._work_s += sign * self._work_of_s(request)
-        self._kv_area += sign * _kv_area(request)
-        self._seat_area += sign * request.mean_tokens
-        if sign > 0:
-            self._running += 1
-            self._kv_free_tokens -= request.context_tokens
-        elif request.state is RequestState.RUNNING:
-            self._running -= 1
-            self._kv_free_tokens += request.context_tokens
-        else:
-            self._waiting -= 1
+    def _longest_without(self, request: Outlook) -> float:
+        if request.remaining_tokens < self._remaining[-1]:
+            return self._remaining[-1]
+        return self._remaining[-2] if len(self._remaining) > 1 else 0.0
+
+    def _without(self, request: Outlook) -> "_Held":
+        """`longest_waiting` stays, as if another were as long: it errs on the side of staying."""
+        held, runs = self._held, request.state is RequestState.RUNNING
+        return _Held(
+            work_s=held.work_s - self._work_s(request),
+            kv_area=held.kv_area - _kv_area(request),
+            seat_area=held.seat_area - request.remaining_tokens,
+            kv_wanted=held.kv_wanted - request.context_tokens,
+            kv_freed=held.kv_freed - (_kv_freed(request) if runs else 0.0),
+            longest_waiting=held.longest_waiting,
+        )
+
+    def _with(self, request: Outlook) -> "_Held":
+        held = self._held
+        kv_wanted = held.kv_wanted + request.context_tokens
+        return _Held(
+            work_s=held.work_s + self._work_s(request) + request.context_tokens * self._prefill_s,
+            kv_area=held.kv_area + _kv_area(request),
+            seat_area=held.seat_area + request.remaining_tokens,
+            kv_wanted=kv_wanted,
+            kv_freed=held.kv_freed,
+            longest_waiting=max(held.longest_waiting, request.remaining_tokens)
+            if kv_wanted > 0
+            else held.longest_waiting,
+        )
+
+
+class _Held(NamedTuple):
+    """What an engine's end follows from."""
+
+    work_s: float  # beside alpha
+    kv_area: float  # tokens times iterations
+    seat_area: float  # sequences times iterations
+    kv_wanted: int  # tokens that the waiting ones need beyond what is free; below 0: room
+    kv_freed: float  # tokens per iteration that running requests give back by ending
+    longest_waiting: float  # tokens
 
 
 def _kv_area(request: Outlook) -> float:
-    return request.context_tokens * request.mean_tokens + request.square_tokens / 2
+    return request.context_tokens * request.remaining_tokens + request.remaining_tokens**2 / 2
+
+
+def _kv_freed(request: Outlook) -> float:
+    return request.context_tokens / request.remaining_tokens

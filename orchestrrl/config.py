@@ -4,6 +4,7 @@
 """
 
 import ipaddress
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import urlsplit
@@ -87,10 +88,20 @@ class MetricsSettings(Section):
     address: Address = "127.0.0.1:9107"
 
 
+class FastPolicy(StrEnum):
+    """How the fast loop chooses moves."""
+
+    PACKING = "packing"  # by when each engine will end; the paper's rule where engines' step times are unknown
+    PAPER = "paper"  # by the load index
+    NONE = "none"  # it does not move requests
+
+
 class FastSettings(Section):
-    """The fast loop: who is congested, and which requests move."""
+    """The fast loop: which requests move."""
 
     interval_s: PositiveFloat = 1.0
+    policy: Annotated[FastPolicy, Field(strict=False)] = FastPolicy.PACKING
+    min_gain_s: NonNegativeFloat = 0.1  # packing: by so much sooner the later of two engines must end for a move
     theta: NonNegativeFloat = 0.0002  # spread of the load index (equation 5) that is left alone
     max_moves_per_tick: PositiveInt = 8
     max_moves_per_request: NonNegativeInt = 4
@@ -345,10 +356,12 @@ journal:
 metrics:
   address: 127.0.0.1:9107
 
-# The fast loop moves requests away from congested engines.
+# The fast loop moves requests between engines.
 fast:
   interval_s: 1.0
-  theta: 0.0002                 # spread of the load index (running + waiting) / cap / decode rate that is left alone
+  policy: packing               # by when each engine will end; paper: by the load index; none: no moves
+  min_gain_s: 0.1               # packing: the later of two engines must end so much sooner for a move
+  theta: 0.0002                 # paper: spread of the load index, (running + waiting) / cap / decode rate, left alone
   max_moves_per_tick: 8
   max_moves_per_request: 4
   headroom_tokens: 128          # of free KV, kept for each running request to grow into

@@ -1,0 +1,79 @@
+"""`orchestrrl profile score` and `fit`: tables, JSON, faults."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrrl.bench.profile_score import profile_score
+from orchestrrl.cli.main import application
+from orchestrrl.profiles.silicon import COLUMNS
+
+ROWS = (
+    "trtllm,1.0,Qwen/Qwen3-32B,h100_sxm,fp8,fp8,fp8,1024,256,16,2,1,,1,1,12.5",
+    "trtllm,1.0,Qwen/Qwen3-32B,h100_sxm,fp8,fp8,fp8,1024,256,16,4,1,,1,1,9",
+    "trtllm,1.0,made/up,h100_sxm,fp8,fp8,fp8,1024,256,16,4,1,,1,1,9",
+)
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    path = tmp_path / "measured.csv"
+    path.write_text("\n".join([",".join(COLUMNS), *ROWS]) + "\n")
+    return path
+
+
+def test_json_is_alone_on_standard_output(measured: Path) -> None:
+    result = CliRunner().invoke(application("profile"), ["profile", "score", str(measured), "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
+    assert list(report) == ["rows", "predicted", "overall", "groups", "tp_ratios", "not_predicted", "predictions"]
+    assert report["overall"]["dense"]["ratio"]["pairs"] == 1
+    assert {row["source"] for row in report["predictions"]} == {"roofline"}
+
+
+def test_people_get_tables_and_what_was_left_out(measured: Path) -> None:
+    result = CliRunner().invoke(application("profile"), ["profile", "score", str(measured)])
+    assert result.exit_code == 0, result.output
+    assert "TPOT of 2 of 3 rows" in result.stdout
+    assert "dense, TP 2 to 4" in result.stdout
+    assert "not predicted: row 3 (made/up): unknown model 'made/up'" in result.stdout
+
+
+def test_all_faults_are_printed_and_nothing_else(measured: Path) -> None:
+    measured.write_text(measured.read_text().replace("12.5", "fast").replace("1024", "0", 1))
+    result = CliRunner().invoke(application("profile"), ["profile", "score", str(measured), "--json"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [
+        "row[1].isl: must be >= 1, got '0'",
+        "row[1].silicon_tpot_ms: should be a number, got 'fast'",
+    ]
+
+
+def test_a_fit_writes_constants_that_python_reads(measured: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fitted.py"
+    result = CliRunner().invoke(application("profile"), ["profile", "fit", str(measured), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    written: dict[str, object] = {}
+    exec(out.read_text(), written)
+    assert list(written["FITTED"]) == ["", "qwen3-32b"]  # type: ignore[call-overload]
+    assert (written["FITTED_TO"], written["LEFT_OUT_ROWS"]) == ("measured.csv", 2)
+
+
+def test_a_fit_of_nothing_or_to_nowhere_is_refused(measured: Path, tmp_path: Path) -> None:
+    nowhere = ["--out", str(tmp_path / "no" / "fitted.py")]
+    result = CliRunner().invoke(application("profile"), ["profile", "fit", str(measured), *nowhere])
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("--out: cannot be written: No such file or directory, got ")
+    measured.write_text("\n".join([",".join(COLUMNS), ROWS[2]]) + "\n")
+    result = CliRunner().invoke(application("profile"), ["profile", "fit", str(measured)])
+    assert (result.exit_code, result.stderr) == (2, f"(document): has no row that can be predicted, got {measured}\n")
+
+
+def test_the_benchmark_compares_or_says_why_not(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = profile_score(measured)
+    assert {figure.baseline for figure in figures} == {"aiconfigurator"}
+    assert [figure.name for figure in figures][:2] == ["profile_score_dense_median", "profile_score_dense_mean"]
+    assert profile_score(measured.with_name("missing.csv")) == []
+    assert "profile_score: skipped, there is no " in capsys.readouterr().err

@@ -48,8 +48,11 @@ def score(measured: MeasuredFile, json: JsonFlag = False) -> None:
 def fit(
     measured: MeasuredFile,
     out: Annotated[Path, typer.Option(help="The module of constants to write.")] = Path("planner/fitted.py"),
+    json: JsonFlag = False,
 ) -> None:
     """Fit the engine constants of the roofline, once on all models and once without each, and write them.
+
+    A later `profile score` takes its constants from that module, never from a fit to the model that it scores.
 
     Example: `orchestrrl profile fit silicon.csv --out planner/fitted.py`
     """
@@ -71,7 +74,12 @@ def fit(
             roofline_fit.write_fitted(out, sets, errors, measured.name, today)
         except OSError as error:
             raise ProblemFaults([f"--out: cannot be written: {error.strerror}, got {out}"]) from error
-    print_lines([f"wrote {out}: {len(sets)} sets of constants"])
+    if json:
+        print_json(
+            {"out": str(out), "rows": len(deployments), "left_out_error_mean": errors.mean().item(), "sets": sets}
+        )
+        return
+    print_lines([f"wrote {out}: {len(sets)} sets of constants; {errors.mean():.1%} mean error on models left out"])
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
 Least squares on the logarithm of TPOT, made robust (Cauchy), with every constant held by its prior. Constants that only
 models with experts show are fitted second, on those alone, so that a poor fit there does not spoil the dense models.
 For each model in the file there is a set that was fitted without any of its rows: it is the one that scores the model.
+Two checkpoints of one architecture (bf16 and fp8) are one model. What no fit can leave out is the form of the roofline
+and its priors: they were chosen once, for all models and engines alike, with this file at hand.
 """
 
 from collections.abc import Mapping, Sequence

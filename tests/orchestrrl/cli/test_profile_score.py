@@ -53,12 +53,14 @@ def test_all_faults_are_printed_and_nothing_else(measured: Path) -> None:
 
 def test_a_fit_writes_constants_that_python_reads(measured: Path, tmp_path: Path) -> None:
     out = tmp_path / "fitted.py"
-    result = CliRunner().invoke(application("profile"), ["profile", "fit", str(measured), "--out", str(out)])
+    result = CliRunner().invoke(application("profile"), ["profile", "fit", str(measured), "--out", str(out), "--json"])
     assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
     written: dict[str, object] = {}
     exec(out.read_text(), written)
     assert list(written["FITTED"]) == ["", "qwen3-32b"]  # type: ignore[call-overload]
     assert (written["FITTED_TO"], written["LEFT_OUT_ROWS"]) == ("measured.csv", 2)
+    assert (report["out"], report["rows"], list(report["sets"])) == (str(out), 2, ["", "qwen3-32b"])
 
 
 def test_a_fit_of_nothing_or_to_nowhere_is_refused(measured: Path, tmp_path: Path) -> None:

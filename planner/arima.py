@@ -136,12 +136,14 @@ def choose_order(values: NDArray[np.float64], orders: Sequence[tuple[int, int, i
 
 def _fit(values: NDArray[np.float64], order: tuple[int, int, int], scale: float) -> Model:
     model = _arima(values / scale, order)
+    parameters, seen = len(model.param_names), len(values) - BURNT_STEPS
+    if seen <= parameters + 1:
+        raise ValueError(f"{len(values)} values are too few for {parameters} parameters")
     # Zeros to begin with, the variance apart: what statsmodels would begin with warns where it has to give up.
-    start = np.zeros(len(model.param_names))
+    start = np.zeros(parameters)
     start[-1] = 1.0
     found = model.fit(start_params=start, cov_type="none", method_kwargs={"warn_convergence": False})
-    parameters, seen = len(found.params), len(values) - BURNT_STEPS
-    aicc = -2.0 * found.llf + 2.0 * parameters * seen / max(seen - parameters - 1, 1)
+    aicc = -2.0 * found.llf + 2.0 * parameters * seen / (seen - parameters - 1)
     if not np.isfinite(aicc):
         raise ValueError(f"likelihood is {found.llf}")
     return Model(order, tuple(found.params.tolist()), scale, float(aicc))

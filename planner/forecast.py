@@ -23,7 +23,7 @@ TRACE = 1e-9  # of the uniform curve in every other: none has to be excluded to 
 # What the forecast of a step may be worth, as shares of what it is worth by the steps before.
 WORTH_SHARES = (1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256)
 # How many requests of its tag the common distribution is worth to a tag; the first: tags do not differ.
-TAG_WORTHS = (1e9, 4096.0, 1024.0, 256.0, 64.0, 16.0)
+TAG_WORTHS = (1e9, 4096.0, 1024.0, 256.0, 64.0, 16.0, 4.0)
 BAND_ENDS = 5.0  # expected in a band of bins over which expected and seen ends are compared
 
 Survival = NDArray[np.float64]  # [k], probability that an output is longer than k bins; 1 at first, 0 at last
@@ -293,7 +293,7 @@ class _Prior:
         at_risk = self.worth * self.survival[:-1] + seen.at_risk
         survival = np.append(1.0, np.cumprod(1.0 - ends / np.maximum(at_risk, ends + 1e-300)))
         # A trace is no expectation: where there is no more than that, nothing is known.
-        told = np.nonzero(ends > 2 * TRACE * max(self.worth, 1.0))[0]
+        told = np.nonzero((ends > 2 * TRACE * max(self.worth, 1.0)) | (seen.at_risk > 0))[0]
         return _with_trace(extended(survival, int(told.max()) + 1) if len(told) else survival)
 
     def worth_of(self, worths: Sequence[float], seen: Sequence[_Seen]) -> float:

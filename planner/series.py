@@ -65,9 +65,9 @@ class LengthCounts:
         """Of outputs that nothing cuts before the last bin, which takes all that is left (Kaplan and Meier's
         estimator)."""
         ended = np.array(self.ended)
-        survival = np.append(1.0, np.cumprod(1.0 - ended / np.maximum(self.at_risk(), 1.0)))
-        longest = int(np.max(np.nonzero(ended), initial=0)) + 1
-        survival = extended(survival, longest)
+        at_risk = self.at_risk()
+        survival = np.append(1.0, np.cumprod(1.0 - ended / np.maximum(at_risk, 1.0)))
+        survival = extended(survival, int(np.max(np.nonzero(at_risk), initial=0)) + 1)
         survival[-1] = 0.0
         shares: Shares = -np.diff(survival)
         return shares
@@ -256,8 +256,8 @@ class SeriesForecaster:
 
 
 def extended(survival: NDArray[np.float64], longest: int) -> NDArray[np.float64]:
-    """Past the `longest` bin in which anything was seen to end, where only cut and running ones are left, the curve
-    goes on like 1/length: having come so far, an output is as likely as not to come twice as far."""
+    """Past the `longest` bin that anything was seen in, the curve goes on like 1/length: having come so far, an output
+    is as likely as not to come twice as far."""
     onwards = survival.copy()
     onwards[longest:] = survival[longest] * longest / np.arange(longest, len(survival))
     return onwards

@@ -3,7 +3,7 @@
 Carrying the answer out is the executors' business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,16 +11,24 @@ from planner.model import EngineId
 from planner.problem import NOWHERE, RUNNING, Homogeneous, Infeasible, Migration, Placed, Problem, Solution
 from planner.solver.bound import lower_bound_s as _lower_bound_s
 from planner.solver.columns import Columns, columns
-from planner.solver.evaluate import Placement, current_fleet, place
+from planner.solver.evaluate import Placement, current_fleet, place, with_idle
 from planner.solver.layout import lay_out
 from planner.solver.packed import packed, soonest_cut
+from planner.solver.search import Work
+from planner.solver.small import best_of_all, is_small
 from planner.solver.spread import least_loaded
 
 __all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "solve"]
 
 
-def solve(problem: Problem) -> Solution:
-    """The best fleet and placement found, with what it takes and what no other can beat. Raises Infeasible."""
+DEFAULT_WORK = 3_000_000  # placements of one request that the local search weighs
+
+
+def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solution:
+    """The best fleet and placement found, with what it takes and what no other can beat. Raises Infeasible.
+
+    `stop` is asked now and then whether to end with what has been found; with it, sameness is not promised.
+    """
     table = columns(problem)
     current = as_placed(table) if problem.current else None
     candidates, homogeneous = _homogeneous(table)
@@ -28,7 +36,13 @@ def solve(problem: Problem) -> Solution:
         candidates.append(current)
     bound_s = _lower_bound_s(table)
     candidates += _packed(table, bound_s, min((each.makespan_s for each in candidates), default=0.0))
+    if table.count and is_small(table):
+        work = Work(DEFAULT_WORK if problem.work_budget is None else problem.work_budget)
+        starts = sorted((each for each in candidates if np.isfinite(each.makespan_s)), key=lambda each: each.makespan_s)
+        candidates += best_of_all(table, starts[:6], bound_s, work, stop)
     best = min(candidates, key=lambda placement: placement.makespan_s, default=None)
+    if best is not None and problem.kv_balance is None:
+        best = with_idle(table, best)
     return _solution(table, current, best, bound_s, homogeneous)
 
 
@@ -82,7 +96,7 @@ def _homogeneous(table: Columns) -> tuple[list[Placement], list[Homogeneous]]:
         assert fleet is not None
         placement = place(table, fleet, least_loaded(table, index, len(fleet), [0.0] * len(fleet)))
         found.append(placement)
-        cost_s = float((placement.migration_s + placement.switch_s).max())
+        cost_s = float((placement.migration_s + placement.switch_s).max(initial=0.0))
         listed.append(Homogeneous(configuration.id, len(fleet), placement.makespan_s, cost_s))
     return found, listed
 

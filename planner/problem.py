@@ -3,7 +3,6 @@
 Requests are columns, because there may be hundreds of thousands.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,11 +121,11 @@ class Solution:
     alternatives: tuple[Homogeneous, ...] = ()  # one for each configuration, in the problem's order
 
     @property
-    def gap(self) -> float:
-        """How far the makespan may be from the best, as a fraction; infinite where nothing is proven."""
+    def gap(self) -> float | None:
+        """How far the makespan may be from the best, as a fraction; None where nothing is proven."""
         if self.makespan_s <= self.lower_bound_s:
             return 0.0
-        return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else math.inf
+        return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
 
 
 class Infeasible(ValueError):

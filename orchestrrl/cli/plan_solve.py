@@ -1,7 +1,6 @@
 """`orchestrrl plan solve`: the fleet and the placement of requests that end soonest, for a problem in a file."""
 
 import gc
-import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -222,7 +221,7 @@ def _json(problem: "Problem", solution: "Solution") -> dict[str, Any]:
         "makespan_s": solution.makespan_s,
         "current_makespan_s": solution.current_makespan_s,
         "lower_bound_s": solution.lower_bound_s,
-        "gap": solution.gap if math.isfinite(solution.gap) else None,
+        "gap": solution.gap,
         "solve_s": 0.0,
         "kv_balance_violation": solution.kv_balance_violation,
         "instances": [
@@ -275,7 +274,7 @@ def _show(solution: "Solution", solve_s: float) -> None:
 
 
 def _gap(solution: "Solution") -> str:
-    return f"{solution.gap * 100:.2f} %" if math.isfinite(solution.gap) else "unknown"
+    return "unknown" if solution.gap is None else f"{solution.gap * 100:.2f} %"
 
 
 def _row(placed: "Placed") -> tuple[object, ...]:

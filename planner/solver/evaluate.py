@@ -28,11 +28,17 @@ class Fleet:
 
     @classmethod
     def of(cls, columns: Columns, parts: Sequence[tuple[int, int, tuple[GpuId, ...]]]) -> "Fleet":
-        """Of (configuration, current, gpus)."""
+        """Of (configuration, current, gpus). What comes to lie where a current one of its kind lies, is that one."""
         per_node = columns.problem.per_node
+        running = {
+            (configuration, instance.gpus): index
+            for index, (configuration, instance) in enumerate(
+                zip(columns.current_configuration.tolist(), columns.problem.current, strict=True)
+            )
+        }
         return cls(
             np.array([part[0] for part in parts], dtype=np.int64),
-            np.array([part[1] for part in parts], dtype=np.int64),
+            np.array([running.get((part[0], part[2]), -1) for part in parts], dtype=np.int64),
             np.array([node_of(part[2], per_node) for part in parts], dtype=np.int64),
             tuple(part[2] for part in parts),
         )
@@ -73,6 +79,20 @@ class Placement:
         return assigned
 
 
+def with_idle(columns: Columns, placement: Placement) -> Placement:
+    """With the current instances, idle, in whose place nothing comes: stopping them gains nothing."""
+    taken = {gpu for gpus in placement.fleet.gpus for gpu in gpus}
+    current = columns.problem.current
+    idle = [index for index, instance in enumerate(current) if taken.isdisjoint(instance.gpus)]
+    if not idle:
+        return placement
+    fleet = placement.fleet
+    parts = list(zip(fleet.configuration.tolist(), fleet.current.tolist(), fleet.gpus, strict=True))
+    parts += [(int(columns.current_configuration[index]), index, current[index].gpus) for index in idle]
+    starts = np.concatenate((placement.starts, np.full(len(idle), placement.starts[-1])))
+    return evaluate(columns, Fleet.of(columns, parts), placement.order, starts)
+
+
 def place(columns: Columns, fleet: Fleet, assigned: Ints, ranks: Ints | None = None) -> Placement:
     """Requests on the instances `assigned` to them, admitted by ascending `ranks`: longest first where not given."""
     if ranks is None:
@@ -84,6 +104,16 @@ def place(columns: Columns, fleet: Fleet, assigned: Ints, ranks: Ints | None = N
 
 
 def evaluate(columns: Columns, fleet: Fleet, order: Ints, starts: Ints) -> Placement:
+    """What the placement takes. New instances without requests are left out: nothing starts them."""
+    used = (np.diff(starts) > 0) | (fleet.current >= 0)
+    if not used.all():
+        fleet = Fleet(
+            fleet.configuration[used],
+            fleet.current[used],
+            fleet.node[used],
+            tuple(gpus for gpus, stays in zip(fleet.gpus, used.tolist(), strict=True) if stays),
+        )
+        starts = np.concatenate(([0], starts[1:][used]))
     at = np.repeat(np.arange(len(fleet)), np.diff(starts))
     configuration = fleet.configuration[at]
     work_s = np.bincount(at, weights=columns.work_s[configuration, order], minlength=len(fleet))
@@ -92,10 +122,16 @@ def evaluate(columns: Columns, fleet: Fleet, order: Ints, starts: Ints) -> Place
         fleet,
         order,
         starts,
-        columns.alpha_s[fleet.configuration] * iterations + work_s,
+        _alpha_s(columns.alpha_s[fleet.configuration], iterations) + work_s,
         np.bincount(at, weights=moves_s(columns, fleet, order, at), minlength=len(fleet)).astype(np.float64),
         np.where(fleet.current >= 0, 0.0, columns.switch_s[fleet.configuration]),
     )
+
+
+def _alpha_s(alpha_s: Floats, iterations: Floats) -> Floats:
+    """Never is never, even where iterations take no time."""
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isfinite(iterations), alpha_s * iterations, np.inf)
 
 
 def moves_s(columns: Columns, fleet: Fleet, requests: Ints, at: Ints) -> Floats:

@@ -1,0 +1,292 @@
+"""Local search on one fleet: requests leave the instance that ends last, alone or against another, while that helps.
+
+Deterministic: the random kicks that it takes out of a dead end come from a fixed seed, and the work is counted.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+
+from planner.solver.columns import Columns, Ints
+from planner.solver.evaluate import Fleet, Placement, admit, evaluate, moves_s
+
+ALL_ORDERS = 5  # requests up to which every order of admission is tried
+
+
+@dataclass(slots=True)
+class Work:
+    """What is left of the budget, in placements of one request that may still be weighed."""
+
+    left: int
+
+    def spend(self, amount: int) -> bool:
+        self.left -= amount
+        return self.left > 0
+
+
+class Orders:
+    """The fewest iterations found for requests that do not all run at once, and in which order. Remembered."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.remaining: list[int] = columns.remaining.tolist()
+        self.footprint: list[int] = columns.footprint.tolist()
+        self.capacity: list[int] = columns.capacity.tolist()
+        self.slots: list[int] = columns.slots.tolist()
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[float, tuple[int, ...]]] = {}
+
+    def best(self, configuration: int, requests: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        """`requests` come longest first."""
+        key = (configuration, requests)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._search(configuration, requests)
+        return known
+
+    def _search(self, configuration: int, requests: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        capacity, slots = self.capacity[configuration], self.slots[configuration]
+        lefts, rooms = self.remaining, self.footprint
+        area = sum(lefts[each] * rooms[each] for each in requests)
+        floor = max(lefts[requests[0]], -(-area // capacity), -(-sum(lefts[each] for each in requests) // slots))
+        best, best_order = float("inf"), requests
+        if len(requests) <= ALL_ORDERS:
+            orders = list(permutations(requests))
+        else:
+            orders = [
+                requests,
+                tuple(sorted(requests, key=lambda each: (-rooms[each], each))),
+                tuple(sorted(requests, key=lambda each: (-rooms[each] * lefts[each], each))),
+                requests[::-1],
+            ]
+        for order in orders:
+            found = admit([lefts[each] for each in order], [rooms[each] for each in order], capacity, slots)
+            if found < best:
+                best, best_order = found, order
+            if best <= floor:
+                break
+        return best, best_order
+
+
+class Search:
+    """Requests on the instances of one fleet, moved about."""
+
+    def __init__(self, columns: Columns, fleet: Fleet, orders: Orders, work: Work) -> None:
+        self.columns, self.fleet, self.orders, self.work = columns, fleet, orders, work
+        everything = np.arange(columns.count)
+        self.configuration: list[int] = fleet.configuration.tolist()
+        self.cost_s: list[list[float]] = [  # [instance][request]
+            (
+                columns.work_s[configuration] + moves_s(columns, fleet, everything, np.full(columns.count, instance))
+            ).tolist()
+            for instance, configuration in enumerate(self.configuration)
+        ]
+        self.alpha_s: list[float] = columns.alpha_s[fleet.configuration].tolist()
+        self.switch_s: list[float] = np.where(fleet.current >= 0, 0.0, columns.switch_s[fleet.configuration]).tolist()
+        self.capacity = columns.capacity[fleet.configuration].tolist()
+        self.slots = columns.slots[fleet.configuration].tolist()
+        self.rank = np.empty(columns.count, dtype=np.int64)
+        self.rank[columns.longest_first] = everything
+        self.ranks = self.rank.tolist()
+        self.by_length = columns.longest_first.tolist()
+        self.gpus = columns.gpus[fleet.configuration].tolist()
+        self.held: list[list[int]] = [[] for _ in self.configuration]  # longest first
+        self.finish_s: list[float] = [0.0] * len(self.configuration)
+
+    # --- one instance
+
+    def time_s(self, instance: int, requests: list[int]) -> float:
+        """Seconds for `requests`, longest first."""
+        if not requests:
+            return 0.0
+        costs, rooms = self.cost_s[instance], self.orders.footprint
+        total_s, held = self.switch_s[instance], 0
+        for request in requests:
+            total_s += costs[request]
+            held += rooms[request]
+        if held <= self.capacity[instance] and len(requests) <= self.slots[instance]:
+            return total_s + self.alpha_s[instance] * self.orders.remaining[requests[0]]
+        iterations = self.orders.best(self.configuration[instance], tuple(requests))[0]
+        return total_s + self.alpha_s[instance] * iterations if iterations < math.inf else math.inf
+
+    def _with(self, requests: list[int], request: int) -> list[int]:
+        rank, ranks = self.ranks[request], self.ranks
+        low, high = 0, len(requests)
+        while low < high:
+            middle = (low + high) // 2
+            if ranks[requests[middle]] < rank:
+                low = middle + 1
+            else:
+                high = middle
+        return [*requests[:low], request, *requests[low:]]
+
+    # --- starts
+
+    def take(self, assigned: Ints) -> None:
+        self.held = [[] for _ in self.configuration]
+        at = assigned.tolist()
+        for request in self.by_length:
+            self.held[at[request]].append(request)
+        self.finish_s = [self.time_s(instance, requests) for instance, requests in enumerate(self.held)]
+
+    def insert(self, until_s: float | None = None) -> bool:
+        """All requests, longest first: each where it ends soonest; or, with `until_s`, where it takes the fewest
+        GPU-seconds while the instance ends by then. False, and nothing changed, where that does not work out."""
+        count = len(self.configuration)
+        held: list[list[int]] = [[] for _ in range(count)]
+        ends = [0.0] * count
+        for request in self.by_length:
+            best, best_value, best_s = -1, float("inf"), 0.0
+            seen: set[tuple[int, float]] = set()
+            for instance in range(count):
+                if not held[instance] and self.fleet.current[instance] < 0:  # all alike
+                    alike = (self.configuration[instance], self.cost_s[instance][request])
+                    if alike in seen:
+                        continue
+                    seen.add(alike)
+                end_s = self._quick_s(instance, held[instance], ends[instance], request)
+                if until_s is None:
+                    value = end_s
+                else:
+                    if end_s > until_s:
+                        continue
+                    value = (end_s - ends[instance]) * self.gpus[instance]
+                if value < best_value:
+                    best, best_value, best_s = instance, value, end_s
+            self.work.spend(count)
+            if best < 0:
+                return False
+            held[best].append(request)
+            ends[best] = best_s
+        self.held, self.finish_s = held, ends
+        return True
+
+    def _quick_s(self, instance: int, requests: list[int], end_s: float, request: int) -> float:
+        """When the instance ends with `request`, that is no longer than any before, as well."""
+        rooms = self.orders.footprint
+        if rooms[request] > self.capacity[instance]:
+            return float("inf")
+        if not requests:
+            alone_s = self.alpha_s[instance] * self.orders.remaining[request]
+            return self.switch_s[instance] + self.cost_s[instance][request] + alone_s
+        if len(requests) < self.slots[instance]:
+            held = rooms[request]
+            for each in requests:
+                held += rooms[each]
+            if held <= self.capacity[instance]:
+                return end_s + self.cost_s[instance][request]
+        return self.time_s(instance, [*requests, request])
+
+    # --- moves
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.finish_s, default=0.0)
+
+    def improve(self) -> None:
+        """Until the instance that ends last has no move and no exchange that helps, or the work is spent."""
+        while self.work.left > 0 and (self._relocate() or self._exchange()):
+            pass
+
+    def _last(self) -> int:
+        return self.finish_s.index(max(self.finish_s))
+
+    def _relocate(self) -> bool:
+        last = self._last()
+        limit_s = self.finish_s[last]
+        best: tuple[float, int, int] | None = None
+        best_s = limit_s
+        mine = self.held[last]
+        order = sorted(range(len(self.finish_s)), key=self.finish_s.__getitem__)
+        for place, request in enumerate(mine):
+            without_s = self.time_s(last, mine[:place] + mine[place + 1 :])
+            if not self.work.spend(len(mine)):
+                return False
+            if without_s >= best_s:
+                continue
+            for instance in order:
+                floor_s = self.finish_s[instance] + self.cost_s[instance][request]
+                if floor_s >= best_s or instance == last:
+                    continue
+                end_s = self.time_s(instance, self._with(self.held[instance], request))
+                self.work.spend(len(self.held[instance]))
+                if max(end_s, without_s) < best_s:
+                    best, best_s = (max(end_s, without_s), request, instance), max(end_s, without_s)
+        if best is None or not best_s < limit_s * (1 - 1e-12):
+            return False
+        self._move(best[1], last, best[2])
+        return True
+
+    def _exchange(self) -> bool:
+        last = self._last()
+        limit_s = self.finish_s[last]
+        mine = self.held[last]
+        for place, request in enumerate(mine):
+            rest = mine[:place] + mine[place + 1 :]
+            rest_s = self.time_s(last, rest)
+            for instance in sorted(range(len(self.finish_s)), key=self.finish_s.__getitem__):
+                if instance == last:
+                    continue
+                theirs = self.held[instance]
+                for at, other in enumerate(theirs):
+                    if rest_s + self.cost_s[last][other] >= limit_s:
+                        continue
+                    if (
+                        self.finish_s[instance] + self.cost_s[instance][request] - self._most(instance, other)
+                        >= limit_s
+                    ):
+                        continue
+                    if not self.work.spend(len(mine) + len(theirs)):
+                        return False
+                    mine_s = self.time_s(last, self._with(rest, other))
+                    if mine_s >= limit_s * (1 - 1e-12):
+                        continue
+                    if self.time_s(instance, self._with(theirs[:at] + theirs[at + 1 :], request)) < limit_s * (
+                        1 - 1e-12
+                    ):
+                        self._move(request, last, instance)
+                        self._move(other, instance, last)
+                        return True
+        return False
+
+    def _most(self, instance: int, request: int) -> float:
+        """What the instance is rid of at most without `request`."""
+        return self.cost_s[instance][request] + self.alpha_s[instance] * self.orders.remaining[request]
+
+    def _move(self, request: int, source: int, destination: int) -> None:
+        self.held[source] = [each for each in self.held[source] if each != request]
+        self.held[destination] = self._with(self.held[destination], request)
+        for instance in (source, destination):
+            self.finish_s[instance] = self.time_s(instance, self.held[instance])
+
+    def shake(self, rounds: int, seed: int = 0, enough_s: float = 0.0) -> None:
+        """Kicks out of the dead end, each undone where nothing better comes of it."""
+        rng = random.Random(seed)
+        count = len(self.finish_s)
+        for _ in range(rounds if count > 1 else 0):
+            if self.work.left <= 0 or self.makespan_s <= enough_s:
+                return
+            before = (list(self.held), list(self.finish_s), self.makespan_s)
+            for _ in range(rng.choice((1, 2, 3))):
+                source = self._last() if rng.random() < 0.5 else rng.randrange(count)
+                if not self.held[source]:
+                    continue
+                destination = rng.randrange(count)
+                if destination != source:
+                    self._move(rng.choice(self.held[source]), source, destination)
+            self.improve()
+            if self.makespan_s > before[2]:
+                self.held, self.finish_s = before[0], before[1]
+
+    def placement(self) -> Placement:
+        """What was found, each instance's requests in the order in which it ends soonest."""
+        order: list[int] = []
+        for instance, requests in enumerate(self.held):
+            rooms = sum(self.orders.footprint[request] for request in requests)
+            if rooms <= self.capacity[instance] and len(requests) <= self.slots[instance]:
+                order += requests
+            else:
+                order += self.orders.best(self.configuration[instance], tuple(requests))[1]
+        starts = np.concatenate(([0], np.cumsum([len(requests) for requests in self.held])))
+        return evaluate(self.columns, self.fleet, np.array(order, dtype=np.int64), starts.astype(np.int64))

@@ -1,0 +1,84 @@
+"""Few GPUs and few requests: every fleet is looked at, the promising ones closely."""
+
+from collections.abc import Callable
+
+from planner.solver.columns import Columns
+from planner.solver.evaluate import Fleet, Placement
+from planner.solver.fleets import fleets
+from planner.solver.search import Orders, Search, Work
+
+MOST_FLEETS = 3000
+CELLS = 40_000  # requests times GPUs up to which a problem is small
+LOOKED_AT, CLOSELY = 32, 6
+TRIALS = 5
+
+
+def is_small(columns: Columns) -> bool:
+    return columns.problem.gpus_count <= 16 and columns.count * columns.problem.gpus_count <= CELLS
+
+
+def best_of_all(
+    columns: Columns, starts: list[Placement], bound_s: float, work: Work, stop: Callable[[], bool]
+) -> list[Placement]:
+    """The best placements found; `starts` are improved as well."""
+    orders = Orders(columns)
+    closely = [_taken(columns, start, orders, work) for start in starts]
+    for fleet in _promising(columns, orders, work):
+        closely += _filled(columns, fleet, orders, bound_s, work)
+    closely.sort(key=lambda search: search.makespan_s)
+    best: list[Search] = []
+    for search in closely[: 2 * CLOSELY]:
+        if stop():
+            break
+        search.improve()
+        best.append(search)
+    best.sort(key=lambda search: search.makespan_s)
+    for search in best[:CLOSELY]:
+        if stop() or best[0].makespan_s <= bound_s * (1 + 1e-6):
+            break
+        search.shake(12 + 600 // (1 + columns.count), enough_s=bound_s * (1 + 1e-6))
+    best.sort(key=lambda search: search.makespan_s)
+    return [search.placement() for search in best[:CLOSELY]]
+
+
+def _taken(columns: Columns, start: Placement, orders: Orders, work: Work) -> Search:
+    search = Search(columns, start.fleet, orders, work)
+    search.take(start.assigned())
+    return search
+
+
+def _promising(columns: Columns, orders: Orders, work: Work) -> list[Fleet]:
+    """Fleets whose kinds of instances do best, by a first filling of one of them."""
+    alike: dict[tuple[tuple[int, bool], ...], list[Fleet]] = {}
+    for fleet in fleets(columns, MOST_FLEETS):
+        kinds = zip(fleet.configuration.tolist(), (fleet.current >= 0).tolist(), strict=True)
+        alike.setdefault(tuple(sorted(kinds)), []).append(fleet)
+    scored = []
+    for place, members in enumerate(alike.values()):
+        search = Search(columns, members[0], orders, work)
+        if search.insert():
+            scored.append((search.makespan_s, place))
+    pools = list(alike.values())
+    found: list[Fleet] = []
+    for _, place in sorted(scored):
+        found += pools[place][:8]
+        if len(found) >= LOOKED_AT:
+            break
+    return found[:LOOKED_AT]
+
+
+def _filled(columns: Columns, fleet: Fleet, orders: Orders, bound_s: float, work: Work) -> list[Search]:
+    """The fleet filled evenly, and with long requests together as soon as that works."""
+    even = Search(columns, fleet, orders, work)
+    if not even.insert():
+        return []
+    packed = Search(columns, fleet, orders, work)
+    low_s, high_s = bound_s, even.makespan_s
+    found = False
+    for _ in range(TRIALS):
+        trial_s = (low_s + high_s) / 2
+        if packed.insert(trial_s):
+            high_s, found = packed.makespan_s, True
+        else:
+            low_s = trial_s
+    return [even, packed] if found else [even]

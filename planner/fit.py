@@ -25,7 +25,7 @@ MOST_KNOTS = 12
 FOLDS = 5
 
 _HUBER, _BISQUARE = 1.345, 4.685  # the usual tuning constants: 95 % efficiency on normal errors
-_LEAST_SCALE = 0.002  # residuals below this are no outliers, however well the rest fits
+_LEAST_SCALE = 0.02  # no sample is an outlier for missing by little, however well the rest fits
 _ROUNDS = 12
 
 
@@ -122,20 +122,17 @@ class Belief:
 
 
 def refit_step(prior: Belief, samples: Sequence[StepSample], weights: Floats, trust: float) -> StepFit:
-    """The prior's step time, moved by what was seen; where nothing was seen it stays as it was.
+    """The prior's step time, moved by what was seen; where nothing was seen it keeps its shape.
 
-    The new base is `constant + scale * prior's + slope * sequences`, so that a curve keeps its shape. `trust` is the
-    weight of the prior in samples. Where the batch did not vary, all parts are scaled alike: slopes cannot be told.
+    First all of it is scaled to what was seen. Where the batch varied, the base becomes `constant + scale * prior's +
+    slope * sequences` and KV tokens get their own time, each pulled towards the prior by `trust`, in samples.
     """
     sequences, kv_tokens, step_s = _columns(samples)
-    step = prior.step
+    step = _scaled(prior.step, sequences, kv_tokens, step_s, weights)
     base, kv_s = _with_range(step.base_s, prior.max_sequences), step.kv_s_per_token
     if not _varied(sequences) and not _varied(kv_tokens):
-        predicted_s = np.array([step.at(b, k) for b, k in zip(sequences, kv_tokens, strict=True)])
-        fitted = _fit(predicted_s[:, None], step_s, weights, (np.ones(1), trust))
-        scale = float(fitted.coefficients[0])
-        moved = Curve(base.xs, tuple(scale * y for y in base.ys))
-        return StepFit(StepTime(moved, kv_s * scale, step.spill_s_per_token), fitted.error)
+        misses = np.abs(np.array([step.at(b, k) for b, k in zip(sequences, kv_tokens, strict=True)]) / step_s - 1)
+        return StepFit(step, FitError(len(step_s), float(misses.mean()), float(misses.max())))
     # Units in which a coefficient of one is a typical step: the same pull towards the prior in every direction.
     typical_s = step.at(prior.max_sequences / 2, prior.kv_capacity_tokens / 2) or 1.0
     per_sequence_s, per_token_s = typical_s / prior.max_sequences, typical_s / prior.kv_capacity_tokens
@@ -144,13 +141,18 @@ def refit_step(prior: Belief, samples: Sequence[StepSample], weights: Floats, tr
     believed = np.array([0.0, 1.0, 0.0, kv_s / per_token_s])
     fitted = _fit(np.stack(columns, axis=1), step_s, weights, (believed, trust))
     constant, scale, slope, kv = (float(value) for value in fitted.coefficients)
-    moved = Curve(
-        base.xs,
-        tuple(
-            constant * typical_s + scale * y + slope * per_sequence_s * x for x, y in zip(base.xs, base.ys, strict=True)
-        ),
-    )
+    moved = _moved(base, constant * typical_s, scale, slope * per_sequence_s)
     return StepFit(StepTime(moved, kv * per_token_s, step.spill_s_per_token), fitted.error)
+
+
+def _scaled(step: StepTime, sequences: Floats, kv_tokens: Floats, step_s: Floats, weights: Floats) -> StepTime:
+    believed_s = np.array([step.at(b, k) for b, k in zip(sequences, kv_tokens, strict=True)])
+    factor = _weighted_median(step_s / np.maximum(believed_s, 1e-12), weights)
+    return StepTime(_moved(step.base_s, 0.0, factor, 0.0), factor * step.kv_s_per_token, step.spill_s_per_token)
+
+
+def _moved(curve: Curve, constant: float, scale: float, slope: float) -> Curve:
+    return Curve(curve.xs, tuple(constant + scale * y + slope * x for x, y in zip(curve.xs, curve.ys, strict=True)))
 
 
 def refit_curve(prior: Curve, seen: Sequence[Seen], weights: Floats, trust: float) -> CurveFit:
@@ -158,21 +160,19 @@ def refit_curve(prior: Curve, seen: Sequence[Seen], weights: Floats, trust: floa
     sizes = np.array([item.size for item in seen], dtype=float)
     seconds = np.array([item.seconds for item in seen], dtype=float)
     largest = float(sizes.max())
-    curve = _with_range(prior, largest)
-    expected_s = np.array([curve.at(size) for size in sizes])
+    believed_s = np.array([prior.at(size) for size in sizes])
+    factor = _weighted_median(seconds / np.maximum(believed_s, 1e-12), weights)
+    curve = _with_range(_moved(prior, 0.0, factor, 0.0), largest)
     typical_s = curve.at(largest) or float(np.median(seconds))
-    columns = [expected_s]
-    believed = [1.0]
-    if _varied(sizes):
-        columns += [np.full_like(seconds, typical_s), typical_s / largest * sizes]
-        believed += [0.0, 0.0]
-    fitted = _fit(np.stack(columns, axis=1), seconds, weights, (np.array(believed), trust))
-    scale, constant, slope = (*(float(value) for value in fitted.coefficients), 0.0, 0.0)[:3]
-    ys = (
-        scale * y + constant * typical_s + slope * typical_s / largest * x
-        for x, y in zip(curve.xs, curve.ys, strict=True)
-    )
-    return CurveFit(Curve(curve.xs, tuple(ys)), fitted.error)
+    expected_s = np.array([curve.at(size) for size in sizes])
+    columns = np.stack([np.full_like(seconds, typical_s), expected_s, typical_s / largest * sizes], axis=1)
+    believed = np.array([0.0, 1.0, 0.0])
+    if not _varied(sizes):
+        columns, believed = columns[:, 1:2], believed[1:2]
+    fitted = _fit(columns, seconds, weights, (believed, trust))
+    constant, scale, slope = fitted.coefficients if _varied(sizes) else (0.0, fitted.coefficients[0], 0.0)
+    moved = _moved(curve, float(constant) * typical_s, float(scale), float(slope) * typical_s / largest)
+    return CurveFit(moved, fitted.error)
 
 
 def _with_range(curve: Curve, most: float) -> Curve:

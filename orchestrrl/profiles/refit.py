@@ -1,8 +1,8 @@
 """Follow what engines really take: profiles re-fitted from telemetry, move costs from finished moves.
 
-No input or output; one `Refitter` for the fleet, bounded in memory. Samples are kept by the load at which they were seen, the newest few of
-each, so that an hour at one load does not wash out what is known of the others; older ones fade. The profile that it
-began with counts as a few samples more, and stays what it was wherever nothing has been seen.
+No input or output; one `Refitter` for the fleet, bounded in memory. Samples are kept by the load at which they were
+seen, the newest few of each, so that an hour at one load does not wash out what is known of the others; older ones
+fade. The profile that it began with pulls a little everywhere, and stays what it was wherever nothing has been seen.
 """
 
 import math
@@ -19,10 +19,12 @@ from planner.fit import Belief, CurveFit, FitError, Seen, StepSample, refit_curv
 from planner.model import ConfigurationId
 from planner.profile import Curve, EngineProfile, MoveCosts, Profile, Provenance, Source
 
-PER_CELL = 16  # newest samples of one load
-MOST_CELLS = 128  # the load that has not been seen for longest is forgotten
+PER_CELL = 8  # newest samples of one load
+MOST_CELLS = 512  # the load that has not been seen for longest is forgotten
 HALF_LIFE = 2000  # samples after which one counts half
-TRUST = 4.0  # samples that the profile of the beginning counts as
+# Weight of the beginning's profile, in samples: the square of how far samples scatter (5 %, say) over how far that
+# profile may be off (by half).
+TRUST = 0.01
 LEAST_SAMPLES = 8
 # What a step can be, against what is believed. Beyond is a fault of measuring, not of the profile.
 PLAUSIBLE = 20.0

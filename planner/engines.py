@@ -7,7 +7,7 @@ from planner.fitted import FITTED, FITTED_ON, FITTED_TO, LEFT_OUT_ERROR_MAX, LEF
 from planner.profile import Provenance, Source
 
 # From a cold start to the first token: processes, imports, graphs. A rule of thumb, until somebody measures.
-COLD_START_S = 20.0
+COLD_START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class Engine:
     constants: Constants
     provenance: Provenance
     start_s: float = COLD_START_S  # of a switch, before weights are loaded
+    start_detail: str = "rule of thumb for a cold start"  # where start_s is from
     start_s_per_gpu: float = 0.01  # joining the group of an instance
     max_sequences: int = 1024  # of one attention replica
     spills: bool = False  # KV beyond the capacity goes to CPU memory instead of waiting

@@ -78,6 +78,8 @@ def candidates(
             profiles.append(predict(model, gpu, layout, engine, precision, cpu_kv_bytes_per_gpu))
         except DoesNotFit:
             continue
+    # Weights may fit with next to no room beside them.
+    profiles = [profile for profile in profiles if profile.kv_capacity_tokens >= JUDGED_CONTEXT_TOKENS]
     afd = sorted((profile for profile in profiles if profile.parallelism.afd), key=bulk_cost)[:AFD_KEPT]
     kept = [profile for profile in profiles if not profile.parallelism.afd or profile in afd]
     return kept if phase is None else biased(kept, phase)

@@ -104,6 +104,7 @@ def paper_engine(model: Model, host: HostFit = FITTED) -> Engine:
         with_constants(vllm, step_s=host.step_s, sequence_s=host.sequence_s),
         name="vllm-paper",
         provenance=_provenance(model, host),
+        start_detail="arXiv 2601.01209, figure 11: 1.5 s in all for TP=8",
         start_s=SWITCH_TO_TP8_S - switched.tp * vllm.start_s_per_gpu - loading_s,
         spills=True,
     )

@@ -17,7 +17,16 @@ from planner.engines import Engine
 from planner.hardware import Gpu
 from planner.model import ConfigurationId
 from planner.models import Model
-from planner.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, StepTime
+from planner.profile import (
+    Curve,
+    EngineProfile,
+    MoveCosts,
+    Parallelism,
+    Profile,
+    Provenance,
+    Source,
+    StepTime,
+)
 from planner.roofline import (
     ACTIVATION_BYTES,
     ACTIVATION_RESERVE_BYTES,
@@ -86,6 +95,7 @@ def predict(
         switch_s=switch_s(model, gpu, parallelism, engine, bits),
         provenance=engine.provenance,
         spill_capacity_tokens=int(cpu_kv_bytes_per_gpu * replicas / held_bytes) if spills else 0,
+        others=(("switch_s", Provenance(Source.GIVEN, engine.provenance.date, engine.start_detail)),),
     )
 
 
@@ -143,6 +153,7 @@ def move_costs(
         kv_bytes_per_token=model.kv_bytes_per_token(bits.kv_bits),
         transfer_s=Curve.line(TRANSFER_LATENCY_S, 1 / (gpu.nic_bytes_per_s * nics)),
         recompute_s=Curve(tuple(map(float, RECOMPUTE_KNOTS)), tuple(recompute_s)),
+        provenance=engine.provenance,
     )
 
 

@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "plan": ("plan",),
     "plan_solve": ("plan",),
     "profile": ("profile",),
+    "profile_predict": ("profile",),
     "profile_measure": ("profile",),
     "journal": ("journal",),
     "balance": ("balance",),

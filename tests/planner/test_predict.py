@@ -138,6 +138,14 @@ def test_few_sequences_on_many_gpus_are_a_tail() -> None:
     assert phase_of(15, 8) is Phase.TAIL
 
 
+def test_what_no_roofline_knows_is_said_to_be_given() -> None:
+    """A cold start is a rule of thumb, the paper's switch is its own; neither is any roofline's."""
+    for engine, source in ((VLLM, "rule of thumb"), (paper_engine(DENSE), "figure 11")):
+        ((figure, provenance),) = predict(DENSE, H800, Parallelism(), engine).others
+        assert (figure, provenance.source) == ("switch_s", Source.GIVEN)
+        assert source in provenance.detail
+
+
 def test_an_unknown_engine_lists_the_known_ones() -> None:
     with pytest.raises(UnknownEngine, match="known: sglang, trtllm, vllm"):
         engine_named("nonsense")

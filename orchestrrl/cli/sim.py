@@ -33,7 +33,7 @@ def gen(
     """Run generation steps of a scenario in virtual time: static baselines, and what OrchestrRL makes of them.
 
     Arms: verl_to (best static TP), verl_lo (widest), partial_rollout, planning, balancing, both, mean_only (no
-    forecast), oracle (lengths known).
+    forecast), oracle (the planner knows all lengths), packed_known (the best static fleet, packed with lengths known).
 
     Example: `orchestrrl sim gen --example --plot out/sim`
     """
@@ -55,7 +55,10 @@ def gen(
         return
     print_table(f"{loaded.name}: medians over seeds", COLUMNS, rows(outcome), optional=("paper",))
     sweep = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.static_makespan_s.items())
-    print_lines([f"static fleets, median makespan: {sweep}", *(f"wrote {path}" for path in pictures)])
+    lines = [f"static fleets, median makespan: {sweep}"]
+    if outcome.contention_s is not None:
+        lines.append(f"price of contention: sharing the NICs adds {outcome.contention_s:.1f} s to a step of `both`")
+    print_lines([*lines, *(f"wrote {path}" for path in pictures)])
 
 
 def _with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> Result:

@@ -106,6 +106,7 @@ class Scheduler:
     generated_tokens_total: int = 0
     busy_s: float = 0.0
     paused: bool = False
+    slowdown: float = 1.0  # of its steps, by what else uses its links
     _free_blocks: int = field(init=False)
     _step_s: float | None = None  # length of the step under way, None between steps
 
@@ -222,18 +223,19 @@ class Scheduler:
             most = 1
         kv_tokens = sum([s.context_tokens for s in self.running])
         prefill_s = self.shape.prefill_s_per_token * prefill_tokens
-        took_s = self.shape.steps_s(most, len(self.running), kv_tokens) + prefill_s
+        batch, slowdown = len(self.running), self.slowdown
+        took_s = slowdown * self.shape.steps_s(most, batch, kv_tokens) + prefill_s
         if self.now_s + took_s <= until_s:
             return most, took_s
         low, low_s, high = 0, 0.0, most  # `low` steps end in time, `high` do not
         while high - low > 1:
             middle = (low + high) // 2
-            middle_s = self.shape.steps_s(middle, len(self.running), kv_tokens) + prefill_s
+            middle_s = slowdown * self.shape.steps_s(middle, batch, kv_tokens) + prefill_s
             if self.now_s + middle_s <= until_s:
                 low, low_s = middle, middle_s
             else:
                 high = middle
-        return (low, low_s) if low else (0, self.shape.steps_s(1, len(self.running), kv_tokens) + prefill_s)
+        return (low, low_s) if low else (0, slowdown * self.shape.steps_s(1, batch, kv_tokens) + prefill_s)
 
     def _can_admit_later(self) -> bool:
         """After a preemption the head of the queue may fit at the very next step."""

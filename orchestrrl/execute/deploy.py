@@ -18,7 +18,7 @@ from orchestrrl.journal import Journal, Kind
 from orchestrrl.operations import RequestMove
 from orchestrrl.plans import DeploymentOutcome
 from orchestrrl.state import EngineFacts, State
-from planner.model import Configuration, ConfigurationId, EngineId, EngineView, Plan, PlannedInstance, Snapshot
+from planner.model import Configuration, ConfigurationId, EngineId, EngineView, GpuId, Plan, PlannedInstance, Snapshot
 
 START_ATTEMPTS = 3
 # A gateway keeps a request for an engine that is to start at least this long, and twice the time that this should take.
@@ -134,7 +134,7 @@ class FleetDeployment:
         self._note(Kind.ENGINE_STOPPED, engine, {"done": gone, "detail": detail})
         return gone
 
-    async def _start(self, instance: PlannedInstance, blocked: set[int]) -> str:
+    async def _start(self, instance: PlannedInstance, blocked: set[GpuId]) -> str:
         """Why it could not be started; empty when it runs."""
         if blocked.intersection(instance.gpus):
             return f"{instance.id} was not started: its GPUs are not free"

@@ -238,14 +238,14 @@ class VirtualGateway:
         source.scheduler.abort([record.id])
         self.fleet.release(source_slot, record)
         record.moves += 1
-        recomputed = record.context_tokens if computed else 0
-        self.tokens_recomputed += recomputed
+        before = self.tokens_recomputed
         if target is not None and target.usable:
             self._send(record, target, source if computed else None)
         else:
+            self.tokens_recomputed += record.context_tokens if computed else 0
             record.hold()
             self._held[record.id] = (move.to_engine, now_s + move.hold_s)
-        return ItemResult(move.request, True, "", recomputed)
+        return ItemResult(move.request, True, "", self.tokens_recomputed - before)
 
     def _place_held(self, now_s: float) -> None:
         for request, (engine, until_s) in list(self._held.items()):

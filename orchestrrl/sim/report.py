@@ -29,6 +29,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "scenario": outcome.scenario.name,
         "seeds": [run.seed for run in outcome.arms[0].seeds],
         "static_makespan_s": outcome.static_makespan_s,
+        "contention_s": outcome.contention_s,
         "arms": {run.arm: _arm_json(outcome, run) for run in outcome.arms},
     }
 
@@ -40,13 +41,18 @@ def _arm_json(outcome: Outcome, run: ArmRun) -> dict[str, Any]:
         "makespans_s": {str(seed.seed): seed.makespan_s for seed in run.seeds},
         "samples_per_s": median(seed.samples_per_s for seed in run.seeds),
         "gain_vs_verl_to": outcome.gain(run),
+        "gain_end_to_end": outcome.end_to_end_gain(run),
         "paper_gain": outcome.scenario.paper.get(run.arm),
         "idle_fraction": median(seed.idle_fraction for seed in run.seeds),
         "moves": median(seed.moves for seed in run.seeds),
         "switches": median(seed.switches for seed in run.seeds),
         "tokens_recomputed": median(seed.tokens_recomputed for seed in run.seeds),
         "preemptions": median(seed.preemptions for seed in run.seeds),
+        "transfers": median(seed.transfers for seed in run.seeds),
+        "transferred_gbytes": median(seed.transferred_gbytes for seed in run.seeds),
+        "transfer_delay_s": median(seed.transfer_delay_s for seed in run.seeds),
         "plan_error": run.calibration_error,
+        "journal_digests": [seed.journal_digest for seed in run.seeds if seed.journal_digest],
     }
 
 

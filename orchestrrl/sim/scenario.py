@@ -16,7 +16,17 @@ from orchestrrl.errors import ProblemFaults, faults_of, shorten
 
 EXAMPLE = "quickstart"
 
-ARMS = ("verl_to", "verl_lo", "partial_rollout", "planning", "balancing", "both", "mean_only", "oracle")
+ARMS = (
+    "verl_to",
+    "verl_lo",
+    "partial_rollout",
+    "planning",
+    "balancing",
+    "both",
+    "mean_only",
+    "oracle",
+    "packed_known",
+)
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -150,6 +160,7 @@ class NetworkSection(Section):
     """What a node's NICs carry together: moved KV, new weights, traffic of EP and AFD."""
 
     nic_gbps_per_node: _Positive = 1600.0
+    nvlink_gbps_per_gpu: _Positive = 1600.0
     kv_transfer: bool = False  # engines can hand KV over; otherwise a moved request is recomputed
     latency_s: _NotNegative = 0.002
     weight_gbytes: _NotNegative = 0.0  # that reach each engine's node at a step's start, while it generates

@@ -4,7 +4,7 @@ Everything between them is what ships: ControlPlane, its state, journal, runner 
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,8 @@ from orchestrrl.nodes import Attachment
 from orchestrrl.reports import EngineReport, NodeHello, NodeKind
 from orchestrrl.sim.engines import EngineKind, Placement, VirtualEngine
 from orchestrrl.sim.gateway import CountedRecord, VirtualGateway
-from orchestrrl.sim.scenario import ControlSection, FaultSection
+from orchestrrl.sim.network import Network, Node
+from orchestrrl.sim.scenario import FaultSection, Scenario
 from orchestrrl.sim.workload import SimRequest
 from planner.model import ConfigurationId, EngineId, NodeId, RequestId
 
@@ -62,14 +63,17 @@ class World:
         self,
         config: Config,
         kinds: Mapping[ConfigurationId, EngineKind],
-        control: ControlSection,
-        per_node: int,
+        scenario: Scenario,
         journal_path: Path,
+        *,
+        share_network: bool = True,
     ) -> None:
         self.clock = VirtualClock()
         self.kinds = kinds
-        self.control = control
-        self.per_node = per_node
+        self.control = control = scenario.control
+        self.per_node = scenario.gpus_per_node
+        self.links = scenario.network
+        self.kv_bytes_per_token = scenario.engines.kv_bytes_per_token
         self.engines: dict[EngineId, VirtualEngine] = {}
         self.past_engines: list[VirtualEngine] = []
         self._by_url: dict[str, VirtualEngine] = {}
@@ -77,6 +81,10 @@ class World:
         self._limits = Limits(rate_window_s=control.rate_window_s)
         self._sequence = 0
         self._crashed: set[EngineId] = set()
+        nic_gbps = scenario.network.nic_gbps_per_node
+        self.network = Network(self.clock, nic_gbps, share_network, self._links_changed)
+        self.transfers = 0
+        self._under_way: set[asyncio.Task[None]] = set()
         self.deployer = SimulatedDeployer(
             self.clock,
             {kind.id: kind.profile.switch_s for kind in kinds.values()},
@@ -116,6 +124,9 @@ class World:
         for task in self._tasks:
             task.cancel()
         outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for transfer in self._under_way:
+            transfer.cancel()
+        self.network.close()
         await self.plane.close(0.0)
         await self.gateway.fleet.close()
         self.journal.close()
@@ -142,6 +153,7 @@ class World:
         """Submit the requests and let time pass until each has its answer."""
         step = StepRecord(self.clock.now_s(), len(requests))
         self.steps.append(step)
+        self._send_weights()
         self.gateway.submit(requests, dealt_to)
         last = (self.clock.now_s(), len(requests))
         while self.gateway.records:
@@ -182,11 +194,82 @@ class World:
         self.gateway.engine_died(engine)
 
     def _arrive(self, record: CountedRecord, engine: VirtualEngine, source: VirtualEngine | None) -> None:
-        """A request reaches an engine with its tokens; what is resident nowhere is prefilled there."""
+        """A request reaches an engine with its tokens; its KV follows from `source`, where that is sooner than to
+        compute it again."""
+        if source is not None and self.links.kv_transfer:
+            passed, wish_gbps = self._way(source, engine)
+            gbytes = record.context_tokens * self.kv_bytes_per_token / 1e9
+            transfer_s = gbytes * 8 / wish_gbps + self.links.latency_s
+            if transfer_s < record.context_tokens / engine.kind.profile.prefill_tokens_per_s:
+                self.transfers += 1
+                self._in_background(self._bring_kv(record, engine, record.attempt, passed, wish_gbps, gbytes))
+                return
+        if source is not None:
+            self.gateway.tokens_recomputed += record.context_tokens
+        self._submit(record, engine, prefilled=False)
+
+    def _submit(self, record: CountedRecord, engine: VirtualEngine, *, prefilled: bool) -> None:
         now_s = self.clock.now_s()
         self._catch_up(engine, now_s)
-        engine.prompt_tokens_total += record.context_tokens
-        engine.scheduler.submit(now_s, record.id, record.context_tokens, record.left_tokens)
+        engine.prompt_tokens_total += 0 if prefilled else record.context_tokens
+        engine.scheduler.submit(now_s, record.id, record.context_tokens, record.left_tokens, prefilled)
+
+    async def _bring_kv(
+        self,
+        record: CountedRecord,
+        engine: VirtualEngine,
+        attempt: int,
+        passed: tuple[Node, ...],
+        wish_gbps: float,
+        gbytes: float,
+    ) -> None:
+        await self.clock.sleep(self.links.latency_s)
+        await self.network.transfer(passed, wish_gbps, gbytes)
+        if record.attempt == attempt and record.engine == engine.id and engine.stopped_s is None:
+            self._submit(record, engine, prefilled=True)
+
+    def _way(self, source: VirtualEngine, target: VirtualEngine) -> tuple[tuple[Node, ...], float]:
+        """The nodes whose NICs a transfer passes, and the rate that the narrower engine's GPUs have there."""
+        gpus = min(len(source.gpus), len(target.gpus))
+        nodes = (source.gpus[0] // self.per_node, target.gpus[0] // self.per_node)
+        if nodes[0] == nodes[1]:
+            return (), gpus * self.links.nvlink_gbps_per_gpu
+        return nodes, gpus * self.links.nic_gbps_per_node / self.per_node
+
+    def _send_weights(self) -> None:
+        """The next version comes in while this step runs."""
+        if not self.links.weight_gbytes:
+            return
+        for engine in self.engines.values():
+            wish_gbps = len(engine.gpus) * self.links.nic_gbps_per_node / self.per_node
+            node = engine.gpus[0] // self.per_node
+            self._in_background(self.network.transfer((node,), wish_gbps, self.links.weight_gbytes))
+
+    def _links_changed(self) -> None:
+        """Engines that talk over NICs decode more slowly where those are crowded."""
+        now_s = self.clock.now_s()
+        for engine in self.engines.values():
+            if engine.kind.nic_gbps:
+                crowding = max(self.network.crowding(node) for node in self._nodes_of(engine))
+                on_wire = min(1.0, engine.kind.nic_gbps / self.links.nic_gbps_per_node)
+                self._catch_up(engine, now_s)
+                engine.scheduler.slowdown = 1 + on_wire * max(0.0, crowding - 1)
+
+    def _nodes_of(self, engine: VirtualEngine) -> set[Node]:
+        return {gpu // self.per_node for gpu in engine.gpus}
+
+    def _engines_traffic(self) -> dict[Node, float]:
+        traffic: dict[Node, float] = {}
+        for engine in self.engines.values():
+            if engine.kind.nic_gbps and engine.scheduler.running:
+                for node in self._nodes_of(engine):
+                    traffic[node] = traffic.get(node, 0.0) + engine.kind.nic_gbps
+        return traffic
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
 
     def _answered(self, record: CountedRecord) -> None:
         assert record.finished_s is not None
@@ -203,6 +286,7 @@ class World:
             now_s = self.clock.now_s()
             for engine in self.engines.values():
                 self._catch_up(engine, now_s)
+            self.network.engines_send(self._engines_traffic())
             if now_s >= next_scrape_s:
                 next_scrape_s += self.control.scrape_interval_s
                 self._scrape(now_s)

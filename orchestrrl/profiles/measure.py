@@ -228,13 +228,11 @@ class _Run:
         def seen(error: FitError) -> Provenance:
             return Provenance(Source.MEASURED, wanted.date, detail, error.samples, error.mean, error.max)
 
-        others = [
-            ("prefill_tokens_per_s", seen(prefill_error)),
-            ("switch_s", Provenance(Source.GIVEN, wanted.date, wanted.switch_detail)),
-        ]
+        others = [("prefill_tokens_per_s", seen(prefill_error))]
         for name, told in (("kv_capacity_tokens", wanted.kv_capacity_tokens), ("max_sequences", wanted.max_sequences)):
             word = Provenance(Source.GIVEN, wanted.date, "command line")
             others.append((name, word if told else Provenance(Source.MEASURED, wanted.date, f"{detail}, its own word")))
+        others.append(("switch_s", Provenance(Source.GIVEN, wanted.date, wanted.switch_detail)))
         return EngineProfile(
             id=wanted.id,
             parallelism=wanted.parallelism,

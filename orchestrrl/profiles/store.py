@@ -292,7 +292,8 @@ def _engine(engine: EngineProfile) -> dict[str, Any]:
         section["spill_capacity_tokens"] = engine.spill_capacity_tokens
     section["provenance"] = _provenance(engine.provenance)
     if engine.others:
-        section["others"] = {name: _provenance(of) for name, of in engine.others}
+        others = dict(engine.others)
+        section["others"] = {name: _provenance(others[name]) for name in FIGURES if name in others}
     return section
 
 

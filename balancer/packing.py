@@ -77,12 +77,13 @@ class Packing:
         return max(self.ends_after_s.values(), default=0.0)
 
 
-def pack(engines: Sequence[Engine], *, max_moves: int, min_gain_s: float) -> Packing:
+def pack(engines: Sequence[Engine], *, max_moves: int, min_gain_share: float) -> Packing:
     """The moves of one tick.
 
-    From the engine that ends last to one that ends early, for as long as the later of the two then ends at least
-    `min_gain_s` sooner, the moved request's prefill included. An engine that nothing useful can leave is set aside, and
-    the next one is looked at: lengths are uncertain, and any engine may turn out the last. No request moves twice.
+    From the engine that ends last to one that ends early, for as long as the later of the two then ends sooner by at
+    least `min_gain_share` (0 to 1) of the time until then, the moved request's prefill included. An engine that nothing
+    useful can leave is set aside, and the next one is looked at: lengths are uncertain, and any engine may turn out the
+    last. No request moves twice.
     """
     loads = sorted((_Load(engine) for engine in engines), key=_by_end)
     ends_s = {load.engine.id: load.end_s for load in loads}
@@ -91,9 +92,9 @@ def pack(engines: Sequence[Engine], *, max_moves: int, min_gain_s: float) -> Pac
     set_aside: set[EngineId] = set()
     while len(moves) < max_moves and len(set_aside) < SOURCES:
         source = next((load for load in reversed(loads) if load.engine.id not in set_aside), None)
-        if source is None or source.end_s - loads[0].end_s < min_gain_s:
+        if source is None:
             break
-        found = _best_move(source, loads, source.end_s - min_gain_s)
+        found = _best_move(source, loads, source.end_s * (1 - min_gain_share))
         if found is None:
             set_aside.add(source.engine.id)
             continue

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrrl.balance import BalanceDecision, Situation, balance_problem, decide_balance
 from orchestrrl.clock import Clock
-from orchestrrl.config import Config
+from orchestrrl.config import Config, FastPolicy
 from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.execute.moves import MovesOutcome, run_moves
 from orchestrrl.execute.runner import Runner
@@ -22,12 +22,26 @@ from orchestrrl.execute.settle import Evidence
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.nodes import Attachment, NodeRegistry
 from orchestrrl.operations import MoveRequests, Operation, OperationResult, RequestMove, Route, SetRoutes
+from orchestrrl.outlook import Outlook
 from orchestrrl.plans import Deployment, DeploymentOutcome, PlanBook
 from orchestrrl.reports import EngineReport, GatewayReport, NodeHello, NodeKind, ReportAck
 from orchestrrl.state import EngineFacts, State, Step
 from orchestrrl.step_lengths import StepLengths
-from planner.model import Act, EngineHealth, EngineId, EngineView, Hold, Mode, Plan, PlanId, RequestId, Snapshot
+from planner.model import (
+    Act,
+    EngineHealth,
+    EngineId,
+    EngineView,
+    Hold,
+    Knowledge,
+    Mode,
+    Plan,
+    PlanId,
+    RequestId,
+    Snapshot,
+)
 from planner.plan import History, PlannerConfig, make_plan
+from planner.series import StepForecast
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +91,8 @@ class ControlPlane:
         self._moving: set[asyncio.Task[MovesOutcome]] = set()
         self._acting: set[asyncio.Task[None]] = set()  # plans that are being carried out
         self._planning = False  # the slow loop waits for a quiet fleet, or decides
+        self._outlook = Outlook()
+        self._expected: StepForecast | None = None  # of this step, as the slow loop last forecast it
         self.mode = self._recovered_mode()
         self.plans.recover()
         self.lengths = self._recovered_lengths()
@@ -135,7 +151,14 @@ class ControlPlane:
         snapshot = self.state.snapshot(self.clock.now_s())
         self.runner.settle(lambda node: Evidence(snapshot, self.state.heard_s(node)))
         deploying = self.deployment is not None and self.deployment.busy
-        situation = Situation(self.mode, self.changes_open + deploying, self._moves_ended_s, self._planning)
+        situation = Situation(
+            self.mode,
+            self.changes_open + deploying,
+            self._moves_ended_s,
+            self._planning,
+            self.config.fleet.configuration_values(),
+            self._remaining_tokens(snapshot),
+        )
         decision = decide_balance(snapshot, self.config.fast, situation)
         before, self.balance = self.balance, decision
         acts = isinstance(decision.verdict, Act)
@@ -174,7 +197,8 @@ class ControlPlane:
         lengths = self.lengths
 
         def decide() -> Plan:
-            told = replace(history, before=lengths.expected())
+            self._expected = lengths.expected()
+            told = replace(history, before=self._expected)
             return make_plan(plan_id, snapshot, settings, mode=mode, control=control, history=told)
 
         plan = await self._offload(decide)
@@ -281,6 +305,19 @@ class ControlPlane:
             correction=self.plans.calibration.correction if self.config.slow.correct_predictions else 1.0,
             known_output_tokens=self.known_output_tokens,
         )
+
+    def _remaining_tokens(self, snapshot: Snapshot) -> Mapping[RequestId, float]:
+        """What packing expects of the requests in flight."""
+        if self.config.fast.policy is not FastPolicy.PACKING:
+            return {}
+        slow, known = self.config.slow, self.known_output_tokens
+        if known is not None and slow.knowledge is Knowledge.ORACLE:
+            return {
+                request.id: max(1.0, known[request.id] - request.generated_tokens)
+                for request in snapshot.requests
+                if request.id in known
+            }
+        return self._outlook.remaining_tokens(snapshot, slow.bin_tokens, slow.max_output_tokens, self._expected)
 
     def _underway(self, snapshot: Snapshot) -> Hold | None:
         """What changes the fleet already: first let it end, then look again."""

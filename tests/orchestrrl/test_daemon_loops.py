@@ -165,7 +165,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 
 async def test_the_stragglers_requests_move_and_the_step_ends(house: House) -> None:
-    plane = house.start()
+    plane = house.start(CONFIG.replace("epsilon_s: 1", "epsilon_s: 1000"))  # no plan gains so much
     house.fleet.submit("e0", *[400] * 10)
     async with house.running() as fleet:
         await house.clock.advance(6.0)

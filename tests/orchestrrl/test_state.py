@@ -10,7 +10,17 @@ from orchestrrl.engines.base import Capabilities
 from orchestrrl.operations import ItemResult, OperationId, OperationResult, OperationStatus
 from orchestrrl.reports import GatewayReport
 from orchestrrl.state import LENGTHS_REMEMBERED, EngineFacts, State, Step
-from planner.model import ConfigurationId, EngineHealth, EngineId, EngineView, GpuId, NodeId, RequestId, Snapshot
+from planner.model import (
+    ConfigurationId,
+    EngineHealth,
+    EngineId,
+    EngineView,
+    FinishedLength,
+    GpuId,
+    NodeId,
+    RequestId,
+    Snapshot,
+)
 
 E0 = EngineId("e0")
 
@@ -240,6 +250,14 @@ def test_what_was_cut_short_says_nothing_about_lengths() -> None:
     state.fold_gateway(gateway_report(request("d"), done=done), 0.0)
     assert state.snapshot(0.0).finished_output_tokens == (4,)
     assert state.totals.finished == 3
+
+
+def test_finished_lengths_know_whether_they_were_cut_and_their_tag() -> None:
+    state = State()
+    done = (finished("a", 3), replace(finished("b", 4, "length"), tag="math"))
+    state.fold_gateway(gateway_report(request("d"), done=done), 0.0)
+    assert state.snapshot(0.0).finished == (FinishedLength(3), FinishedLength(4, True, "math"))
+    assert state.snapshot(0.0).finished == state.finished
 
 
 def test_without_a_gateway_the_engines_tell_when_a_step_runs() -> None:

@@ -11,16 +11,21 @@ from planner.model import EngineId
 from planner.problem import NOWHERE, RUNNING, Homogeneous, Infeasible, Migration, Placed, Problem, Solution
 from planner.solver.bound import lower_bound_s as _lower_bound_s
 from planner.solver.columns import Columns, columns
-from planner.solver.evaluate import Placement, current_fleet, place, with_idle
+from planner.solver.dual import tightened_s
+from planner.solver.evaluate import Fleet, Placement, current_fleet, place, with_idle
 from planner.solver.layout import lay_out
 from planner.solver.packed import packed, soonest_cut
 from planner.solver.search import Work
 from planner.solver.small import best_of_all, is_small
-from planner.solver.spread import least_loaded
+from planner.solver.spread import MANY, least_loaded, loads
 
 __all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "solve"]
 
 
+NEAR = 0.01  # gap that is not worth a closer look
+STAYING = 0.8  # share of the moves that a fleet which stays is hoped to save
+FILLINGS = 3  # times for which a fleet is filled anew
+FEW = 10_000  # requests up to which static fleets are filled in every way
 DEFAULT_WORK = 3_000_000  # placements of one request that the local search weighs
 
 
@@ -41,6 +46,8 @@ def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solutio
         starts = sorted((each for each in candidates if np.isfinite(each.makespan_s)), key=lambda each: each.makespan_s)
         candidates += best_of_all(table, starts[:6], bound_s, work, stop)
     best = min(candidates, key=lambda placement: placement.makespan_s, default=None)
+    if best is not None and best.makespan_s > bound_s * (1 + NEAR):
+        bound_s = tightened_s(table, bound_s, best.makespan_s)
     if best is not None and problem.kv_balance is None:
         best = with_idle(table, best)
     return _solution(table, current, best, bound_s, homogeneous)
@@ -73,32 +80,57 @@ def as_placed(table: Columns) -> Placement:
 
 
 def _packed(table: Columns, bound_s: float, high_s: float) -> list[Placement]:
+    """With long requests together; once as if every running request moved, once as if most stayed where they can."""
     if not table.count:
         return []
-    found = []
-    for staying in (0.0, 0.8) if len(table.current_node) else (0.0,):
-        blocks = soonest_cut(table, bound_s, high_s, staying)
-        if blocks is not None:
-            found += packed(table, blocks, 3)
+    found: list[Placement] = []
+    for staying in (0.0, STAYING) if len(table.current_node) else (0.0,):
+        if found and (table.count > MANY or min(each.makespan_s for each in found) <= bound_s * (1 + NEAR)):
+            break
+        cuts = soonest_cut(table, bound_s, high_s, staying)
+        if cuts is not None:
+            found += packed(table, cuts, FILLINGS if table.count <= MANY else 0)
     return found
 
 
 def _homogeneous(table: Columns) -> tuple[list[Placement], list[Homogeneous]]:
+    """Static fleets: one configuration, longest first onto the least loaded."""
     found: list[Placement] = []
     listed: list[Homogeneous] = []
     for index, configuration in enumerate(table.problem.configurations):
-        count = int(table.placeable[index])
-        if not count or not table.fits(index).all():
-            why = "a request does not fit" if count else "no instance can be placed"
+        fleets = _fleets_of(table, index)
+        if not fleets or not table.fits(index).all():
+            why = "a request does not fit" if fleets else "no instance can be placed"
             listed.append(Homogeneous(configuration.id, 0, float("inf"), 0.0, why))
             continue
-        fleet = lay_out(table, [], [index] * min(count, max(1, table.count)))
-        assert fleet is not None
-        placement = place(table, fleet, least_loaded(table, index, len(fleet), [0.0] * len(fleet)))
-        found.append(placement)
-        cost_s = float((placement.migration_s + placement.switch_s).max(initial=0.0))
-        listed.append(Homogeneous(configuration.id, len(fleet), placement.makespan_s, cost_s))
+        best = None
+        ways = loads(table, index)
+        for fleet in fleets:
+            for load, first in ways if table.count * len(ways) <= FEW else ways[:1]:
+                placement = place(table, fleet, least_loaded(table, index, len(fleet), load, first))
+                found.append(placement)
+                if best is None or placement.makespan_s < best.makespan_s:
+                    best = placement
+        assert best is not None
+        cost_s = float((best.migration_s + best.switch_s).max(initial=0.0))
+        used = int((np.diff(best.starts) > 0).sum())
+        listed.append(Homogeneous(configuration.id, used, best.makespan_s, cost_s))
     return found, listed
+
+
+def _fleets_of(table: Columns, configuration: int) -> list[Fleet]:
+    """As many instances as there is room for: from the first GPU on, and around those that run."""
+    count = int(table.placeable[configuration])
+    fleet = lay_out(table, [], [configuration] * count) if count else None
+    fleets = [fleet] if fleet else []
+    running = np.flatnonzero(table.current_configuration == configuration).tolist()
+    if not running or (fleet and len(running) == int((fleet.current >= 0).sum())):
+        return fleets
+    for more in range(count - len(running), -1, -1):
+        around = lay_out(table, running, [configuration] * more)
+        if around is not None:
+            return [*fleets, around]
+    return fleets
 
 
 def _solution(

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from planner.solver.columns import Columns, Floats
+from planner.solver.columns import Columns, Floats, Ints
 
 SAFETY = 1e-9  # sums in another order than a makespan's own may differ in the last places
 ROUNDS = 40
@@ -20,7 +20,7 @@ ROUNDS = 40
 def lower_bound_s(columns: Columns) -> float:
     if columns.count == 0:
         return 0.0
-    options = _options(columns)
+    options = options_of(columns, np.arange(columns.count))
     remaining = columns.remaining.astype(np.float64)
     low_s = alone_s = float(np.min([option.alone_s(remaining) for option in options], axis=0).max())
     allowed = units(columns)
@@ -38,10 +38,11 @@ def lower_bound_s(columns: Columns) -> float:
     return max(low_s, alone_s) * (1 - SAFETY)
 
 
-class _Option:
-    """Running requests on one kind of instance: a configuration, new or kept."""
+class Option:
+    """Requests on one kind of instance: a configuration, new or kept."""
 
-    def __init__(self, price: float, alpha_s: float, switch_s: float, cost_s: Floats) -> None:
+    def __init__(self, configuration: int, price: float, alpha_s: float, switch_s: float, cost_s: Floats) -> None:
+        self.configuration = configuration
         self.price = price  # units of GPUs
         self.alpha_s = alpha_s
         self.switch_s = switch_s
@@ -59,36 +60,37 @@ class _Option:
         return share
 
 
-def _refused(options: list[_Option], remaining: Floats, makespan_s: float, allowed: float) -> bool:
+def _refused(options: list[Option], remaining: Floats, makespan_s: float, allowed: float) -> bool:
     shares = options[0].share(remaining, makespan_s)
     for option in options[1:]:
         np.minimum(shares, option.share(remaining, makespan_s), out=shares)
     return float(shares.sum()) > allowed * (1 + SAFETY)
 
 
-def _options(columns: Columns) -> list[_Option]:
+def options_of(columns: Columns, requests: Ints) -> list[Option]:
+    """What the requests given take on each kind of instance."""
     options = []
     for configuration in np.flatnonzero(columns.placeable).tolist():
         cost = price(columns, configuration)
         alpha_s = float(columns.alpha_s[configuration])
-        moved_s = least_move_s(columns, configuration)
-        work_s = np.where(columns.fits(configuration), columns.work_s[configuration], math.inf)
-        options.append(_Option(cost, alpha_s, float(columns.switch_s[configuration]), work_s + moved_s))
+        moved_s = least_move_s(columns, configuration, requests)
+        work_s = np.where(columns.fits(configuration), columns.work_s[configuration], math.inf)[requests]
+        switch_s = float(columns.switch_s[configuration])
+        options.append(Option(configuration, cost, alpha_s, switch_s, work_s + moved_s))
         if (columns.current_configuration == configuration).any():
-            stays = columns.current_configuration[np.maximum(columns.source, 0)] == configuration
-            options.append(_Option(cost, alpha_s, 0.0, work_s + np.where(stays, 0.0, moved_s)))
+            stays = columns.current_configuration[np.maximum(columns.source[requests], 0)] == configuration
+            options.append(Option(configuration, cost, alpha_s, 0.0, work_s + np.where(stays, 0.0, moved_s)))
     return options
 
 
-def least_move_s(columns: Columns, configuration: int) -> Floats:
+def least_move_s(columns: Columns, configuration: int, requests: Ints) -> Floats:
     """[request] what moving each to another instance of the configuration costs at least, wherever that lies."""
-    afar_s: Floats = columns.moved_s[configuration]
-    running = np.flatnonzero(columns.source >= 0)
-    if not len(running) or columns.gpus[configuration] > columns.problem.per_node:
-        return afar_s
-    least_s = afar_s.copy()
-    beside = columns.current_node[columns.source[running]]
-    least_s[running] = np.minimum(least_s[running], columns.move_s(running, configuration, beside))
+    least_s: Floats = columns.moved_s[configuration, requests]
+    running = np.flatnonzero(columns.source[requests] >= 0)
+    if len(running) and columns.gpus[configuration] <= columns.problem.per_node:
+        beside = columns.current_node[columns.source[requests[running]]]
+        beside_s = columns.move_s(requests[running], configuration, beside)
+        least_s[running] = np.minimum(least_s[running], beside_s)
     return least_s
 
 

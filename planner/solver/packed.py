@@ -1,6 +1,7 @@
 """Packed fleets: cut, lay out, fill, and look for the soonest time at which that works."""
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -11,23 +12,43 @@ from planner.solver.fill import cut_of_requests, fill, match
 from planner.solver.layout import lay_out
 
 SAMPLE = 4096  # requests that are enough to find roughly when cuts fit
+LEAST_GPUS = 128  # of a sample
+GAIN = 0.996  # what it takes to prefer fewer configurations
 
 
-def soonest_cut(
-    columns: Columns,
-    low_s: float,
-    high_s: float,
-    staying: float = 0.0,
-    only: frozenset[int] | None = None,
-) -> tuple[float, list[Cut]] | None:
-    """The soonest time found between `low_s` (that may be too soon) and `high_s` at which the cuts fit."""
+def soonest_cut(columns: Columns, low_s: float, high_s: float, staying: float = 0.0) -> tuple[float, list[Cut]] | None:
+    """The soonest time found between `low_s` (that may be too soon) and `high_s` at which the cuts fit.
+
+    With fewer configurations to choose from, a choice made block by block is sometimes better.
+    """
     whole = Cutter(columns, staying)
-    every = columns.count // SAMPLE
-    if every < 2:
-        return _bisect(whole, low_s * 1.002, high_s, 0.002, only, 12)
-    sampled = _bisect(Cutter(columns, staying, every), low_s * 1.002, high_s * 1.02, 0.004, only, 10)
-    trial_s = (sampled[0] if sampled else high_s) * 1.001
+    every = min(columns.count // SAMPLE, columns.problem.gpus_count // LEAST_GPUS)
+    sampled = Cutter(columns, staying, every) if every > 1 else whole
+    best, only = _bisect(sampled, low_s * 1.002, high_s * 1.02, 0.004, None, 10), None
+    placeable = np.flatnonzero(columns.placeable).tolist()
+    for some in _subsets(placeable):
+        limit_s = best[0] * GAIN if best else high_s
+        if limit_s <= low_s:
+            break
+        if sampled.cut(limit_s, some) is not None:
+            best, only = _bisect(sampled, limit_s * GAIN, limit_s, 0.004, some, 6) or best, some
+    if sampled is whole:
+        return best
+    trial_s = (best[0] if best else high_s) * 1.001
     return _bisect(whole, min(trial_s, high_s), high_s, 0.004, only, 4 if every < 16 else 2)
+
+
+def homogeneous_cut(
+    columns: Columns, configuration: int, low_s: float, high_s: float
+) -> tuple[float, list[Cut]] | None:
+    """The same of one configuration alone."""
+    return _bisect(Cutter(columns), low_s * 1.002, high_s, 0.004, frozenset([configuration]), 10)
+
+
+def _subsets(placeable: list[int]) -> list[frozenset[int]]:
+    """Each configuration, each pair, and all but one."""
+    sizes = {1, 2, len(placeable) - 1} - {0, len(placeable)}
+    return [frozenset(some) for size in sorted(sizes) for some in combinations(placeable, size)]
 
 
 def _bisect(

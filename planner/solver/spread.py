@@ -1,52 +1,59 @@
 """Longest first onto the least loaded: the best that a static fleet does, and the start of every search."""
 
-from heapq import heapify, heappop, heappush
+from heapq import heapreplace
 
 import numpy as np
 
-from planner.solver.columns import Columns, Ints
+from planner.solver.columns import Columns, Floats, Ints
 
 MANY = 1 << 15  # requests from which on they are dealt in rounds
 
 
-def least_loaded(columns: Columns, configuration: int, instances: int, taken_s: list[float]) -> Ints:
-    """[request] its place among equal instances, of which place j is busy for `taken_s[j]` already."""
+def loads(columns: Columns, configuration: int) -> list[tuple[Floats, bool]]:
+    """[request] what an instance is taken to be loaded with by each, in several ways; and whether the first, longest
+    one adds alpha for all its iterations."""
+    work_s, alpha_s = columns.work_s[configuration], columns.alpha_s[configuration]
+    share = np.maximum(columns.footprint / columns.capacity[configuration], 1 / columns.slots[configuration])
+    area_s = work_s + alpha_s * columns.remaining * share
+    tokens = columns.remaining.astype(np.float64)
+    return [(work_s, True), (area_s, False), (work_s, False), (tokens, False), (np.ones(columns.count), False)]
+
+
+def least_loaded(columns: Columns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
+    """[request] its place among equal instances, longest first onto the least loaded, the lowest of equals."""
     if columns.count > MANY:
-        return _in_rounds(columns, configuration, instances, taken_s)
-    alpha_s = float(columns.alpha_s[configuration])
+        return _in_rounds(columns, configuration, instances, load, first)
+    alpha_s = float(columns.alpha_s[configuration]) if first else 0.0
     order = columns.longest_first
-    loads = [(taken_s[place], place) for place in range(instances)]
-    heapify(loads)
+    heap = [(0.0, place) for place in range(instances)]
     empty = [True] * instances
     places = []
-    for work_s, left in zip(
-        columns.work_s[configuration][order].tolist(), columns.remaining[order].tolist(), strict=True
-    ):
-        load_s, place = heappop(loads)
+    for more, left in zip(load[order].tolist(), columns.remaining[order].tolist(), strict=True):
+        so_far, place = heap[0]
         if empty[place]:  # the first is the longest, and pays for the iterations of all
             empty[place] = False
-            load_s += alpha_s * left
+            so_far += alpha_s * left
         places.append(place)
-        heappush(loads, (load_s + work_s, place))
+        heapreplace(heap, (so_far + more, place))
     assigned = np.empty(len(order), dtype=np.int64)
     assigned[order] = places
     return assigned
 
 
-def _in_rounds(columns: Columns, configuration: int, instances: int, taken_s: list[float]) -> Ints:
+def _in_rounds(columns: Columns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
     """Some requests at a time, longest to least loaded: almost the same, and quick."""
     order = columns.longest_first
-    work_s = columns.work_s[configuration][order]
-    loads = np.array(taken_s)
+    ordered, alpha_s = load[order], columns.alpha_s[configuration] if first else 0.0
+    so_far = np.zeros(instances)
     empty = np.ones(instances, dtype=bool)
     assigned = np.empty(len(order), dtype=np.int64)
     step = max(1, instances // 8)
-    for first in range(0, len(order), step):
-        part = order[first : first + step]
-        places = np.argpartition(loads, step - 1)[:step] if step < instances else np.arange(instances)
-        places = places[np.lexsort((places, loads[places]))][: len(part)]
+    for start in range(0, len(order), step):
+        part = order[start : start + step]
+        places = np.argpartition(so_far, step - 1)[:step] if step < instances else np.arange(instances)
+        places = places[np.lexsort((places, so_far[places]))][: len(part)]
         assigned[part] = places
-        alone_s = columns.alpha_s[configuration] * columns.remaining[part]
-        loads[places] += work_s[first : first + step] + np.where(empty[places], alone_s, 0.0)
+        alone_s = alpha_s * columns.remaining[part]
+        so_far[places] += ordered[start : start + step] + np.where(empty[places], alone_s, 0.0)
         empty[places] = False
     return assigned

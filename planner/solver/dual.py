@@ -1,0 +1,166 @@
+"""The bound where KV room or sequences are short: prices from a linear program, then checked request by request.
+
+An instance that ends by T and whose longest request has L tokens meets three limits: the work of its requests leaves
+time for L iterations; for as many as their KV footprints take (remaining times footprint, over the capacity); and for
+as many as its sequences take (remaining, over max_sequences). Whatever weights the three are given, they price each
+request's share of the instance, as in `bound`. The program, over configurations and classes of lengths, says which
+weights refuse most; that they refuse is computed from the requests themselves, so nothing rests on its rounding or on
+its classes.
+"""
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from planner.solver.bound import SAFETY, Option, options_of, units
+from planner.solver.columns import Columns, Floats, Ints
+
+CLASSES = 16
+ROUNDS = 4
+SAMPLE = 2048  # requests that the program looks at
+STEPS = (0.0005, 0.003, 0.01, 0.03)  # how far below the sample's bound the whole may lie, tried in turn
+
+Weights = dict[tuple[int, int], tuple[float, float, float]]  # by (option, class)
+
+
+class _Shares:
+    """Requests, shortest first, with what each takes of the three limits."""
+
+    def __init__(self, columns: Columns, every: int) -> None:
+        order = columns.longest_first[every // 2 :: every][::-1]
+        self.remaining = columns.remaining[order].astype(np.float64)
+        self.units = units(columns) * len(order) / columns.count
+        self.options: list[Option] = options_of(columns, order)
+        held = self.remaining * columns.footprint[order]
+        self.room_s = [each.alpha_s * held / float(columns.capacity[each.configuration]) for each in self.options]
+        self.slot_s = [
+            each.alpha_s * self.remaining / float(columns.slots[each.configuration]) for each in self.options
+        ]
+
+    def refused(self, makespan_s: float, weights: Weights, edges: Floats) -> bool:
+        """Whether the requests take more than there is. Class k has the lengths up to `edges[k]`."""
+        ends = np.searchsorted(self.remaining, edges, side="right")
+        starts = np.concatenate(([0], ends[:-1]))
+        shares = np.full(len(self.remaining), np.inf)
+        for place, option in enumerate(self.options):
+            free_s = makespan_s - option.switch_s
+            if free_s <= 0:
+                continue
+            work_s, room_s, slot_s = option.cost_s, self.room_s[place], self.slot_s[place]
+            for level, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+                if start == end:
+                    continue
+                least_s = free_s - option.alpha_s * self.remaining[start]
+                if least_s <= 0:
+                    continue
+                work, room, slot = weights.get((place, level), (1.0, 0.0, 0.0))
+                share = work_s[:end] * (option.price * (work / least_s + (room + slot) / free_s))
+                if room:
+                    share += room_s[:end] * (option.price * room / free_s)
+                if slot:
+                    share += slot_s[:end] * (option.price * slot / free_s)
+                if work:
+                    left_s = free_s - option.alpha_s * self.remaining[start:end]
+                    with np.errstate(divide="ignore", invalid="ignore"):
+                        own = work_s[start:end] * (option.price * work) * (1 / left_s - 1 / least_s)
+                        share[start:] = np.where(left_s > 0, share[start:] + own, np.inf)
+                np.minimum(shares[:end], share, out=shares[:end])
+        return float(shares.sum()) > self.units * (1 + SAFETY)
+
+
+def tightened_s(columns: Columns, bound_s: float, high_s: float) -> float:
+    """A bound at least as high as `bound_s`; no placement is known to end before `high_s`."""
+    every = max(1, columns.count // SAMPLE)
+    sample = _Shares(columns, every)
+    edges = _edges(sample.remaining)
+    low_s, trial_s = bound_s, (bound_s + 3 * high_s) / 4
+    best: Weights = {}
+    for limit in ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
+        weights = {(place, level): limit for place in range(len(sample.options)) for level in range(len(edges))}
+        found_s = _highest(sample, weights, edges, low_s, high_s)
+        if found_s > low_s:
+            low_s, best = found_s, weights
+    for _ in range(ROUNDS):
+        weights = _weights(sample, trial_s, edges)
+        found_s = _highest(sample, weights, edges, low_s, high_s)
+        if found_s > low_s:
+            best = weights
+        if found_s < low_s * 1.002:
+            break
+        low_s, trial_s = found_s, found_s * 1.002
+    if not best or low_s < bound_s * 1.002:
+        return bound_s
+    if every == 1:
+        return low_s * (1 - SAFETY)
+    whole = _Shares(columns, 1)
+    for step in STEPS:
+        trial_s = low_s * (1 - step)
+        if trial_s <= bound_s:
+            break
+        if whole.refused(trial_s, best, edges):
+            return trial_s * (1 - SAFETY)
+    return bound_s
+
+
+def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, high_s: float) -> float:
+    """The highest time between the two that is refused; `low_s` where none is."""
+    if not shares.refused(low_s, weights, edges):
+        return low_s
+    while high_s - low_s > 2e-4 * high_s:
+        middle_s = (low_s + high_s) / 2
+        if shares.refused(middle_s, weights, edges):
+            low_s = middle_s
+        else:
+            high_s = middle_s
+    return low_s
+
+
+def _edges(remaining: Floats) -> Floats:
+    """Ends of classes that generate about as many tokens each."""
+    share = np.cumsum(remaining) / remaining.sum()
+    places = np.searchsorted(share, np.linspace(0, 1, CLASSES + 1)[1:])
+    edges: Floats = np.unique(remaining[np.minimum(places, len(remaining) - 1)])
+    edges[-1] = np.inf  # whatever a sample leaves out belongs to the last
+    return edges
+
+
+def _weights(shares: _Shares, makespan_s: float, edges: Floats) -> Weights:
+    """The program's prices of the three limits, by option and class, as fractions of the instance's own."""
+    solver = pywraplp.Solver.CreateSolver("GLOP")
+    infinity = solver.infinity()
+    level_of: Ints = np.searchsorted(edges, shares.remaining)
+    count = len(edges)
+    covered = [solver.Constraint(1.0, infinity) for _ in range(count)]
+    objective = solver.Objective()
+    limits = {}
+    for place, option in enumerate(shares.options):
+        fits = np.isfinite(option.cost_s)
+        work_s, room_s, slot_s = (
+            np.bincount(level_of[fits], weights=each[fits], minlength=count).tolist()
+            for each in (option.cost_s, shares.room_s[place], shares.slot_s[place])
+        )
+        for level in range(count):
+            free_s = makespan_s - option.switch_s
+            least_s = free_s - option.alpha_s * float(shares.remaining[level_of == level].min(initial=np.inf))
+            if least_s <= 0:
+                continue
+            instances = solver.NumVar(0, infinity, "")
+            objective.SetCoefficient(instances, option.price)
+            rows = [solver.Constraint(-infinity, 0.0) for _ in range(3)]
+            for row, available_s in zip(rows, (least_s, free_s, free_s), strict=True):
+                row.SetCoefficient(instances, -available_s)
+            for each in range(level + 1):
+                part = solver.NumVar(0, infinity, "")
+                covered[each].SetCoefficient(part, 1.0)
+                for row, more_s in zip(rows, (0.0, room_s[each], slot_s[each]), strict=True):
+                    row.SetCoefficient(part, work_s[each] + more_s)
+            limits[place, level] = (rows, (least_s, free_s, free_s), option.price)
+    objective.SetMinimization()
+    if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        return {}
+    weights = {}
+    for key, (rows, available, price) in limits.items():
+        prices = [max(0.0, -row.dual_value()) * each / price for row, each in zip(rows, available, strict=True)]
+        total = sum(prices)
+        if total > 0:
+            weights[key] = (prices[0] / total, prices[1] / total, prices[2] / total)
+    return weights

@@ -69,9 +69,10 @@ class CurveFit:
     error: FitError
 
 
-def fit_step(samples: Sequence[StepSample], line_is_enough: float = LINE_IS_ENOUGH) -> StepFit:
+def fit_step(samples: Sequence[StepSample], line_is_enough: float = LINE_IS_ENOUGH, *, robust: bool = True) -> StepFit:
     """A step time through the samples: affine where that is enough, with knots in sequences where it is not.
 
+    Samples of a table have no strays: with `robust` off each of them counts.
     Raises TooFewSamples where sequences and KV tokens did not vary apart from each other.
     """
     # In order of size, neighbours fall into different folds.
@@ -80,8 +81,8 @@ def fit_step(samples: Sequence[StepSample], line_is_enough: float = LINE_IS_ENOU
         raise TooFewSamples(
             f"{len(samples)} samples do not tell sequences and KV tokens apart: several batches and contexts are needed"
         )
-    knots = _choose_knots(sequences, kv_tokens[:, None], step_s, line_is_enough)
-    fitted = _fit(_design(sequences, knots, kv_tokens[:, None]), step_s)
+    knots = _choose_knots(sequences, kv_tokens[:, None], step_s, line_is_enough, robust)
+    fitted = _fit(_design(sequences, knots, kv_tokens[:, None]), step_s, robust=robust)
     base_s = _curve(knots, fitted.coefficients[: len(knots)])
     return StepFit(StepTime(base_s, float(fitted.coefficients[-1])), fitted.error)
 
@@ -92,7 +93,7 @@ def fit_curve(seen: Sequence[Seen], line_is_enough: float = LINE_IS_ENOUGH) -> C
     if len(set(sizes)) < 2:
         raise TooFewSamples(f"a curve needs two sizes at least, got {sorted(set(sizes))}")
     nothing = np.empty((len(seen), 0))
-    knots = _choose_knots(sizes, nothing, seconds, line_is_enough)
+    knots = _choose_knots(sizes, nothing, seconds, line_is_enough, robust=True)
     fitted = _fit(_design(sizes, knots, nothing), seconds)
     return CurveFit(_curve(knots, fitted.coefficients), fitted.error)
 
@@ -189,7 +190,12 @@ class _Fitted(NamedTuple):
 
 
 def _fit(
-    design: Floats, seconds: Floats, weights: Floats | None = None, prior: tuple[Floats, float] | None = None
+    design: Floats,
+    seconds: Floats,
+    weights: Floats | None = None,
+    prior: tuple[Floats, float] | None = None,
+    *,
+    robust: bool = True,
 ) -> _Fitted:
     """Coefficients >= 0 with the least relative error, outliers downweighted; `prior` is what they are believed to be,
     and the weight of that in samples.
@@ -207,6 +213,8 @@ def _fit(
         settled = bool(np.allclose(found, coefficients, rtol=1e-6, atol=0.0))
         coefficients = found
         residuals = np.abs(relative @ coefficients - 1)
+        if not robust:
+            break
         spread = max(_LEAST_SCALE, 1.4826 * _weighted_median(residuals, given))
         ratio = residuals / spread
         if turn < _ROUNDS // 2 and not settled:
@@ -237,16 +245,18 @@ def _weighted_median(values: Floats, weights: Floats) -> float:
     return float(values[order][np.searchsorted(below, below[-1] / 2)])
 
 
-def _choose_knots(sizes: Floats, others: Floats, seconds: Floats, line_is_enough: float) -> tuple[float, ...]:
+def _choose_knots(
+    sizes: Floats, others: Floats, seconds: Floats, line_is_enough: float, robust: bool
+) -> tuple[float, ...]:
     """The ends, and between them as many of the sizes seen as lower the error on samples that were left out."""
     seen = np.unique(sizes)
     if len(seen) == 1:
         return (float(seen[0]),)
     knots: tuple[float, ...] = (float(seen[0]), float(seen[-1]))
-    error = _left_out_error(_design(sizes, knots, others), seconds)
+    error = _left_out_error(_design(sizes, knots, others), seconds, robust)
     while error > line_is_enough and len(knots) < MOST_KNOTS:
         free = [float(size) for size in seen if size not in knots]
-        tried = [(_left_out_error(_design(sizes, (*knots, x), others), seconds), x) for x in free]
+        tried = [(_left_out_error(_design(sizes, (*knots, x), others), seconds, robust), x) for x in free]
         best, x = min(tried, default=(error, 0.0))
         if best > (1 - KNOT_MUST_GAIN) * error:
             break
@@ -254,13 +264,13 @@ def _choose_knots(sizes: Floats, others: Floats, seconds: Floats, line_is_enough
     return knots
 
 
-def _left_out_error(design: Floats, seconds: Floats) -> float:
+def _left_out_error(design: Floats, seconds: Floats, robust: bool) -> float:
     """Mean relative error on samples that the fit did not see; an outlier counts as one sample, not more."""
     fold = np.arange(len(seconds)) % FOLDS
     missed = np.empty_like(seconds)
     for number in range(min(FOLDS, len(seconds))):
         out = fold == number
-        coefficients = _fit(design[~out], seconds[~out]).coefficients
+        coefficients = _fit(design[~out], seconds[~out], robust=robust).coefficients
         missed[out] = np.abs(design[out] @ coefficients / seconds[out] - 1)
     return float(np.minimum(missed, 1.0).mean())
 

@@ -136,7 +136,7 @@ def engine_profile(
 ) -> EngineProfile:
     """Fits over the batches that fit into the KV cache. Raises ValueError where hardly any does."""
     capacity_tokens = room.tokens * layout.dp
-    fitted = fit_step(step_table(handle, layout, room.tokens, given.max_sequences))
+    fitted = fit_step(step_table(handle, layout, room.tokens, given.max_sequences), robust=False)
     rate, prefill_error = fit_rate(_prefill_table(handle))
     estimate = f"{provenance.detail}: its memory model, {MEMORY_FRACTION:.0%} of the GPU's memory"
     return EngineProfile(

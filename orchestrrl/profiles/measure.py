@@ -328,8 +328,7 @@ class _Run:
             "prompt": prompt,
             "max_tokens": most_tokens,
             "ignore_eos": True,
-            "temperature": 1.0,
-            "seed": self._random.getrandbits(31),
+            "temperature": 1.0,  # and no seed: an engine samples seeded requests one by one
         }
         async for chunk in self._engine.generate(GenerationRequest(stream.id, Endpoint.COMPLETIONS, body)):
             if chunk.token_ids:

@@ -1,11 +1,16 @@
 """Kernel tables become profiles: whole-engine batches within the KV cache, and what was assumed is said."""
 
+import importlib.util
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from orchestrrl.cli.main import application
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.profiles.importer import (
+    INSTALL,
     Aiconfigurator,
     Given,
     Handle,
@@ -16,7 +21,7 @@ from orchestrrl.profiles.importer import (
     layout_named,
     step_table,
 )
-from orchestrrl.profiles.store import as_text, parse_profile
+from orchestrrl.profiles.store import as_text, parse_profile, read_profile
 from planner.profile import Parallelism, Source
 
 GIVEN = Given(256, 45.0, "default", "command line")
@@ -149,6 +154,30 @@ def test_without_the_package_it_says_how_to_get_it() -> None:
             Aiconfigurator("Qwen/Qwen3-32B", "h100_sxm", "vllm")
     else:
         pytest.skip("aiconfigurator-core is installed")
+
+
+def documented() -> list[list[str]]:
+    """The import commands of docs/profiles.md."""
+    page = (Path(__file__).parents[3] / "docs" / "profiles.md").read_text()
+    return [line.split()[1:] for line in page.splitlines() if line.startswith("orchestrrl profile import")]
+
+
+@pytest.mark.parametrize("words", documented(), ids=lambda words: words[words.index("--model") + 1])
+def test_what_the_page_says_works(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package is missing, all but the package is there."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(application(), words)
+    if importlib.util.find_spec("aiconfigurator_core") is None:
+        assert (result.exit_code, result.stderr.strip()) == (2, INSTALL)
+    else:
+        assert result.exit_code == 0, result.stderr
+        assert read_profile(words[words.index("--out") + 1]).configurations
+
+
+def test_the_file_that_the_page_shows_is_one() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "profiles.md").read_text()
+    shown = page.partition("## The file")[2].partition("```yaml\n")[2].partition("```")[0]
+    assert parse_profile(shown).configurations[0].others
 
 
 class TestPackage:

@@ -208,11 +208,11 @@ def _existing(path: Path, gpu: str) -> "Profile | None":
 
 
 def _merged(existing: "Profile | None", measured: "Measured", gpu: str) -> "Profile":
-    from orchestrrl.profiles.store import with_engine
+    from orchestrrl.profiles.store import tidy, with_engine
     from planner.profile import Profile
 
     profile = existing or Profile(measured.model, gpu or "unknown", measured.engine_name, ())
-    return with_engine(profile, measured.engine)
+    return with_engine(profile, tidy(measured.engine))
 
 
 def _write(path: Path, profile: "Profile") -> None:

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple, Protocol
 
 from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.profiles.store import tidy, tidy_moves
 from planner.fit import FitError, Seen, StepSample, fit_curve, fit_rate, fit_step
 from planner.model import ConfigurationId
 from planner.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source
@@ -128,7 +129,8 @@ def import_profile(
             left_out.append(f"{layout_id(layout)}: {error}")
     if not engines:
         raise Permanent("no layout can be imported: " + "; ".join(left_out))
-    return Imported(Profile(model, system, backend, tuple(engines), moves), tuple(left_out))
+    profile = Profile(model, system, backend, tuple(map(tidy, engines)), tidy_moves(moves) if moves else None)
+    return Imported(profile, tuple(left_out))
 
 
 def engine_profile(

@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -273,6 +274,44 @@ def with_engine(profile: Profile, engine: EngineProfile) -> Profile:
     if engine not in kept:
         kept.append(engine)
     return Profile(profile.model, profile.gpu, profile.engine, tuple(kept), profile.moves)
+
+
+def tidy(engine: EngineProfile) -> EngineProfile:
+    """The configuration as people like to read it: its fitted figures at six digits, far more than they deserve."""
+    step = engine.step
+    return replace(
+        engine,
+        step=StepTime(tidy_curve(step.base_s), _digits(step.kv_s_per_token), _digits(step.spill_s_per_token)),
+        prefill_tokens_per_s=_digits(engine.prefill_tokens_per_s),
+        provenance=_tidy_errors(engine.provenance),
+        others=tuple((name, _tidy_errors(provenance)) for name, provenance in engine.others),
+    )
+
+
+def tidy_moves(moves: MoveCosts) -> MoveCosts:
+    return replace(
+        moves,
+        transfer_s=tidy_curve(moves.transfer_s),
+        recompute_s=tidy_curve(moves.recompute_s),
+        provenance=_tidy_errors(moves.provenance) if moves.provenance else None,
+    )
+
+
+def tidy_curve(curve: Curve) -> Curve:
+    return Curve(curve.xs, tuple(_digits(y) for y in curve.ys))
+
+
+def _tidy_errors(provenance: Provenance) -> Provenance:
+    mean, most = provenance.fit_error_mean, provenance.fit_error_max
+    return replace(
+        provenance,
+        fit_error_mean=None if mean is None else _digits(mean, 3),
+        fit_error_max=None if most is None else _digits(most, 3),
+    )
+
+
+def _digits(value: float, digits: int = 6) -> float:
+    return float(f"{value:.{digits}g}")
 
 
 def _engine(engine: EngineProfile) -> dict[str, Any]:

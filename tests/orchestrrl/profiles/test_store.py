@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrrl.errors import ProblemFaults
-from orchestrrl.profiles.store import as_text, parse_profile, read_profile, with_engine, write_profile
+from orchestrrl.profiles.store import as_text, parse_profile, read_profile, tidy, with_engine, write_profile
 from planner.model import ConfigurationId
 from planner.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
 
@@ -169,3 +169,11 @@ def test_a_configuration_takes_the_place_of_its_namesake() -> None:
     assert [c.id for c in both.configurations] == ["tp2", "tp4"]
     quicker = replace(engine, switch_s=0.5)
     assert with_engine(both, quicker).configurations == (quicker, other)
+
+
+def test_a_tidy_configuration_says_the_same_in_fewer_digits() -> None:
+    (engine,) = parse_profile(GOOD.replace("0.018,", "0.018123456789,")).configurations
+    clean = tidy(engine)
+    assert clean.step.base_s.ys[0] == 0.0181235
+    assert tidy(clean) == clean
+    assert replace(clean, step=engine.step) == engine

@@ -117,10 +117,14 @@ class Gateway:
         if relay is None:
             known = any(summary.id == move.request for summary in reversed(self.ledger.finished))
             return ItemResult(move.request, False, "finished before the move" if known else "no such request")
-        if target is None:
+        held = move.hold_s > 0 and (target is None or not target.usable)
+        if target is None and not held:
             return ItemResult(move.request, False, f"engine {move.to_engine!r} is not in the routes")
         if relay.record.engine != move.from_engine:
             return ItemResult(move.request, False, f"is on {relay.record.engine or 'no engine'} by now")
+        if held:
+            return relay.hold_for(move.to_engine, move.hold_s)
+        assert target is not None
         return await relay.move(target)
 
     def report(self) -> GatewayReport:

@@ -62,6 +62,7 @@ class Relay:
         self._pump_task: asyncio.Task[bool] | None = None
         self._move: _Move | None = None
         self._back_to: Slot | None = None  # where a refused move came from
+        self._awaited: tuple[EngineId, float] | None = None  # the engine that the request is held for, until when
         self._refused_by: set[EngineId] = set()
         self._hung_on: set[EngineId] = set()
         self._failures = 0
@@ -104,7 +105,29 @@ class Relay:
             self._answer_move(True)
         return result.result()
 
+    def hold_for(self, engine: EngineId, hold_s: float) -> ItemResult:
+        """Stop the request where it runs and keep it until it can go on at an engine that is yet to come; any other
+        will do if that has not come by then."""
+        because = self._not_movable()
+        if because:
+            return ItemResult(self.record.id, False, because)
+        assert self._pump_task is not None
+        tokens = self.record.context_tokens if self.record.state is RequestState.RUNNING else 0
+        self._awaited = (engine, self._clock.now_s() + hold_s)
+        self.record.moves += 1
+        self._pump_task.cancel()
+        return ItemResult(self.record.id, True, "", tokens)
+
     def _not_movable_to(self, target: Slot) -> str:
+        if because := self._not_movable():
+            return because
+        if target is self._slot:
+            return f"is on {target.id} already"
+        if not target.usable:
+            return f"{target.id} takes no requests: {target.suspect_because or 'it is draining or not in the routes'}"
+        return ""
+
+    def _not_movable(self) -> str:
         record = self.record
         if record.done:
             return "finished before the move"
@@ -112,12 +135,8 @@ class Relay:
             return f"is being moved to {self._move.target.id} already"
         if self._slot is None or self._pump_task is None or self._pump_task.done():
             return "is between two engines"
-        if target is self._slot:
-            return f"is on {target.id} already"
         if not record.movable_now:
             return f"cannot be continued elsewhere: {record.immovable_because}"
-        if not target.usable:
-            return f"{target.id} takes no requests: {target.suspect_because or 'it is draining or not in the routes'}"
         return ""
 
     def _answer_move(self, done: bool, detail: str = "") -> None:
@@ -142,10 +161,31 @@ class Relay:
         if self._move is not None and not self._move.submitted:
             self._move.submitted = True
             return self._move.target
+        if self._awaited is not None and (slot := await self._wait_for_awaited()) is not None:
+            return slot
         back, self._back_to = self._back_to, None
         if back is not None and back.usable:
             return back
         return await self._wait_for_slot()
+
+    async def _wait_for_awaited(self) -> Slot | None:
+        """The engine that the request is held for; None where it did not come in time."""
+        assert self._awaited is not None
+        (engine, until_s), self._awaited = self._awaited, None
+        deadline = asyncio.create_task(self._sleep(until_s - self._clock.now_s()))
+        try:
+            while True:
+                slot = self._fleet.get(engine)
+                if slot is not None and slot.usable:
+                    return slot
+                if deadline.done():
+                    return None
+                self.record.hold()
+                changed = asyncio.create_task(self._fleet.changed())
+                await asyncio.wait({changed, deadline}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+        finally:
+            deadline.cancel()
 
     async def _wait_for_slot(self) -> Slot | None:
         deadline: asyncio.Task[None] | None = None

@@ -325,7 +325,10 @@ def operation_to_pb(operation: Operation) -> agent_pb2.Operation:
             message.move_requests.SetInParent()
             message.move_requests.moves.extend(
                 agent_pb2.RequestMove(
-                    request_id=move.request, from_engine_id=move.from_engine, to_engine_id=move.to_engine
+                    request_id=move.request,
+                    from_engine_id=move.from_engine,
+                    to_engine_id=move.to_engine,
+                    hold_s=move.hold_s,
                 )
                 for move in moves
             )
@@ -373,6 +376,7 @@ def _move_from_pb(move: agent_pb2.RequestMove) -> RequestMove:
         RequestId(_required("request_id", move.request_id)),
         EngineId(_required("from_engine_id", move.from_engine_id)),
         EngineId(_required("to_engine_id", move.to_engine_id)),
+        move.hold_s,
     )
 
 

@@ -278,19 +278,23 @@ class RequestMove(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FROM_ENGINE_ID_FIELD_NUMBER: _builtins.int
     TO_ENGINE_ID_FIELD_NUMBER: _builtins.int
+    HOLD_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     from_engine_id: _builtins.str
     to_engine_id: _builtins.str
+    hold_s: _builtins.float
+    """For so long the gateway keeps the request for a destination that it has no route to yet. 0: such a move is refused."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         from_engine_id: _builtins.str = ...,
         to_engine_id: _builtins.str = ...,
+        hold_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_engine_id", b"from_engine_id", "request_id", b"request_id", "to_engine_id", b"to_engine_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_engine_id", b"from_engine_id", "hold_s", b"hold_s", "request_id", b"request_id", "to_engine_id", b"to_engine_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,7 +38,7 @@ class Constants:
     prompt_s: Numbers  # host, each prompt
     prefill_share: Numbers  # of others' prefill that falls into a request's decode, when the engine is busy
     lockstep_sequences: Numbers  # requests that are prefilled together, and so do not disturb each other
-    routing_spread: Numbers  # distinct experts are those of a uniform router at this fraction of the batch
+    routing_exponent: Numbers  # n tokens visit the distinct experts that n**this would, were they independent
     ep_imbalance_exponent: Numbers  # the busiest of n ranks has n**this times the mean load
 
 
@@ -72,7 +72,8 @@ PRIORS: dict[str, Prior] = {
     "prompt_s": Prior(1e-3, 0.7),
     "prefill_share": Prior(0.9, 0.1),
     "lockstep_sequences": Prior(1.5, 0.3),
-    "routing_spread": Prior(0.3, 0.3),
+    # Heaps' law: what is new among n draws from a skewed lot grows as a power of n, of 0.4 to 0.8 in most lots.
+    "routing_exponent": Prior(0.6, 0.1),
     "ep_imbalance_exponent": Prior(0.35, 0.2),
 }
 
@@ -103,7 +104,7 @@ MOE_ONLY = (
     "four_bit_efficiency",
     "moe_layer_s",
     "expert_token_s",
-    "routing_spread",
+    "routing_exponent",
     "ep_imbalance_exponent",
 )
 

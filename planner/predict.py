@@ -33,6 +33,7 @@ from planner.roofline import (
     MEMORY_SHARE,
     Precision,
     decode_s,
+    distinct_experts,
     full_attention_share,
     hop_s,
     kv_bytes_per_gpu,
@@ -257,9 +258,7 @@ def _ffn_s(model: Model, gpu: Gpu, gpus: int, c: Constants, precision: Precision
         reduce_s = c.all_reduce_s + c.all_reduce_doubling_s * np.log2(gpus) if gpus > 1 else 0.0
         return np.asarray(dense_s + reduce_s)
     work = work_of(model, gpu, Parallelism(tp=1, dp=gpus, ep=gpus), precision, 1.0)
-    distinct = model.experts * (
-        1 - np.power(1 - model.experts_per_token / model.experts, 1 + np.maximum(0.0, batch - 1) * c.routing_spread)
-    )
+    distinct = distinct_experts(model.experts, model.experts_per_token, batch, c.routing_exponent)
     imbalance = gpus**c.ep_imbalance_exponent
     efficiency = c.hbm_efficiency * (c.four_bit_efficiency if precision.expert_bits < 8 else 1.0)
     read_s = np.minimum(distinct * imbalance, model.experts) * work.expert_read_s / model.layers / efficiency

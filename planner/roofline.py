@@ -192,11 +192,15 @@ def _imbalance(work: Work, c: Constants) -> NDArray[np.float64]:
     return np.asarray(np.power(work.ep, c.ep_imbalance_exponent))
 
 
+def distinct_experts(experts: Numbers, per_token: Numbers, tokens: Numbers, exponent: Numbers) -> NDArray[np.float64]:
+    """That a batch visits in one layer. Tokens of one batch are alike, and routers have favourites: see Constants."""
+    independent = np.power(np.maximum(tokens, 0.0), exponent)
+    return np.asarray(experts * (1.0 - np.power(1.0 - per_token / np.maximum(experts, 1.0), independent)))
+
+
 def _expert_read_s(work: Work, c: Constants) -> NDArray[np.float64]:
-    """The distinct experts that a batch visits, on the busiest rank; real routers touch fewer than uniform ones."""
-    experts = np.maximum(work.experts, 1.0)
-    drawn = 1.0 + (work.all_tokens - 1.0) * c.routing_spread
-    distinct = work.experts * (1.0 - np.power(1.0 - work.experts_per_token / experts, np.maximum(drawn, 0.0)))
+    """On the busiest rank."""
+    distinct = distinct_experts(work.experts, work.experts_per_token, work.all_tokens, c.routing_exponent)
     busiest = np.minimum(distinct * _imbalance(work, c), work.experts)
     efficiency = c.hbm_efficiency * np.where(np.greater(work.four_bit_experts, 0), c.four_bit_efficiency, 1.0)
     return np.asarray(busiest * work.expert_read_s / efficiency)

@@ -95,7 +95,7 @@ def test_weights_are_all_there(model: Model, tp: int, precision: Precision) -> N
 def test_without_overheads_a_decode_is_reading_the_weights() -> None:
     """70 billion parameters of 2 bytes, less the embedding, on four GPUs of 3.35 TB/s."""
     free = dict.fromkeys(prior_values(), 0.0) | {
-        name: 1.0 for name in prior_values() if name.endswith(("efficiency", "spread"))
+        name: 1.0 for name in prior_values() if name.endswith(("efficiency", "exponent"))
     }
     model, gpu = model_named("llama-3.1-70b"), gpu_named("h100")
     work = work_of(model, gpu, Parallelism(tp=4), Precision(), 1.0)
@@ -108,7 +108,7 @@ def test_without_overheads_a_decode_is_reading_the_weights() -> None:
 def test_an_uniform_router_visits_the_experts_that_chance_would() -> None:
     """Against drawing: 64 tokens, 8 of 128 experts each."""
     model, gpu = model_named("qwen3-235b-a22b"), gpu_named("h200")
-    values = FITTED[""] | {"routing_spread": 1.0, "hbm_efficiency": 1.0}
+    values = FITTED[""] | {"routing_exponent": 1.0, "hbm_efficiency": 1.0}
     free = values | {name: 0.0 for name in values if name.endswith("_s")}
     constants = constants_of(free | {"gemm_efficiency": 1e9, "kv_efficiency": 1.0, "link_efficiency": 1e9}, "trtllm")
     work = work_of(model, gpu, Parallelism(tp=8), Precision(8.0, 8.0), 64.0)

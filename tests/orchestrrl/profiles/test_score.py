@@ -124,8 +124,8 @@ def test_the_fitted_constants_meet_what_they_were_fitted_for() -> None:
     assert overall["dense"]["error_median"] < 0.10
     assert overall["dense"]["ratio"]["error_median"] < 0.07
     assert overall["all"]["error_median"] < 0.10
-    assert overall["moe"]["error_median"] < 0.14
-    assert overall["moe"]["ratio"]["error_median"] < 0.10
+    assert overall["moe"]["error_median"] < 0.12
+    assert overall["moe"]["ratio"]["error_median"] < 0.09
     errors = left_out_errors(silicon.deployments, FITTED)
     assert float(np.median(errors)) == pytest.approx(overall["all"]["error_median"])
 

@@ -32,12 +32,16 @@ class Gpu:
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} must be > 0, got {getattr(self, field)}")
 
+    def multiplies(self, weight_bits: float) -> bool:
+        """Whether it has tensor cores for weights and activations of that many bits, fewer than 16."""
+        peak = self.fp4_flops if weight_bits < 8 else self.fp8_flops
+        return weight_bits < 16 and peak > 0
+
     def flops_per_s(self, weight_bits: float) -> float:
-        """Peak for weights of that many bits; a format without tensor cores runs at the next wider one's rate."""
-        for bits, peak in ((4.5, self.fp4_flops), (8.0, self.fp8_flops)):
-            if weight_bits <= bits and peak > 0:
-                return peak
-        return self.bf16_flops
+        """Peak for weights of that many bits. What it cannot multiply as it is, is widened to 16 bits first."""
+        if not self.multiplies(weight_bits):
+            return self.bf16_flops
+        return self.fp4_flops if weight_bits < 8 else self.fp8_flops
 
 
 def _gpu(

@@ -220,7 +220,7 @@ def _afd_s(
     batch = sequences / micro
     mine = np.maximum(batch / replicas, np.minimum(1.0, batch))
     weight_flops_per_s = gpu.flops_per_s(precision.weight_bits)
-    launches_s = c.layer_s + c.quantised_layer_s * (precision.weight_bits < 16)
+    launches_s = c.layer_s + c.quantised_layer_s * gpu.multiplies(precision.weight_bits)
     work = work_of(model, gpu, _attention_layout(parallelism), precision, 1.0)
     reduce_s = c.all_reduce_s + c.all_reduce_doubling_s * np.log2(parallelism.tp) if parallelism.tp > 1 else 0.0
 

@@ -70,9 +70,7 @@ def work_of(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precisi
     tp, gpus = parallelism.tp, parallelism.tp * parallelism.dp
     dense_params = model.layers * (model.attention_params + model.dense_ffn_params)
     dense_flops_per_s = gpu.flops_per_s(precision.weight_bits)
-    # 4-bit experts are widened to 16 bits before they are multiplied, unless the GPU multiplies 4-bit numbers.
-    expert_compute_bits = precision.expert_bits if precision.expert_bits >= 8 or gpu.fp4_flops > 0 else BF16_BITS
-    expert_flops_per_s = gpu.flops_per_s(expert_compute_bits)
+    expert_flops_per_s = gpu.flops_per_s(precision.expert_bits)
     dense_read_bytes = dense_params * precision.weight_bits / 8 + model.head_params * ACTIVATION_BYTES
     expert_bytes = model.layers * model.expert_params * precision.expert_bits / 8
     expert_flops = 2.0 * model.layers * model.experts_per_token * model.expert_params
@@ -85,7 +83,7 @@ def work_of(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precisi
         hidden=float(model.hidden),
         tp=float(tp),
         ep=float(parallelism.ep),
-        quantised=float(precision.weight_bits < BF16_BITS),
+        quantised=float(gpu.multiplies(precision.weight_bits)),
         experts=float(model.experts),
         experts_per_token=float(model.experts_per_token),
         four_bit_experts=float(model.moe and precision.expert_bits < 8),

@@ -39,6 +39,10 @@ WEIGHT_BITS = {
     "fp8_block": 8.0,
     "fp4": 4.5,
     "nvfp4": 4.5,
+    "mxfp4": 4.25,
+    "w4a16_mxfp4": 4.25,
+    "int4": 4.5,
+    "int4_wo": 4.5,
 }
 
 
@@ -191,7 +195,7 @@ def _parallelism(model: Model, numbers: dict[str, float]) -> Parallelism:
 
 def _precision(model: Model, texts: dict[str, str]) -> Precision:
     """Experts that are published in 4 bits stay so, and the rest of such a model in 16."""
-    mode = texts["gemm_quant_mode"] or texts["precision"]
+    mode = (texts["gemm_quant_mode"] or texts["precision"]).lower()
     if mode not in WEIGHT_BITS:
         raise NotModelled(f"unknown quantisation {mode!r}, known: {', '.join(filter(None, WEIGHT_BITS))}")
     bits = WEIGHT_BITS[mode]

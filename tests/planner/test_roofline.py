@@ -151,6 +151,13 @@ def test_parameters_add_up_to_what_is_published(name: str, billions: float, acti
     assert model_named(name).active_params / 1e9 == pytest.approx(active, rel=0.01)
 
 
+def test_what_a_gpu_cannot_multiply_runs_at_16_bits() -> None:
+    hopper, ampere, blackwell = (gpu_named(name) for name in ("h100", "a100", "b200"))
+    assert [hopper.flops_per_s(bits) for bits in (16, 8, 4.5)] == [989.5e12, 1979e12, 989.5e12]
+    assert [ampere.flops_per_s(bits) for bits in (16, 8, 4.5)] == [312e12] * 3
+    assert [blackwell.flops_per_s(bits) for bits in (16, 8, 4.25)] == [2250e12, 4500e12, 9000e12]
+
+
 def test_names_of_checkpoints_and_systems_are_understood() -> None:
     assert model_named("nvidia/Llama-3.1-8B-Instruct-FP8").name == "llama-3.1-8b"
     assert model_named("Qwen/Qwen3-235B-A22B-FP8").name == "qwen3-235b-a22b"

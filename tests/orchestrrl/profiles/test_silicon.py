@@ -26,6 +26,7 @@ def test_a_row_becomes_a_deployment() -> None:
         ({"gemm_quant_mode": "fp8"}, Precision(8.0, 8.0, 8.0)),  # static scales, with those of the KV cache
         ({"gemm_quant_mode": "fp8_block"}, Precision(8.0, 8.0, 16.0)),
         ({"precision": "fp8", "backend": "vllm"}, Precision(8.0, 8.0, 16.0)),
+        ({"precision": "FP8", "backend": "vllm"}, Precision(8.0, 8.0, 16.0)),
         ({"precision": "bf16"}, Precision(16.0, 16.0, 16.0)),
         ({"model_path": "Qwen/Qwen3-32B-FP8"}, Precision(8.0, 8.0, 16.0)),  # the checkpoint's own
         ({"model_path": "openai/gpt-oss-120b", "precision": "fp4"}, Precision(16.0, 4.25, 16.0)),

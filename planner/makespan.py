@@ -16,7 +16,7 @@ from planner.solver.evaluate import Fleet, Placement, current_fleet, place, with
 from planner.solver.layout import lay_out
 from planner.solver.packed import packed, soonest_cut
 from planner.solver.search import Work
-from planner.solver.small import best_of_all, is_small
+from planner.solver.small import best_of_all, is_small, polished
 from planner.solver.spread import MANY, least_loaded, loads
 
 __all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "solve"]
@@ -41,16 +41,33 @@ def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solutio
         candidates.append(current)
     bound_s = _lower_bound_s(table)
     candidates += _packed(table, bound_s, min((each.makespan_s for each in candidates), default=0.0))
-    if table.count and is_small(table):
-        work = Work(DEFAULT_WORK if problem.work_budget is None else problem.work_budget)
-        starts = sorted((each for each in candidates if np.isfinite(each.makespan_s)), key=lambda each: each.makespan_s)
-        candidates += best_of_all(table, starts[:6], bound_s, work, stop)
-    best = min(candidates, key=lambda placement: placement.makespan_s, default=None)
+    work = Work(DEFAULT_WORK if problem.work_budget is None else problem.work_budget)
+    candidates += _searched(table, candidates, bound_s, work, stop)
+    best = min(candidates, key=lambda placement: _worth_s(table, placement), default=None)
     if best is not None and best.makespan_s > bound_s * (1 + NEAR):
         bound_s = tightened_s(table, bound_s, best.makespan_s)
-    if best is not None and problem.kv_balance is None:
+    if best is not None and (problem.kv_balance is None or (best.fleet.current >= 0).all()):
         best = with_idle(table, best)
     return _solution(table, current, best, bound_s, homogeneous)
+
+
+def _searched(
+    table: Columns, candidates: Sequence[Placement], bound_s: float, work: Work, stop: Callable[[], bool]
+) -> list[Placement]:
+    """What a local search makes of the best candidates."""
+    starts = sorted((each for each in candidates if np.isfinite(each.makespan_s)), key=lambda each: each.makespan_s)
+    if not table.count or work.left <= 0:
+        return []
+    if is_small(table):
+        return best_of_all(table, starts[:6], bound_s, work, stop)
+    if starts and starts[0].makespan_s <= bound_s * (1 + NEAR):
+        return []
+    return polished(table, starts[:3], work, stop)
+
+
+def _worth_s(table: Columns, placement: Placement) -> float:
+    """Equation 2 is soft: a miss by a share of an instance's KV counts as much as that share of the makespan."""
+    return placement.makespan_s * (1 + violation(table, placement))
 
 
 def evaluate_placement(problem: Problem) -> list[float]:

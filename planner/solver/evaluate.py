@@ -4,9 +4,12 @@ Whatever the order of admission, an instance takes alpha for each iteration plus
 decides the number of iterations alone, and only where not all fit at once.
 """
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 
 import numpy as np
 
@@ -165,15 +168,21 @@ def _iterations(columns: Columns, fleet: Fleet, order: Ints, starts: Ints, at: I
 
 def admit(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int) -> float:
     """Iterations until the last ends, first come first served: a walk over admissions and completions."""
-    ends: list[tuple[int, int]] = []  # heap of (iteration at which it ends, footprint)
-    now, free, last = 0, capacity, 0
-    for left, room in zip(remaining, footprint, strict=True):
-        if room > capacity:
-            return float("inf")
+    if max(footprint) > capacity:
+        return math.inf
+    held = list(accumulate(footprint))
+    first = min(bisect_right(held, capacity), slots)
+    free = capacity - held[first - 1]
+    ends = list(zip(remaining[:first], footprint, strict=False))  # (iteration at which it ends, footprint)
+    heapify(ends)
+    now, last = 0, max(remaining[:first])
+    for left, room in zip(remaining[first:], footprint[first:], strict=True):
         while room > free or len(ends) >= slots:
             now, freed = heappop(ends)
             free += freed
-        heappush(ends, (now + left, room))
+        end = now + left
+        heappush(ends, (end, room))
         free -= room
-        last = max(last, now + left)
+        if end > last:
+            last = end
     return float(last)

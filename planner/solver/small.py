@@ -1,4 +1,5 @@
-"""Few GPUs and few requests: every fleet is looked at, the promising ones closely."""
+"""Few GPUs and few requests: every fleet is looked at, the promising ones closely. With more, only what was found is
+improved."""
 
 from collections.abc import Callable
 
@@ -11,6 +12,23 @@ MOST_FLEETS = 3000
 CELLS = 40_000  # requests times GPUs up to which a problem is small
 LOOKED_AT, CLOSELY = 32, 6
 TRIALS = 5
+
+
+POLISHED = 500_000  # requests times instances up to which a placement is improved
+
+
+def polished(columns: Columns, starts: list[Placement], work: Work, stop: Callable[[], bool]) -> list[Placement]:
+    """`starts`, each improved where it is not too large for that."""
+    orders = Orders(columns)
+    found = []
+    for start in starts:
+        if stop() or work.left <= 0:
+            break
+        if len(start.fleet) * columns.count <= POLISHED:
+            search = _taken(columns, start, orders, work)
+            search.improve()
+            found.append(search.placement())
+    return found
 
 
 def is_small(columns: Columns) -> bool:

@@ -74,7 +74,7 @@ def _print_config(config: Config) -> None:
         ("fast loop", f"every {fast.interval_s:g} s, theta {fast.theta:g}, {fast.max_moves_per_tick} moves a tick"),
         ("slow loop", f"every {slow.interval_s:g} s, gain over {slow.epsilon_s:g} s, cooldown {slow.cooldown_s:g} s"),
         ("GPUs", f"{config.fleet.gpus.count} in nodes of {config.fleet.gpus.per_node}" if config.fleet.gpus else None),
-        ("configurations", ", ".join(entry.id for entry in config.fleet.configurations) or None),
+        ("configurations", ", ".join(entry.id for entry in config.fleet.configuration_values()) or None),
         ("engines", ", ".join(f"{entry.id} at {entry.url}" for entry in config.fleet.engines) or "as nodes bring them"),
         ("switches", ", ".join(f"{entry.id} ({entry.driver})" for entry in config.ocs) or None),
     ]

@@ -7,7 +7,7 @@ fade. The profile that it began with pulls a little everywhere, and stays what i
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -16,8 +16,8 @@ import numpy as np
 
 from orchestrrl.reports import EngineSample
 from planner.fit import Belief, CurveFit, FitError, Seen, StepSample, refit_curve, refit_step
-from planner.model import ConfigurationId
-from planner.profile import Curve, EngineProfile, MoveCosts, Profile, Provenance, Source
+from planner.model import Configuration, ConfigurationId
+from planner.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
 
 PER_CELL = 8  # newest samples of one load
 MOST_CELLS = 512  # the load that has not been seen for longest is forgotten
@@ -55,6 +55,26 @@ def batch_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
         return None
     usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
     return Batch(later.running, usage * later.kv_capacity_tokens, later.running * elapsed_s / made)
+
+
+def given_profile(configurations: Iterable[Configuration], date: str) -> Profile:
+    """Configurations that somebody wrote out, as a profile to begin with."""
+    return Profile("", "", "", tuple(_given(configuration, date) for configuration in configurations))
+
+
+def _given(configuration: Configuration, date: str) -> EngineProfile:
+    alpha_s, most = configuration.alpha_s, configuration.max_sequences
+    base_s = Curve((0.0, float(most)), (alpha_s, alpha_s + configuration.beta_s * most))
+    return EngineProfile(
+        id=configuration.id,
+        parallelism=Parallelism(tp=configuration.gpus),
+        step=StepTime(base_s, configuration.gamma_s),
+        prefill_tokens_per_s=configuration.prefill_tokens_per_s,
+        kv_capacity_tokens=configuration.kv_capacity_tokens,
+        max_sequences=most,
+        switch_s=configuration.switch_s,
+        provenance=Provenance(Source.GIVEN, date, "configuration"),
+    )
 
 
 class Refitter:

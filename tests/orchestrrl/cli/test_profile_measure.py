@@ -161,3 +161,15 @@ def test_import_without_its_package_says_how_to_get_it(tmp_path: Path) -> None:
         assert "pip install 'orchestrrl[aiconfigurator]'" in err
     else:
         pytest.skip("aiconfigurator-core is installed")
+
+
+def test_a_daemon_takes_its_configurations_from_a_file(file: Path) -> None:
+    config = file.parent / "c.yaml"
+    config.write_text("fleet: {profile: p.yaml}")
+    result = CliRunner().invoke(application(), ["check-config", str(config)])
+    assert result.exit_code == 0
+    assert "tp2" in result.stdout
+    file.write_text(PROFILE.replace("1.7", "-1"))
+    result = CliRunner().invoke(application(), ["check-config", str(config)])
+    assert result.exit_code == 2
+    assert result.stderr == "fleet.profile: p.yaml: configurations[0].switch_s: must be >= 0, got -1\n"

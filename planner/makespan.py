@@ -26,7 +26,7 @@ NEAR = 0.01  # gap that is not worth a closer look
 STAYING = 0.8  # share of the moves that a fleet which stays is hoped to save
 FILLINGS = 3  # times for which a fleet is filled anew
 FEW = 10_000  # requests up to which static fleets are filled in every way
-DEFAULT_WORK = 3_000_000  # placements of one request that the local search weighs
+SMALL_WORK, POLISH_WORK = 600_000, 150_000  # requests that the local search looks at, where no budget is given
 
 
 def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solution:
@@ -41,8 +41,7 @@ def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solutio
         candidates.append(current)
     bound_s = _lower_bound_s(table)
     candidates += _packed(table, bound_s, min((each.makespan_s for each in candidates), default=0.0))
-    work = Work(DEFAULT_WORK if problem.work_budget is None else problem.work_budget)
-    candidates += _searched(table, candidates, bound_s, work, stop)
+    candidates += _searched(table, candidates, bound_s, stop)
     best = min(candidates, key=lambda placement: _worth_s(table, placement), default=None)
     if best is not None and best.makespan_s > bound_s * (1 + NEAR):
         bound_s = tightened_s(table, bound_s, best.makespan_s)
@@ -52,9 +51,11 @@ def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solutio
 
 
 def _searched(
-    table: Columns, candidates: Sequence[Placement], bound_s: float, work: Work, stop: Callable[[], bool]
+    table: Columns, candidates: Sequence[Placement], bound_s: float, stop: Callable[[], bool]
 ) -> list[Placement]:
     """What a local search makes of the best candidates."""
+    budget = table.problem.work_budget
+    work = Work((SMALL_WORK if is_small(table) else POLISH_WORK) if budget is None else budget)
     starts = sorted((each for each in candidates if np.isfinite(each.makespan_s)), key=lambda each: each.makespan_s)
     if not table.count or work.left <= 0:
         return []

@@ -15,6 +15,8 @@ from planner.solver.evaluate import Fleet, Placement, admit, evaluate, moves_s
 
 ALL_ORDERS = 5  # requests up to which every order of admission is tried
 
+SOME_ORDERS = 40  # requests up to which more than one is
+
 
 @dataclass(slots=True)
 class Work:
@@ -53,6 +55,8 @@ class Orders:
         best, best_order = float("inf"), requests
         if len(requests) <= ALL_ORDERS:
             orders = list(permutations(requests))
+        elif len(requests) > SOME_ORDERS:
+            orders = [requests]
         else:
             orders = [
                 requests,

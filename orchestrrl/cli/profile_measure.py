@@ -13,7 +13,7 @@ from orchestrrl.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:  # curves bring numpy: loaded by the commands that run
     from orchestrrl.engines.base import Engine
-    from orchestrrl.profiles.measure import Measured, Wanted
+    from orchestrrl.profiles.measure import Link, Measured, Wanted
     from planner.profile import EngineProfile, Profile, Provenance
 
 HELP = "What engines cost: measured, imported and predicted step times."
@@ -47,6 +47,10 @@ def measure(
     switch_s: SwitchOption = None,
     max_sequences: Annotated[int | None, typer.Option(min=1, help="Where the engine does not tell.")] = None,
     kv_capacity_tokens: Annotated[int | None, typer.Option(min=1, help="Where the engine does not tell.")] = None,
+    kv_bytes_per_token: Annotated[
+        float | None, typer.Option(help="With --transfer-gbps: what moving a request costs, beside recomputing it.")
+    ] = None,
+    transfer_gbps: Annotated[float | None, typer.Option(help="Rate at which KV moves between engines.")] = None,
     budget_s: Annotated[float, typer.Option(min=1.0, help="Seconds that it may take.")] = 300.0,
     engine: Annotated[str, typer.Option(help="Kind of engine.")] = "vllm",
     json: JsonFlag = False,
@@ -69,6 +73,7 @@ def measure(
         layout = Parallelism(tp=tp, dp=dp, ep=ep)
         if gpus is not None and gpus != layout.gpus:
             raise ProblemFaults([f"--gpus: must be tp x dp, which is {layout.gpus}, got {gpus}"])
+        link = _link(kv_bytes_per_token, transfer_gbps)
         existing = _existing(out, gpu)
         wanted = Wanted(
             id=ConfigurationId(configuration) if configuration else layout_id(layout),
@@ -84,7 +89,7 @@ def measure(
         until_stopped(_measure(connect(engine, url), wanted, existing, measured))
         if not measured:
             fail(f"stopped: {out} is as it was")
-        profile = _merged(existing, measured[0], gpu)
+        profile = _merged(existing, measured[0], gpu, link)
         _write(out, profile)
     for reason in measured[0].skipped:
         stderr.print(f"left out: {reason}", soft_wrap=True)
@@ -207,11 +212,33 @@ def _existing(path: Path, gpu: str) -> "Profile | None":
     return profile
 
 
-def _merged(existing: "Profile | None", measured: "Measured", gpu: str) -> "Profile":
-    from orchestrrl.profiles.store import tidy, with_engine
+def _link(kv_bytes_per_token: float | None, transfer_gbps: float | None) -> "Link | None":
+    from orchestrrl.profiles.measure import Link
+
+    if kv_bytes_per_token is None and transfer_gbps is None:
+        return None
+    given = {"--kv-bytes-per-token": kv_bytes_per_token, "--transfer-gbps": transfer_gbps}
+    faults = [
+        f"{option}: must be > 0, got {'nothing' if value is None else f'{value:g}'}"
+        for option, value in given.items()
+        if value is None or not 0 < value < float("inf")
+    ]
+    if kv_bytes_per_token is None or transfer_gbps is None or faults:
+        raise ProblemFaults(faults)
+    return Link(kv_bytes_per_token, transfer_gbps)
+
+
+def _merged(existing: "Profile | None", measured: "Measured", gpu: str, link: "Link | None") -> "Profile":
+    from dataclasses import replace
+
+    from orchestrrl.profiles.measure import move_costs
+    from orchestrrl.profiles.store import tidy, tidy_moves, with_engine
     from planner.profile import Profile
 
     profile = existing or Profile(measured.model, gpu or "unknown", measured.engine_name, ())
+    if link is not None:
+        moves = move_costs(measured.prefill, link, measured.engine.provenance)
+        profile = replace(profile, moves=tidy_moves(moves))
     return with_engine(profile, tidy(measured.engine))
 
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Capabilities, Endpoint, Engine, GenerationRequest, Refused
 from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
-from planner.fit import FitError, Seen, StepSample, TooFewSamples, fit_rate, fit_step
+from planner.fit import FitError, Seen, StepSample, TooFewSamples, fit_curve, fit_rate, fit_step
 from planner.model import ConfigurationId
-from planner.profile import EngineProfile, Parallelism, Provenance, Source
+from planner.profile import Curve, EngineProfile, MoveCosts, Parallelism, Provenance, Source
 
 LEAST_STEPS = 16  # per stream, for a slope
 MOST_STEPS = 256
@@ -33,6 +33,7 @@ LONGEST_CONTEXT_TOKENS = 16384
 FIRST_CONTEXT_TOKENS = 32
 LONGEST_UNKNOWN_TOKENS = 4096  # where the engine does not tell its longest context
 QUIET_WITHIN_S = 30.0
+LARGE_BYTES = 1e10  # a line of transfer times is drawn through this size
 POLL_S = 0.05
 # Token ids that are tried in turn, to learn how large a vocabulary is: prompts of a few ids would load few experts.
 VOCABULARIES = (100_000, 30_000, 8_000, 1_000, 400, 100)
@@ -60,6 +61,13 @@ class Limits:
     max_sequences: int
     kv_capacity_tokens: int
     max_model_len_tokens: int
+
+
+class Link(NamedTuple):
+    """What moving KV costs, by somebody's word; an engine cannot tell."""
+
+    kv_bytes_per_token: float
+    transfer_gbps: float
 
 
 class Point(NamedTuple):
@@ -100,6 +108,16 @@ async def measure(engine: Engine, wanted: Wanted, clock: Clock, on_step: OnStep 
         return await run.measure(capabilities, on_step)
     finally:
         await run.close()
+
+
+def move_costs(prefill: Sequence[Seen], link: Link, provenance: Provenance) -> MoveCosts:
+    """Recomputing as measured, transfer as given. A measurement has always several prompt lengths."""
+    recompute = fit_curve(prefill)
+    error = recompute.error
+    detail = f"{provenance.detail}; transfer: command line"
+    transfer_s = Curve((0.0, LARGE_BYTES), (0.0, LARGE_BYTES * 8 / (link.transfer_gbps * 1e9)))
+    told = Provenance(provenance.source, provenance.date, detail, error.samples, error.mean, error.max)
+    return MoveCosts(link.kv_bytes_per_token, transfer_s, recompute.curve, told)
 
 
 def grid(limits: Limits) -> list[Point]:

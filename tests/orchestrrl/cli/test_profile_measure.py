@@ -83,12 +83,17 @@ def test_show_names_every_fault(file: Path) -> None:
 
 def test_measure_adds_to_a_file(url: str, file: Path) -> None:
     words = ["measure", url, "--tp", "4", "--switch-s", "2", "--budget-s", "12", "--out", str(file), "--json"]
+    words += ["--kv-bytes-per-token", "200000", "--transfer-gbps", "200"]
     status, out, err = run(*words)
     assert status == 0, err
     kept, added = json.loads(out)["configurations"]
     assert (kept["id"], added["id"], added["switch_s"]) == ("tp2", "tp4", 2.0)
     assert added["provenance"]["source"] == "measured"
     assert added["max_sequences"] == 4
+    moves = json.loads(out)["moves"]
+    assert moves["kv_bytes_per_token"] == 200_000
+    assert moves["transfer_s"] == {"bytes": [0.0, 1e10], "seconds": [0.0, 0.4]}
+    assert moves["recompute_s"]["tokens"]
     assert run("show", str(file), "--json")[1] == out
 
 
@@ -97,6 +102,10 @@ def test_measure_adds_to_a_file(url: str, file: Path) -> None:
     [
         (["--gpus", "3"], "--gpus: must be tp x dp, which is 1, got 3"),
         (["--gpu", "H20"], "--gpu: "),
+        (
+            ["--transfer-gbps", "0"],
+            "--kv-bytes-per-token: must be > 0, got nothing\n--transfer-gbps: must be > 0, got 0",
+        ),
     ],
 )
 def test_measure_refuses_before_it_begins(file: Path, words: list[str], fault: str) -> None:

@@ -32,7 +32,8 @@ class Work:
 class Orders:
     """The fewest iterations found for requests that do not all run at once, and in which order. Remembered."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, work: Work) -> None:
+        self.work = work
         self.remaining: list[int] = columns.remaining.tolist()
         self.footprint: list[int] = columns.footprint.tolist()
         self.capacity: list[int] = columns.capacity.tolist()
@@ -52,7 +53,7 @@ class Orders:
         lefts, rooms = self.remaining, self.footprint
         area = sum(lefts[each] * rooms[each] for each in requests)
         floor = max(lefts[requests[0]], -(-area // capacity), -(-sum(lefts[each] for each in requests) // slots))
-        best, best_order = float("inf"), requests
+        best, best_order = math.inf, requests
         if len(requests) <= ALL_ORDERS:
             orders = list(permutations(requests))
         elif len(requests) > SOME_ORDERS:
@@ -65,6 +66,7 @@ class Orders:
                 requests[::-1],
             ]
         for order in orders:
+            self.work.spend(3 * len(order))  # admitting takes longer than adding up
             found = admit([lefts[each] for each in order], [rooms[each] for each in order], capacity, slots)
             if found < best:
                 best, best_order = found, order
@@ -76,8 +78,8 @@ class Orders:
 class Search:
     """Requests on the instances of one fleet, moved about."""
 
-    def __init__(self, columns: Columns, fleet: Fleet, orders: Orders, work: Work) -> None:
-        self.columns, self.fleet, self.orders, self.work = columns, fleet, orders, work
+    def __init__(self, columns: Columns, fleet: Fleet, orders: Orders) -> None:
+        self.columns, self.fleet, self.orders, self.work = columns, fleet, orders, orders.work
         everything = np.arange(columns.count)
         self.configuration: list[int] = fleet.configuration.tolist()
         self.cost_s: list[list[float]] = [  # [instance][request]

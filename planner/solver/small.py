@@ -19,13 +19,13 @@ POLISHED = 500_000  # requests times instances up to which a placement is improv
 
 def polished(columns: Columns, starts: list[Placement], work: Work, stop: Callable[[], bool]) -> list[Placement]:
     """`starts`, each improved where it is not too large for that."""
-    orders = Orders(columns)
+    orders = Orders(columns, work)
     found = []
     for start in starts:
         if stop() or work.left <= 0:
             break
         if len(start.fleet) * columns.count <= POLISHED:
-            search = _taken(columns, start, orders, work)
+            search = _taken(columns, start, orders)
             search.improve()
             found.append(search.placement())
     return found
@@ -39,10 +39,12 @@ def best_of_all(
     columns: Columns, starts: list[Placement], bound_s: float, work: Work, stop: Callable[[], bool]
 ) -> list[Placement]:
     """The best placements found; `starts` are improved as well."""
-    orders = Orders(columns)
-    closely = [_taken(columns, start, orders, work) for start in starts]
-    for fleet in _promising(columns, orders, work):
-        closely += _filled(columns, fleet, orders, bound_s, work)
+    orders = Orders(columns, work)
+    closely = [_taken(columns, start, orders) for start in starts]
+    for fleet in _promising(columns, orders):
+        if work.left <= 0 or stop():
+            break
+        closely += _filled(columns, fleet, orders, bound_s)
     closely.sort(key=lambda search: search.makespan_s)
     best: list[Search] = []
     for search in closely[: 2 * CLOSELY]:
@@ -59,13 +61,13 @@ def best_of_all(
     return [search.placement() for search in best[:CLOSELY]]
 
 
-def _taken(columns: Columns, start: Placement, orders: Orders, work: Work) -> Search:
-    search = Search(columns, start.fleet, orders, work)
+def _taken(columns: Columns, start: Placement, orders: Orders) -> Search:
+    search = Search(columns, start.fleet, orders)
     search.take(start.assigned())
     return search
 
 
-def _promising(columns: Columns, orders: Orders, work: Work) -> list[Fleet]:
+def _promising(columns: Columns, orders: Orders) -> list[Fleet]:
     """Fleets whose kinds of instances do best, by a first filling of one of them."""
     alike: dict[tuple[tuple[int, bool], ...], list[Fleet]] = {}
     for fleet in fleets(columns, MOST_FLEETS):
@@ -73,7 +75,9 @@ def _promising(columns: Columns, orders: Orders, work: Work) -> list[Fleet]:
         alike.setdefault(tuple(sorted(kinds)), []).append(fleet)
     scored = []
     for place, members in enumerate(alike.values()):
-        search = Search(columns, members[0], orders, work)
+        if orders.work.left <= 0:
+            break
+        search = Search(columns, members[0], orders)
         if search.insert():
             scored.append((search.makespan_s, place))
     pools = list(alike.values())
@@ -85,12 +89,12 @@ def _promising(columns: Columns, orders: Orders, work: Work) -> list[Fleet]:
     return found[:LOOKED_AT]
 
 
-def _filled(columns: Columns, fleet: Fleet, orders: Orders, bound_s: float, work: Work) -> list[Search]:
+def _filled(columns: Columns, fleet: Fleet, orders: Orders, bound_s: float) -> list[Search]:
     """The fleet filled evenly, and with long requests together as soon as that works."""
-    even = Search(columns, fleet, orders, work)
+    even = Search(columns, fleet, orders)
     if not even.insert():
         return []
-    packed = Search(columns, fleet, orders, work)
+    packed = Search(columns, fleet, orders)
     low_s, high_s = bound_s, even.makespan_s
     found = False
     for _ in range(TRIALS):

@@ -23,6 +23,8 @@ NO_GAIN = "no_gain"
 DESTINATIONS = 4
 # Engines that are looked at in vain before the rest are left alone, those that end last first.
 SOURCES = 32
+# Of the time until the end, that each single move must gain.
+MIN_GAIN_SHARE = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,11 @@ class Packing:
         return max(self.ends_after_s.values(), default=0.0)
 
 
-def pack(engines: Sequence[Engine], *, max_moves: int, min_gain_share: float) -> Packing:
+def pack(engines: Sequence[Engine], *, max_moves: int, tolerance: float) -> Packing:
     """The moves of one tick.
 
-    From the engine that ends last to one that ends early, for as long as the later of the two then ends sooner by at
-    least `min_gain_share` (0 to 1) of the time until then, the moved request's prefill included. An engine that nothing
+    From the engine that ends last to those that end earlier by more than `tolerance` (0 to 1) of the time until then,
+    for as long as the later of the two then ends sooner, the moved request's prefill included. An engine that nothing
     useful can leave is set aside, and the next one is looked at: lengths are uncertain, and any engine may turn out the
     last. No request moves twice.
     """
@@ -94,7 +96,7 @@ def pack(engines: Sequence[Engine], *, max_moves: int, min_gain_share: float) ->
         source = next((load for load in reversed(loads) if load.engine.id not in set_aside), None)
         if source is None:
             break
-        found = _best_move(source, loads, source.end_s * (1 - min_gain_share))
+        found = _best_move(source, loads, tolerance)
         if found is None:
             set_aside.add(source.engine.id)
             continue
@@ -111,10 +113,11 @@ def _by_end(load: "_Load") -> tuple[float, EngineId]:
     return load.end_s, load.engine.id
 
 
-def _best_move(source: "_Load", ascending: Sequence["_Load"], limit_s: float) -> "tuple[Outlook, _Load] | None":
-    """The request and the destination after which the later of the two engines ends soonest, by `limit_s` at least."""
+def _best_move(source: "_Load", ascending: Sequence["_Load"], tolerance: float) -> "tuple[Outlook, _Load] | None":
+    """The request and the destination after which the later of the two engines ends soonest."""
     best: tuple[float, Outlook, _Load] | None = None
-    destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < limit_s]
+    early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - MIN_GAIN_SHARE)
+    destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < early_s]
     for request in source.may_leave:
         left_s = source.end_without_s(request)
         if left_s > limit_s:

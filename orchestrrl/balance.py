@@ -123,7 +123,7 @@ def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: Situat
     if settings.policy is FastPolicy.PACKING:
         engines = packing_engines(used, problem, situation, stuck)
         if engines:
-            packing = pack(engines, max_moves=settings.max_moves_per_tick, min_gain_share=settings.min_gain_share)
+            packing = pack(engines, max_moves=settings.max_moves_per_tick, tolerance=settings.tolerance)
     if packing is not None:
         balance = _packed(problem, packing)
     else:
@@ -263,7 +263,11 @@ def _in_words(settings: FastSettings, balance: Balance, packing: Packing | None)
     """How it is, why nothing is moved if nothing is, and what moves are for if there are any."""
     if packing is not None:
         ends = f"the last engine is expected to end in {packing.makespan_before_s:.1f} s"
-        return ends, f"no move helps by {settings.min_gain_share:.1%}", f"{packing.makespan_after_s:.1f} s if packed"
+        return (
+            ends,
+            f"no move helps, tolerance is {settings.tolerance:.0%}",
+            f"{packing.makespan_after_s:.1f} s if packed",
+        )
     spread = "an engine is stalled" if balance.spread_before is None else f"load differs by {balance.spread_before:.3g}"
     theta = f"theta is {settings.theta:.3g}"
     return (

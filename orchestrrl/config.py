@@ -101,8 +101,8 @@ class FastSettings(Section):
 
     interval_s: PositiveFloat = 1.0
     policy: Annotated[FastPolicy, Field(strict=False)] = FastPolicy.PACKING
-    # packing: a move must let the later of two engines end sooner by this share of the time until then
-    min_gain_share: Annotated[float, AfterValidator(require(lambda value: 0 < value < 1, "between 0 and 1"))] = 0.01
+    # packing: ends that differ by no more than this share of the time until the last are left alone
+    tolerance: Annotated[float, AfterValidator(require(lambda value: 0 <= value < 1, ">= 0 and < 1"))] = 0.05
     theta: NonNegativeFloat = 0.0002  # spread of the load index (equation 5) that is left alone
     max_moves_per_tick: PositiveInt = 8
     max_moves_per_request: NonNegativeInt = 4
@@ -361,7 +361,7 @@ metrics:
 fast:
   interval_s: 1.0
   policy: packing               # by when each engine will end; paper: by the load index; none: no moves
-  min_gain_share: 0.01          # packing: a move must let the later of two engines end sooner by this share
+  tolerance: 0.05               # packing: ends that differ by no more than this share of the last are left alone
   theta: 0.0002                 # paper: spread of the load index, (running + waiting) / cap / decode rate, left alone
   max_moves_per_tick: 8
   max_moves_per_request: 4

@@ -1,0 +1,227 @@
+"""Packing: engines end when one stepped by hand does, and no move loses a request, breaks a limit or costs time."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.migrate import MAX_MOVES
+from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, Engine, Outlook, Packing, pack
+from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestState
+
+CONFIGURATION = Configuration(
+    id=ConfigurationId("tp2"),
+    gpus=2,
+    alpha_s=0.0184,
+    beta_s=8.1e-5,
+    gamma_s=4.1e-8,
+    kv_capacity_tokens=582_885,
+    max_sequences=64,
+    prefill_tokens_per_s=18_000.0,
+    switch_s=1.7,
+)
+TOLERANCE = 0.05
+
+
+def outlook(name: str, remaining: float, context: int = 500, *, movable: bool = True, waits: bool = False) -> Outlook:
+    state = RequestState.WAITING if waits else RequestState.RUNNING
+    return Outlook(RequestId(name), state, context, remaining, movable)
+
+
+def engine(
+    name: str,
+    *requests: Outlook,
+    free: int | None = None,
+    configuration: Configuration = CONFIGURATION,
+    slowdown: float = 1.0,
+) -> Engine:
+    resident = sum(request.context_tokens for request in requests if request.state is RequestState.RUNNING)
+    room = max(0, configuration.kv_capacity_tokens - resident) if free is None else free
+    return Engine(EngineId(name), configuration, requests, room, slowdown)
+
+
+def alike(name: str, count: int, remaining: float, context: int = 500) -> Engine:
+    return engine(name, *(outlook(f"{name}-r{i:02d}", remaining, context) for i in range(count)))
+
+
+def packing(*engines: Engine, max_moves: int = 1000, tolerance: float = TOLERANCE) -> Packing:
+    return pack(engines, max_moves=max_moves, tolerance=tolerance)
+
+
+def stepped_s(engine: Engine) -> float:
+    """The end of an engine that runs all it holds at once, iteration by iteration."""
+    configuration, seconds, done = engine.configuration, 0.0, 0
+    while running := [request for request in engine.requests if request.remaining_tokens > done]:
+        kv_tokens = sum(request.context_tokens + done for request in running)
+        seconds += configuration.step_s(len(running), kv_tokens) * engine.slowdown
+        done += 1
+    return seconds
+
+
+outlooks = st.tuples(st.integers(1, 400), st.integers(1, 3000), st.booleans(), st.booleans())
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[Engine]:
+    """Few engines, some unlike others, some with too little KV, seats or free room."""
+    fleet = []
+    for index in range(draw(st.integers(1, 5))):
+        held = [
+            outlook(f"e{index}-r{i}", remaining, context, movable=movable, waits=waits)
+            for i, (remaining, context, movable, waits) in enumerate(draw(st.lists(outlooks, max_size=8)))
+        ]
+        configuration = replace(
+            CONFIGURATION,
+            alpha_s=draw(st.sampled_from([0.0143, 0.0184])),
+            max_sequences=draw(st.sampled_from([2, 64])),
+            kv_capacity_tokens=draw(st.sampled_from([5_000, 582_885])),
+        )
+        free = draw(st.one_of(st.none(), st.integers(0, 5_000)))
+        slowdown = draw(st.sampled_from([1.0, 3.0]))
+        fleet.append(engine(f"e{index}", *held, free=free, configuration=configuration, slowdown=slowdown))
+    return fleet
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 3000)), max_size=12), st.sampled_from([1.0, 2.5]))
+def test_an_engine_with_room_ends_when_its_iterations_do(held: list[tuple[int, int]], slowdown: float) -> None:
+    requests = [outlook(f"r{i}", remaining, context) for i, (remaining, context) in enumerate(held)]
+    alone = engine("e0", *requests, slowdown=slowdown)
+    # The closed form counts r * r / 2 of a request's own growth; iterations hold r * (r - 1) / 2.
+    growth_s = sum(request.remaining_tokens for request in requests) / 2 * CONFIGURATION.gamma_s * slowdown
+    assert packing(alone).ends_before_s[alone.id] == pytest.approx(stepped_s(alone) + growth_s)
+
+
+@given(fleets(), st.integers(0, 6))
+def test_moves_are_of_what_is_there_and_within_limits(fleet: list[Engine], max_moves: int) -> None:
+    result = packing(*fleet, max_moves=max_moves)
+    held = {(request.id, engine.id): request for engine in fleet for request in engine.requests}
+    assert len(result.moves) <= max_moves
+    assert len({move.request for move in result.moves}) == len(result.moves)
+    for move in result.moves:
+        request = held[move.request, move.source]  # it stands where the move says
+        assert request.movable
+        assert request.state is move.state
+        assert move.destination != move.source
+        assert move.destination in {engine.id for engine in fleet}
+    assert (result.stopped_because == MAX_MOVES) == (len(result.moves) == max_moves)
+
+
+@given(fleets())
+def test_no_move_is_expected_to_cost_time(fleet: list[Engine]) -> None:
+    result = packing(*fleet)
+    assert result.makespan_after_s <= result.makespan_before_s * (1 + 1e-9)
+    if not result.moves:
+        assert result.ends_after_s == result.ends_before_s
+        assert result.stopped_because == NO_GAIN
+
+
+@given(fleets(), st.sampled_from([0.0, 0.05, 0.5]))
+def test_a_move_gains_and_goes_to_an_engine_that_ends_earlier_by_the_tolerance(
+    fleet: list[Engine], tolerance: float
+) -> None:
+    result = packing(*fleet, max_moves=1, tolerance=tolerance)
+    for move in result.moves:
+        source_s, destination_s = (result.ends_before_s[end] for end in (move.source, move.destination))
+        assert destination_s < source_s * (1 - tolerance)
+        after_s = max(result.ends_after_s[end] for end in (move.source, move.destination))
+        assert after_s <= source_s * (1 - MIN_GAIN_SHARE) * (1 + 1e-9)
+
+
+@given(fleets())
+def test_order_of_engines_and_requests_does_not_matter(fleet: list[Engine]) -> None:
+    shuffled = [replace(one, requests=one.requests[::-1]) for one in fleet[::-1]]
+    assert packing(*shuffled).moves == packing(*fleet).moves
+
+
+@given(fleets())
+def test_it_comes_to_rest(fleet: list[Engine]) -> None:
+    """Moves carried out, and as many as there are requests allowed, soon nothing is left to gain."""
+    for _ in range(40):
+        result = packing(*fleet)
+        if not result.moves:
+            return
+        fleet = carried_out(fleet, result)
+    pytest.fail("it moves requests to and fro")
+
+
+def carried_out(fleet: list[Engine], result: Packing) -> list[Engine]:
+    """Who moves is prefilled and runs, or waits where there is no room: the engine's free KV says which."""
+    engines = {engine.id: engine for engine in fleet}
+    for move in result.moves:
+        source, destination = engines[move.source], engines[move.destination]
+        (request,) = (request for request in source.requests if request.id == move.request)
+        freed = request.context_tokens if request.state is RequestState.RUNNING else 0
+        waits = any(other.state is RequestState.WAITING for other in destination.requests)
+        fits = destination.kv_free_tokens >= request.context_tokens and not waits
+        state = RequestState.RUNNING if fits else RequestState.WAITING
+        engines[source.id] = replace(
+            source,
+            requests=tuple(other for other in source.requests if other is not request),
+            kv_free_tokens=source.kv_free_tokens + freed,
+        )
+        engines[destination.id] = replace(
+            destination,
+            requests=(*destination.requests, replace(request, state=state)),
+            kv_free_tokens=destination.kv_free_tokens - (request.context_tokens if fits else 0),
+        )
+    return [engines[engine.id] for engine in fleet]
+
+
+def test_the_last_request_of_an_engine_stays_on_equal_engines() -> None:
+    assert packing(engine("e0", outlook("r0", 9000)), engine("e1")).moves == ()
+
+
+def test_equals_are_spread_evenly() -> None:
+    fleet = [alike("e0", 12, 4000), alike("e1", 4, 4000)]
+    counts = [len(one.requests) for one in carried_out(fleet, packing(*fleet, tolerance=0.0))]
+    assert abs(counts[0] - counts[1]) <= 2
+
+
+def test_the_longest_ends_up_with_little_beside_it() -> None:
+    """On its own engine, that sheds the others, or on one that has little to do: whichever is the shorter way."""
+    long = outlook("long", 12_000, 6_000)
+    crowd = [outlook(f"r{i:02d}", 2_500, 2_000) for i in range(30)]
+    result = packing(engine("e0", long, *crowd), *(alike(f"e{k}", 20, 1_500) for k in (1, 2, 3)))
+    alone_s = packing(engine("e0", long)).makespan_before_s
+    assert result.makespan_before_s > 1.04 * alone_s
+    assert result.makespan_after_s < 1.02 * alone_s
+
+
+def test_who_waits_leaves_for_where_there_is_room() -> None:
+    waiting = [outlook(f"w{i}", 3_000, waits=True) for i in range(4)]
+    full = engine("e0", *(outlook(f"r{i}", 3_000, 5_000) for i in range(4)), *waiting, free=0)
+    small = replace(full, configuration=replace(CONFIGURATION, kv_capacity_tokens=20_000))
+    result = packing(small, alike("e1", 1, 3_000))
+    assert any(move.state is RequestState.WAITING for move in result.moves)
+    assert result.makespan_after_s < 0.7 * result.makespan_before_s
+
+
+def test_a_slow_engine_is_relieved() -> None:
+    slow = replace(alike("e0", 8, 2_000), slowdown=3.0)
+    result = packing(slow, alike("e1", 8, 2_000))
+    assert {(move.source, move.destination) for move in result.moves} == {("e0", "e1")}
+
+
+def test_a_prefill_that_costs_more_than_it_gains_is_not_done() -> None:
+    slow_prefill = replace(CONFIGURATION, prefill_tokens_per_s=50.0)
+    fleet = [
+        replace(one, configuration=slow_prefill)
+        for one in (alike("e0", 12, 1_000, context=8_000), alike("e1", 4, 1_000, context=8_000))
+    ]
+    assert packing(*fleet).moves == ()
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
+def test_what_makes_no_sense_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="remaining_tokens must be > 0"):
+        outlook("r0", bad)
+    with pytest.raises(ValueError, match="slowdown must be > 0"):
+        engine("e0", slowdown=bad)
+
+
+def test_negative_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="context_tokens must be >= 0, got -1"):
+        outlook("r0", 5.0, -1)
+    with pytest.raises(ValueError, match="kv_free_tokens must be >= 0, got -1"):
+        engine("e0", free=-1)

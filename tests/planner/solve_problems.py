@@ -230,8 +230,8 @@ def kv_tight(rng: Random) -> Json:
     """Many times more footprint than fits at once, or hardly any sequences at a time."""
     return step(
         rng,
-        rng.choice([4, 8, 16]),
-        rng.choice([8, 32]),
+        rng.choice([4, 8]),
+        rng.choice([2, 8, 16]),
         progress=rng.choice([0.0, 0.5]),
         skew=rng.choice([0.0, 2.0]),
         slots=rng.choice([1, 2, 7, 1024]),

@@ -306,7 +306,9 @@ def test_the_band_of_equation_2_is_met_where_it_costs_nothing() -> None:
 @given(SEEDS)
 def test_a_band_without_limits_changes_nothing(seed: int) -> None:
     document = few(Random(seed))
-    assert checked(document | {"kv_balance": {"mu": 0.5, "delta": 1e9}}) == answer(document)
+    with_band, without = checked(document | {"kv_balance": {"mu": 0.5, "delta": 1e9}}), checked(document)
+    assert with_band["decision"] == without["decision"]
+    assert same(with_band["makespan_s"], without["makespan_s"])
 
 
 def test_whole_nodes_only() -> None:

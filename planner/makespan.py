@@ -26,7 +26,7 @@ NEAR = 0.01  # gap that is not worth a closer look
 STAYING = 0.8  # share of the moves that a fleet which stays is hoped to save
 FILLINGS = 3  # times for which a fleet is filled anew
 FEW = 10_000  # requests up to which static fleets are filled in every way
-SMALL_WORK, POLISH_WORK = 600_000, 150_000  # requests that the local search looks at, where no budget is given
+SMALL_WORK, POLISH_WORK = 1_000_000, 150_000  # requests that the local search looks at, where no budget is given
 
 
 def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solution:

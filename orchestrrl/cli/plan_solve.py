@@ -1,6 +1,7 @@
 """`orchestrrl plan solve`: the fleet and the placement of requests that end soonest, for a problem in a file."""
 
 import gc
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -163,10 +164,12 @@ def solve_problem(file: ProblemFile, as_json: JsonFlag = False) -> None:
 
     gc.disable()  # the process ends soon, and looking through so many requests again and again is slow
     with reporting_errors():
-        problem = _problem(read_problem(file, SolveProblem, CHECKS))
+        read = read_problem(file, SolveProblem, CHECKS)
+        problem = _problem(read)
         started_s = time.perf_counter()
+        until_s = math.inf if read.time_budget_s is None else started_s + read.time_budget_s
         try:
-            solution = solve(problem)
+            solution = solve(problem, stop=lambda: time.perf_counter() > until_s)
         except Infeasible as missed:
             infeasible(missed.limit, missed.needed, missed.available, missed.unit)
         result = _json(problem, solution)

@@ -3,6 +3,7 @@
 Deterministic: the random kicks that it takes out of a dead end come from a fixed seed, and the work is counted.
 """
 
+import copy
 import math
 import random
 from dataclasses import dataclass
@@ -127,6 +128,12 @@ class Search:
                 high = middle
         return [*requests[:low], request, *requests[low:]]
 
+    def copy(self) -> "Search":
+        """Another that goes its own way from here."""
+        other = copy.copy(self)
+        other.held, other.finish_s = list(self.held), list(self.finish_s)
+        return other
+
     # --- starts
 
     def take(self, assigned: Ints) -> None:
@@ -165,24 +172,31 @@ class Search:
                 return False
             held[best].append(request)
             ends[best] = best_s
-        self.held, self.finish_s = held, ends
+        self.held = held
+        self.finish_s = [self.time_s(instance, requests) for instance, requests in enumerate(held)]
         return True
 
     def _quick_s(self, instance: int, requests: list[int], end_s: float, request: int) -> float:
-        """When the instance ends with `request`, that is no longer than any before, as well."""
+        """When the instance ends with `request`, that is no longer than any before, as well; at least, where not all
+        run at once."""
         rooms = self.orders.footprint
         if rooms[request] > self.capacity[instance]:
             return float("inf")
         if not requests:
             alone_s = self.alpha_s[instance] * self.orders.remaining[request]
             return self.switch_s[instance] + self.cost_s[instance][request] + alone_s
-        if len(requests) < self.slots[instance]:
-            held = rooms[request]
-            for each in requests:
-                held += rooms[each]
-            if held <= self.capacity[instance]:
-                return end_s + self.cost_s[instance][request]
-        return self.time_s(instance, [*requests, request])
+        lefts = self.orders.remaining
+        held, tokens, area = rooms[request], lefts[request], lefts[request] * rooms[request]
+        for each in requests:
+            held += rooms[each]
+            tokens += lefts[each]
+            area += lefts[each] * rooms[each]
+        if held <= self.capacity[instance] and len(requests) < self.slots[instance]:
+            return end_s + self.cost_s[instance][request]
+        iterations: float = max(lefts[requests[0]], area / self.capacity[instance], tokens / self.slots[instance])
+        costs = self.cost_s[instance]
+        work_s = costs[request] + sum(costs[each] for each in requests)
+        return self.switch_s[instance] + work_s + self.alpha_s[instance] * iterations
 
     # --- moves
 

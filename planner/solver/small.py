@@ -40,9 +40,10 @@ def best_of_all(
 ) -> list[Placement]:
     """The best placements found; `starts` are improved as well."""
     orders = Orders(columns, work)
+    least = work.left // 2
     closely = [_taken(columns, start, orders) for start in starts]
     for fleet in _promising(columns, orders):
-        if work.left <= 0 or stop():
+        if work.left <= least or stop():
             break
         closely += _filled(columns, fleet, orders, bound_s)
     closely.sort(key=lambda search: search.makespan_s)
@@ -74,8 +75,9 @@ def _promising(columns: Columns, orders: Orders) -> list[Fleet]:
         kinds = zip(fleet.configuration.tolist(), (fleet.current >= 0).tolist(), strict=True)
         alike.setdefault(tuple(sorted(kinds)), []).append(fleet)
     scored = []
+    least = orders.work.left * 2 // 3
     for place, members in enumerate(alike.values()):
-        if orders.work.left <= 0:
+        if orders.work.left <= least:
             break
         search = Search(columns, members[0], orders)
         if search.insert():
@@ -96,11 +98,13 @@ def _filled(columns: Columns, fleet: Fleet, orders: Orders, bound_s: float) -> l
         return []
     packed = Search(columns, fleet, orders)
     low_s, high_s = bound_s, even.makespan_s
-    found = False
+    found: list[Search] = []
     for _ in range(TRIALS):
         trial_s = (low_s + high_s) / 2
         if packed.insert(trial_s):
-            high_s, found = packed.makespan_s, True
+            high_s = trial_s
+            if not found or packed.makespan_s < found[0].makespan_s:
+                found = [packed.copy()]
         else:
             low_s = trial_s
-    return [even, packed] if found else [even]
+    return [even, *found]

@@ -8,7 +8,9 @@ from typing import Any
 from orchestrrl.bench.figure import Figure
 from orchestrrl.bench.forecast import forecasts
 from orchestrrl.bench.gateway import gateway_cpu
+from orchestrrl.bench.policies import policies
 from orchestrrl.bench.profile_score import profile_score
+from orchestrrl.bench.solve import solver
 from orchestrrl.bench.startup import import_cli
 from orchestrrl.bench.ticks import balancer_tick, fast_tick, plan_tick
 from orchestrrl.errors import ProblemFaults
@@ -17,8 +19,10 @@ from orchestrrl.errors import ProblemFaults
 BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "balancer_tick": lambda _: balancer_tick(),
     "fast_tick": lambda _: fast_tick(),
+    "solve": solver,
     "plan_tick": lambda _: plan_tick(),
     "forecast": lambda _: forecasts(),
+    "policies": lambda _: policies(),
     "profile_score": lambda _: profile_score(),
     "gateway_cpu": gateway_cpu,
     "import_cli": lambda _: import_cli(),

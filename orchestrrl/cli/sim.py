@@ -32,8 +32,9 @@ def gen(
 ) -> None:
     """Run generation steps of a scenario in virtual time: static baselines, and what OrchestrRL makes of them.
 
-    Arms: verl_to (best static TP), verl_lo (widest), partial_rollout, planning, balancing, both, mean_only (no
-    forecast), oracle (the planner knows all lengths), packed_known (the best static fleet, packed with lengths known).
+    Arms: verl_to (best static TP), verl_lo (widest), partial_rollout; planning, balancing, both (_paper: moves by the
+    paper's rule); mean_only (no forecast), oracle (the planner knows all lengths), packed_known (the best static fleet,
+    packed with lengths known).
 
     Example: `orchestrrl sim gen --example --plot out/sim`
     """

@@ -17,8 +17,6 @@ from orchestrrl.sim.workload import SimRequest
 from orchestrrl.sim.world import StepRecord, World
 from planner.model import ConfigurationId, EngineId
 
-NEVER = 1e18  # a spread of load that no fleet has: the balancer then leaves everything where it is
-
 Report = Callable[[str, int, int], None]  # what is under way, done, in all
 
 
@@ -27,17 +25,19 @@ class Control:
     """What of ours an arm switches on."""
 
     planning: bool
-    balancing: bool
-    routed: bool  # by the gateway, request by request; otherwise dealt as the framework deals
+    policy: str | None  # of the fast loop; None: what the scenario's daemon says
+    routed: bool = True  # by the gateway, request by request; otherwise dealt as the framework deals
     knowledge: str = "forecast"
 
 
 CONTROLS = {
-    "planning": Control(True, False, False),
-    "balancing": Control(False, True, True),
-    "both": Control(True, True, True),
-    "mean_only": Control(True, True, True, "mean"),
-    "oracle": Control(True, True, True, "oracle"),
+    "planning": Control(True, "none", routed=False),
+    "balancing_paper": Control(False, "paper"),
+    "balancing": Control(False, None),
+    "both_paper": Control(True, "paper"),
+    "both": Control(True, None),
+    "mean_only": Control(True, None, knowledge="mean"),
+    "oracle": Control(True, None, knowledge="oracle"),
 }
 
 
@@ -69,8 +69,8 @@ class ControlledRun:
         """The scenario's daemon, with the loops that the arm leaves out made to hold."""
         daemon = self.scenario.daemon
         sections = {name: dict(daemon.get(name) or {}) for name in ("fast", "slow")}
-        if not self.control.balancing:
-            sections["fast"]["theta"] = NEVER
+        if self.control.policy is not None:
+            sections["fast"]["policy"] = self.control.policy
         sections["slow"]["knowledge"] = self.control.knowledge
         merged = self.scenario.model_copy(update={"daemon": {"mode": "act", **daemon, **sections}})
         return merged.daemon_config(fleet_section(self.scenario, self.kinds))

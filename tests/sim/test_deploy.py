@@ -1,0 +1,143 @@
+"""A change of the deployment in virtual time: requests wait at their gateway and go on, whatever goes wrong."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.deployers.base import Deployed
+from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.sim.controlled import ControlledRun
+from orchestrrl.sim.engines import homogeneous
+from orchestrrl.sim.run import steps_of
+from orchestrrl.sim.world import World
+from planner.model import Act, ConfigurationId, EngineId, GpuId, Plan, PlannedInstance
+from tests.sim.builders import kinds, scenario
+
+NARROW, WIDE = ConfigurationId("narrow"), ConfigurationId("wide")
+
+
+def fresh_world(journal_path: Path) -> World:
+    of = scenario()
+    config = ControlledRun(of, kinds(of), NARROW, "balancing", 1, []).config()
+    world = World(config, kinds(of), of, journal_path)
+    world.deploy(NARROW, homogeneous(kinds(of)[NARROW], 8, 4))
+    world.plane.plans.pin("only the test plans", 0.0)
+    return world
+
+
+def to_wide(world: World) -> Plan:
+    """Two wide engines instead of eight narrow ones."""
+    latest = world.plane.plans.latest
+    assert latest is not None
+    instances = tuple(
+        PlannedInstance(
+            id=EngineId(f"w{node}"),
+            configuration=WIDE,
+            gpus=tuple(GpuId(gpu) for gpu in range(4 * node, 4 * node + 4)),
+            kept=False,
+            requests_count=16,
+            decode_s=10.0,
+            migration_s=0.0,
+            switch_s=2.0,
+        )
+        for node in range(2)
+    )
+    return replace(
+        latest, decision="reconfigure", verdict=Act("gain", "the test says so"), instances=instances, moves=()
+    )
+
+
+async def changed(world: World, at_s: float = 6.0) -> str:
+    """Run a step and change the fleet in the middle of it; what the deployment said."""
+    requests = steps_of(scenario(), 1)[0]
+    said: list[str] = []
+
+    async def change() -> None:
+        await world.clock.sleep(at_s)
+        snapshot = world.plane.state.snapshot(world.clock.now_s())
+        outcome = await world.deployment.carry_out(to_wide(world), snapshot)
+        said.append(f"{outcome.done}: {outcome.detail}")
+
+    async with world:
+        task = asyncio.create_task(change())
+        step = await world.run_step(requests)
+        await task
+        assert len(step.finish_s) == len(requests)
+        assert step.output_tokens == sum(request.output_tokens for request in requests)
+    return said[0]
+
+
+async def test_all_engines_are_replaced_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    world = fresh_world(tmp_path / "journal.sqlite")
+    said = await changed(world)
+    assert said.startswith("True: 8 engines stopped, 2 started")
+    assert sorted(world.engines) == ["w0", "w1"]
+    assert {engine.started_s for engine in world.engines.values()} == {2.0 + 6.0 + 2.0}
+    assert sorted(engine.id for engine in world.plane.state.engines(world.clock.now_s())) == ["w0", "w1"]
+    assert world.gateway.tokens_recomputed > 0
+    assert not world.plane.draining
+
+
+async def test_an_engine_that_cannot_be_started_leaves_its_requests_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = fresh_world(tmp_path / "journal.sqlite")
+    start = world.deployer.start
+
+    async def broken(engine: EngineId, configuration: ConfigurationId, gpus: tuple[GpuId, ...]) -> Deployed:
+        if engine == "w0":
+            raise Permanent("no such image")
+        return await start(engine, configuration, gpus)
+
+    monkeypatch.setattr(world.deployer, "start", broken)
+    assert "False: 8 engines stopped, 1 started" in await changed(world)
+
+
+async def test_a_deployer_that_is_busy_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = fresh_world(tmp_path / "journal.sqlite")
+    start, asked = world.deployer.start, []
+
+    async def busy(engine: EngineId, configuration: ConfigurationId, gpus: tuple[GpuId, ...]) -> Deployed:
+        asked.append(engine)
+        if asked.count(engine) == 1:
+            raise Retryable("the queue is full", 1.0)
+        return await start(engine, configuration, gpus)
+
+    monkeypatch.setattr(world.deployer, "start", busy)
+    assert (await changed(world)).startswith("True")
+    assert sorted(asked) == ["w0", "w0", "w1", "w1"]
+
+
+async def test_an_engine_that_will_not_stop_keeps_its_gpus_and_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = fresh_world(tmp_path / "journal.sqlite")
+    stop = world.deployer.stop
+
+    async def stuck(engine: EngineId) -> None:
+        if engine == "e0":
+            raise Permanent("its process does not end")
+        await stop(engine)
+
+    monkeypatch.setattr(world.deployer, "stop", stuck)
+    said = await changed(world)
+    assert "7 engines stopped, 1 started" in said
+    assert "w0 was not started: its GPUs are not free" in said
+    assert {"e0", "w1"} == set(world.engines)
+
+
+async def test_one_change_at_a_time(tmp_path: Path) -> None:
+    world = fresh_world(tmp_path / "journal.sqlite")
+    async with world:
+        snapshot = world.plane.state.snapshot(world.clock.now_s())
+        first = asyncio.create_task(world.deployment.carry_out(to_wide(world), snapshot))
+        await world.advance(1.0)
+        assert world.deployment.busy
+        with pytest.raises(Permanent, match="under way"):
+            await world.deployment.carry_out(to_wide(world), snapshot)
+        await world.advance(10.0)
+        assert (await first).done
+        again = await world.deployment.carry_out(to_wide(world), snapshot)  # the fleet is there already
+        assert again.detail.startswith("0 engines stopped, 0 started")

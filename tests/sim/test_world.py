@@ -1,0 +1,118 @@
+"""A simulated step under the real control plane: nothing is lost or doubled, and it goes the same way twice."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrrl.errors import Permanent
+from orchestrrl.journal import JournalReader
+from orchestrrl.sim.controlled import ControlledRun
+from orchestrrl.sim.engines import homogeneous
+from orchestrrl.sim.results import SeedRun
+from orchestrrl.sim.run import run_scenario, steps_of
+from orchestrrl.sim.scenario import FaultSection, NetworkSection, Scenario
+from orchestrrl.sim.world import World
+from planner.model import ConfigurationId, EngineId, GpuId
+from tests.sim.builders import kinds, scenario
+
+
+def run(of: Scenario, arm: str, seed: int = 1, journal: Path | None = None) -> SeedRun:
+    """ControlledRun itself checks that every request has its whole answer, once."""
+    initial = ConfigurationId(of.engines.initial or "narrow")
+    return ControlledRun(of, kinds(of), initial, arm, seed, steps_of(of, seed)).run(lambda *_: None, journal)
+
+
+def entries(path: Path) -> list[tuple[object, ...]]:
+    reader = JournalReader(path)
+    try:
+        return [(e.at_s, e.generation, e.kind, e.subject, e.body) for e in reader.since(0, limit=1_000_000)]
+    finally:
+        reader.close()
+
+
+def test_the_same_seed_writes_the_same_journal(tmp_path: Path) -> None:
+    of = scenario()
+    first, second = (run(of, "both", journal=tmp_path / name) for name in ("a.sqlite", "b.sqlite"))
+    assert entries(tmp_path / "a.sqlite") == entries(tmp_path / "b.sqlite")
+    assert first == second
+    assert run(of, "both", seed=2).journal_digest != first.journal_digest
+
+
+@pytest.mark.parametrize("arm", ["planning", "balancing", "balancing_paper", "both", "oracle"])
+def test_every_arm_answers_everything(arm: str) -> None:
+    of = scenario()
+    done = run(of, arm)
+    requests = steps_of(of, 1)[0]
+    assert done.samples == len(requests)
+    assert done.output_tokens == sum(request.output_tokens for request in requests)
+    assert done.remaining[-1][1] == 0
+    assert 0 <= done.idle_fraction < 1
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.lists(st.tuples(st.floats(1, 40), st.integers(0, 7), st.none() | st.floats(1, 20)), max_size=5))
+def test_engines_that_die_lose_nothing(strikes: list[tuple[float, int, float | None]]) -> None:
+    """At least one engine lives: e7 always comes back."""
+    faults = tuple(
+        FaultSection(at_s=at_s, kill_engine=f"e{index}", back_after_s=2.0 if index == 7 else back_s)
+        for at_s, index, back_s in strikes
+    )
+    run(scenario(faults=faults), "balancing")
+
+
+def test_an_engine_that_dies_shows_in_the_journal(tmp_path: Path) -> None:
+    of = scenario(faults=(FaultSection(at_s=5.0, kill_engine="e0", back_after_s=5.0),))
+    run(of, "balancing", journal=tmp_path / "journal.sqlite")
+    health = [
+        body["health"]
+        for _, _, kind, subject, body in entries(tmp_path / "journal.sqlite")  # type: ignore[index]
+        if kind == "engine.health" and subject == "e0"
+    ]
+    assert health == ["ok", "gone", "ok"]
+
+
+def test_kv_that_can_be_handed_over_is_not_computed_again() -> None:
+    slow_prefill = [c.model_copy(update={"prefill_tokens_per_s": 500.0}) for c in scenario().engines.configurations]
+    engines = scenario().engines.model_copy(update={"configurations": tuple(slow_prefill)})
+    by_recompute = run(scenario(engines=engines), "balancing_paper")
+    handed = run(scenario(engines=engines, network=NetworkSection(kv_transfer=True)), "balancing_paper")
+    assert by_recompute.moves
+    assert by_recompute.transfers == 0
+    assert handed.tokens_recomputed == 0
+
+
+def test_what_sharing_the_nics_costs_is_reported() -> None:
+    network = NetworkSection(kv_transfer=True, weight_gbytes=30.0, nic_gbps_per_node=100.0)
+    outcome = run_scenario(scenario(network=network), ["verl_to", "both"], [1], lambda *_: None)
+    assert outcome.contention_s is not None
+    assert run_scenario(scenario(), ["both"], [1], lambda *_: None).contention_s is None
+
+
+async def test_two_engines_never_hold_one_gpu(tmp_path: Path) -> None:
+    of = scenario()
+    job = ControlledRun(of, kinds(of), ConfigurationId("narrow"), "both", 1, steps_of(of, 1))
+    world = World(job.config(), kinds(of), of, tmp_path / "journal.sqlite")
+    world.deploy(ConfigurationId("narrow"), homogeneous(kinds(of)[ConfigurationId("narrow")], 8, 4))
+    async with world:
+        with pytest.raises(Permanent, match="in use: 0 by e0"):
+            await world.deployer.start(EngineId("x"), ConfigurationId("wide"), tuple(map(GpuId, range(4))))
+
+
+@pytest.mark.parametrize(("kind", "starts"), [("narrow", list(range(8))), ("wide", [0, 4])])
+def test_a_homogeneous_fleet_uses_every_gpu_once(kind: str, starts: list[int]) -> None:
+    fleet = homogeneous(kinds(scenario())[ConfigurationId(kind)], 8, 4)
+    assert [placement.gpus[0] for placement in fleet] == starts
+    assert sorted(gpu for placement in fleet for gpu in placement.gpus) == list(range(8))
+
+
+def test_static_baselines_are_the_best_and_the_widest() -> None:
+    outcome = run_scenario(
+        scenario(), ["verl_to", "verl_lo", "partial_rollout", "packed_known"], [1, 2], lambda *_: None
+    )
+    tuned, widest, partial, packed = outcome.arms
+    assert tuned.makespan_s == min(outcome.static_makespan_s.values())
+    assert widest.configuration == "wide"
+    assert packed.makespan_s <= tuned.makespan_s
+    assert (outcome.gain(partial) or 0) > 1

@@ -4,6 +4,7 @@ Carrying the answer out is the executors' business.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -264,4 +265,4 @@ def _migrations(table: Columns, placement: Placement) -> tuple[Migration, ...]:
         costs_s.tolist(),
         strict=True,
     )
-    return tuple(map(Migration._make, rows))
+    return tuple(map(partial(tuple.__new__, Migration), rows))  # there may be hundreds of thousands

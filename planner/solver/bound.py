@@ -14,6 +14,7 @@ import numpy as np
 from planner.solver.columns import Columns, Floats, Ints
 
 SAFETY = 1e-9  # sums in another order than a makespan's own may differ in the last places
+PRECISION = 5e-5
 ROUNDS = 40
 
 
@@ -28,7 +29,7 @@ def lower_bound_s(columns: Columns) -> float:
     while _refused(options, remaining, high_s, allowed):
         low_s, high_s = high_s, high_s * 2
     for _ in range(ROUNDS):
-        if high_s - low_s <= 1e-6 * high_s:
+        if high_s - low_s <= PRECISION * high_s:
             break
         middle_s = (low_s + high_s) / 2
         if _refused(options, remaining, middle_s, allowed):

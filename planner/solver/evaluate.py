@@ -90,10 +90,23 @@ def with_idle(columns: Columns, placement: Placement) -> Placement:
     if not idle:
         return placement
     fleet = placement.fleet
-    parts = list(zip(fleet.configuration.tolist(), fleet.current.tolist(), fleet.gpus, strict=True))
-    parts += [(int(columns.current_configuration[index]), index, current[index].gpus) for index in idle]
-    starts = np.concatenate((placement.starts, np.full(len(idle), placement.starts[-1])))
-    return evaluate(columns, Fleet.of(columns, parts), placement.order, starts)
+    more = Fleet.of(
+        columns, [(int(columns.current_configuration[index]), index, current[index].gpus) for index in idle]
+    )
+    nothing = np.zeros(len(idle))
+    return Placement(
+        Fleet(
+            np.concatenate((fleet.configuration, more.configuration)),
+            np.concatenate((fleet.current, more.current)),
+            np.concatenate((fleet.node, more.node)),
+            fleet.gpus + more.gpus,
+        ),
+        placement.order,
+        np.concatenate((placement.starts, np.full(len(idle), placement.starts[-1]))),
+        np.concatenate((placement.decode_s, nothing)),
+        np.concatenate((placement.migration_s, nothing)),
+        np.concatenate((placement.switch_s, nothing)),
+    )
 
 
 def place(columns: Columns, fleet: Fleet, assigned: Ints, ranks: Ints | None = None) -> Placement:

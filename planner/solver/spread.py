@@ -47,7 +47,7 @@ def _in_rounds(columns: Columns, configuration: int, instances: int, load: Float
     so_far = np.zeros(instances)
     empty = np.ones(instances, dtype=bool)
     assigned = np.empty(len(order), dtype=np.int64)
-    step = max(1, instances // 8)
+    step = max(1, instances // 4)
     for start in range(0, len(order), step):
         part = order[start : start + step]
         places = np.argpartition(so_far, step - 1)[:step] if step < instances else np.arange(instances)

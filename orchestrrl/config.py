@@ -122,7 +122,7 @@ class SlowSettings(Section):
     max_output_tokens: PositiveInt = 32768
     stale_after_s: PositiveFloat = 10.0
     scenarios: PositiveInt = 8  # samples of the lengths that plans are judged on
-    work_budget: PositiveInt | None = None  # bounds the solver's search; null: as much as it thinks fit
+    work_budget: PositiveInt | None = 100_000  # bounds the solver's search; null: as much as it thinks fit
     knowledge: Annotated[Knowledge, Field(strict=False)] = Knowledge.FORECAST  # of lengths; others serve comparisons
     correct_predictions: bool = True  # by how earlier steps came out
 
@@ -379,7 +379,7 @@ slow:
   max_output_tokens: 32768      # where a request does not say
   stale_after_s: 10.0
   scenarios: 8                  # samples of the lengths that plans are judged on
-  work_budget: null             # bounds the solver's search, deterministically; null: as it thinks fit
+  work_budget: 100000           # bounds the solver's search, deterministically; null: as it thinks fit
   knowledge: forecast           # of lengths; mean: only the average; oracle: as a simulation tells them
   correct_predictions: true     # by how earlier steps came out, by a factor of at most 2
 

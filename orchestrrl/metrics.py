@@ -109,14 +109,49 @@ class PlaneCollector(Collector):
         yield _gauges("orchestrrl_loop_seconds", "What the latest turn of a loop took.", "loop", seconds)
 
     def _plans(self) -> Iterator[Metric]:
+        yield from self._calibration()
+        latest = self._plane.plans.latest
+        if latest is not None:
+            seconds = [
+                ("current", latest.current_makespan_s),
+                ("proposed", latest.proposed_total_s),
+                ("switch_cost", latest.switch_cost_s),
+                ("migration_cost", latest.migration_cost_s),
+                ("lower_bound", latest.lower_bound_s or None),
+            ]
+            yield _gauges(
+                "orchestrrl_plan_seconds",
+                "Seconds to the step's end by the latest plan: as it stands and as proposed, costs included; what the "
+                "costs are; and before which it cannot end.",
+                "of",
+                [(of, value) for of, value in seconds if value is not None],
+            )
         done = next((plan for plan in self._plane.plans.newest(0) if plan.actual_makespan_s is not None), None)
         if done is None or done.actual_makespan_s is None:
             return
-        if done.current_makespan_s is not None:
+        if done.predicted_s is not None:
             help_text = "Seconds to the step's end, as the latest plan with a known outcome had predicted them."
-            yield GaugeMetricFamily("orchestrrl_plan_predicted_makespan_seconds", help_text, done.current_makespan_s)
+            yield GaugeMetricFamily("orchestrrl_plan_predicted_makespan_seconds", help_text, done.predicted_s)
         help_text = "Seconds from that plan to the step's end, as they really were."
         yield GaugeMetricFamily("orchestrrl_plan_actual_makespan_seconds", help_text, done.actual_makespan_s)
+
+
+    def _calibration(self) -> Iterator[Metric]:
+        plans = self._plane.plans
+        calibration = plans.calibration
+        if calibration.error is not None and calibration.bias is not None:
+            help_text = "Running mean of |predicted - actual| / actual seconds to a step's end."
+            yield GaugeMetricFamily("orchestrrl_plan_calibration_error_ratio", help_text, calibration.error)
+            help_text = "Running mean of (predicted - actual) / actual: above 0 where steps end sooner than predicted."
+            yield GaugeMetricFamily("orchestrrl_plan_calibration_bias_ratio", help_text, calibration.bias)
+        help_text = "Ended steps that the calibration rests on."
+        yield CounterMetricFamily("orchestrrl_plan_calibration_steps", help_text, calibration.steps)
+        help_text = "What predicted decoding seconds are multiplied with, from how earlier steps came out."
+        yield GaugeMetricFamily("orchestrrl_plan_correction_ratio", help_text, calibration.correction)
+        if plans.last_switch_s is not None:
+            help_text = "Since engines were last changed by a plan."
+            age_s = self._plane.clock.now_s() - plans.last_switch_s
+            yield GaugeMetricFamily("orchestrrl_deployment_age_seconds", help_text, age_s)
 
 
 def _gauges(name: str, help_text: str, label: str, values: Iterable[tuple[str, float]]) -> GaugeMetricFamily:

@@ -5,6 +5,9 @@ from enum import StrEnum
 
 from planner.model import Act, ConfigurationId, Hold, Mode, Verdict
 
+# Of the samples of the lengths, so many must end sooner: a gain in the mean may come from a few unlikely ones.
+SURE_SHARE = 0.75
+
 
 class ControlState(StrEnum):
     """How far an operator has bound the planner."""
@@ -50,6 +53,7 @@ class Proposal:
     inputs_age_s: float | None  # of the oldest input; None: something was never reported
     last_switch_s: float | None = None
     moves: int = 0
+    sooner_in: tuple[int, int] | None = None  # samples of the lengths in which it ends sooner, and of how many
     underway: Hold | None = None  # what earlier plans or the fast loop have not ended yet
     blocked: Hold | None = None  # why the deployment could not be changed, whoever wanted it
 
@@ -78,10 +82,10 @@ def judge(proposal: Proposal, limits: Limits, mode: Mode, control: Control) -> V
     """Act only when new + cost < current - epsilon, on fresh inputs, outside cooldown, as mode and operator allow.
 
     Codes, in the order in which they are looked for: nothing_to_do, stale_telemetry, what is underway, pinned,
-    infeasible, already_deployed, no_baseline, gain_too_small, cooldown, what blocks a change of the deployment,
-    advise_only; to act: gain, overridden. Only a reconfiguration is pinned, cooled down or blocked: moving requests
-    leaves the deployment as it is. An override skips what weighs gain (no_baseline, gain_too_small, cooldown), never
-    what protects the fleet.
+    infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, cooldown, what blocks a change of the
+    deployment, advise_only; to act: gain, overridden. Only a reconfiguration is pinned, cooled down or blocked: moving
+    requests leaves the deployment as it is. An override skips what weighs gain (no_baseline to cooldown), never what
+    protects the fleet.
     """
     control = control.at(proposal.now_s)
     overridden = control.state is ControlState.OVERRIDDEN and proposal.reconfigures
@@ -127,6 +131,13 @@ def _too_weak(proposal: Proposal, limits: Limits) -> Hold | None:
             "gain_too_small",
             f"{_change(proposal)} would end the step {_sooner(gain_s)}, its cost paid for; "
             f"epsilon is {limits.epsilon_s:g} s",
+        )
+    if proposal.sooner_in is not None and proposal.sooner_in[0] < SURE_SHARE * proposal.sooner_in[1]:
+        sooner, samples = proposal.sooner_in
+        return Hold(
+            "gain_unsure",
+            f"{_change(proposal)} would end the step {_sooner(gain_s)} in the mean, "
+            f"and sooner in {sooner} of {samples} samples of the lengths; {SURE_SHARE * samples:g} are wanted",
         )
     since_s = None if proposal.last_switch_s is None else proposal.now_s - proposal.last_switch_s
     if proposal.reconfigures and since_s is not None and since_s < limits.cooldown_s:

@@ -1,8 +1,8 @@
 """Sampled futures: what each request may still generate, as often as asked for. Pure, and the same for the same seed.
 
 A plan must be good whatever the lengths turn out to be, so candidates are compared on the same samples: in each, every
-request has a draw from its own conditional distribution. The quantiles of one sample are spread evenly over all
-requests, so that each sample shows the whole histogram, and only who draws what differs.
+request has a draw of its own from its own conditional distribution. The longest of few differs much from sample to
+sample, and so may which fleet is best: that is what the samples are to show.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def sampled(expected: Quantiles, requests: int, count: int, seed: int) -> Length
     rng = np.random.default_rng(seed)
     samples = np.empty((count, requests), dtype=np.int64)
     for row in samples:
-        row[:] = expected.remaining_at((rng.permutation(requests) + rng.random()) / max(requests, 1))
+        row[:] = expected.remaining_at(rng.random(requests))
     middles = (np.arange(MEAN_POINTS) + 0.5) / MEAN_POINTS
     means = np.mean([expected.remaining_at(np.full(requests, u)) for u in middles], axis=0)
     return Lengths(samples, _whole(means), expected.remaining_at(np.full(requests, LONG_QUANTILE)))

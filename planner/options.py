@@ -31,6 +31,7 @@ class Option:
 
     fleet: Candidate
     decode_s: NDArray[np.float64]  # [sample, instance], corrected
+    ends_s: NDArray[np.float64]  # [sample], costs included
     alternative: Alternative
 
     @property
@@ -73,6 +74,7 @@ class _Weigher:
         return Option(
             fleet,
             ends_s,
+            total_s,
             Alternative(
                 configuration=parts[0].configuration if len(parts) == 1 else None,
                 instances=len(names),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from planner.candidates import Candidate, migrations, with_fresh_names
 from planner.forecast import Forecast, forecast
-from planner.gate import FREE, Control, ControlState, Limits, Proposal, judge
+from planner.gate import FREE, SURE_SHARE, Control, ControlState, Limits, Proposal, judge
 from planner.lengths import Lengths, averaged, sampled, told
 from planner.live import NO_TRANSFER, LiveFleet, live_fleet, problem_of, words
 from planner.model import (
@@ -50,7 +50,7 @@ class PlannerConfig:
     max_output_tokens: int = 32768
     max_moves_per_request: int = 4
     scenarios: int = 8  # samples of the lengths that candidates are judged on
-    work_budget: int | None = None  # the solver's, deterministic
+    work_budget: int | None = 100_000  # the solver's, deterministic; None: as much as it thinks fit
     knowledge: Knowledge = Knowledge.FORECAST
     seed: int = 0
     kv_bytes_per_token: float = 0.0
@@ -241,8 +241,10 @@ def _decision(option: Option, options: Options, config: PlannerConfig, overridde
     """What the plan is to do; whether that is done is the gate's word."""
     if overridden:
         return option.fleet.decision
-    gains = options.current is not None and option.total_s < options.current.total_s - config.epsilon_s
-    return option.fleet.decision if gains else "keep"
+    if options.current is None or not option.total_s < options.current.total_s - config.epsilon_s:
+        return "keep"
+    sooner, samples = _sooner_in(option, options.current)
+    return option.fleet.decision if sooner >= SURE_SHARE * samples else "keep"
 
 
 def _proposal(
@@ -265,9 +267,15 @@ def _proposal(
         inputs_age_s=snapshot.inputs_age_s,
         last_switch_s=history.last_switch_s,
         moves=len(option.fleet.moved) if option else 0,
+        sooner_in=_sooner_in(option, options.current) if option and options.current else None,
         underway=history.underway,
         blocked=blocked,
     )
+
+
+def _sooner_in(option: Option, current: Option) -> tuple[int, int]:
+    """In how many samples it ends sooner than the fleet as it stands, and of how many."""
+    return int((option.ends_s < current.ends_s).sum()), len(option.ends_s)
 
 
 def _total_s(option: Option) -> float:

@@ -61,6 +61,12 @@ def test_a_good_proposal_is_acted_on_and_says_why() -> None:
             "gain_too_small",
             "2 x tp4 instead of 4 x tp2 would end the step 15.0 s later, its cost paid for; epsilon is 1 s",
         ),
+        (
+            {"sooner_in": (5, 8)},
+            "gain_unsure",
+            "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner in the mean, "
+            "and sooner in 5 of 8 samples of the lengths; 6 are wanted",
+        ),
         ({"last_switch_s": 970.0}, "cooldown", "the last switch was 30.0 s ago, cooldown is 60 s"),
         (
             {"blocked": NO_DEPLOYER},
@@ -125,6 +131,7 @@ PROPOSALS = st.builds(
     requests=st.integers(0, 2),
     inputs_age_s=st.none() | SECONDS,
     last_switch_s=st.none() | SECONDS.map(lambda ago_s: 1000.0 - ago_s),
+    sooner_in=st.none() | st.sampled_from([(5, 8), (6, 8), (8, 8)]),
     underway=st.none() | st.none() | st.just(OPEN),
     blocked=st.none() | st.none() | st.just(NO_DEPLOYER),
 )
@@ -148,6 +155,7 @@ def test_it_acts_exactly_when_all_is_well(proposal: Proposal, mode: Mode, contro
         proposal.current_makespan_s is not None
         and proposal.makespan_s is not None
         and proposal.makespan_s + proposal.cost_s < proposal.current_makespan_s - LIMITS.epsilon_s
+        and (proposal.sooner_in is None or proposal.sooner_in[0] / proposal.sooner_in[1] >= 0.75)
         and not (
             changes_engines
             and proposal.last_switch_s is not None

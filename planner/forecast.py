@@ -271,9 +271,13 @@ class _Seen:
 
     @classmethod
     def of(cls, counts: LengthCounts, generated: Tokens, bin_tokens: int) -> "_Seen":
+        """A request on its way through a bin takes part in it by as much as it has come through: the newest ends are in
+        that very bin, and beside nobody they would seem to be all that come so far."""
         bins = len(counts.ended)
-        outlived = np.bincount(np.minimum(generated // bin_tokens, bins), minlength=bins + 1)
-        return cls(np.array(counts.ended), counts.at_risk() + outlived[:0:-1].cumsum()[::-1])
+        done = np.minimum(generated // bin_tokens, bins)
+        outlived = np.bincount(done, minlength=bins + 1)
+        passing = np.bincount(done, weights=generated % bin_tokens / bin_tokens, minlength=bins + 1)[:bins]
+        return cls(np.array(counts.ended), counts.at_risk() + outlived[:0:-1].cumsum()[::-1] + passing)
 
     def plus(self, counts: LengthCounts) -> "_Seen":
         return _Seen(self.ended + np.array(counts.ended), self.at_risk + counts.at_risk())

@@ -211,6 +211,20 @@ def test_many_requests_are_each_treated_as_alone(counts: list[int], requests: li
     assert together.counts == pytest.approx(total[: len(together.counts)])
 
 
+@pytest.mark.parametrize("generated", [1600, 2500, 3000, 5000])
+def test_requests_that_came_equally_far_are_not_taken_for_ended(generated: int) -> None:
+    """All of a step began together: the newest ends lie in the very bin that everybody else is in."""
+    ratios = []
+    for seed in range(8):
+        lengths = np.minimum(np.random.default_rng(seed).lognormal(np.log(2000), 1.0, 256), 15_000).astype(int)
+        running = lengths[lengths > generated]
+        ended = [FinishedLength(int(tokens)) for tokens in lengths[lengths <= generated]]
+        requests = [request(f"r{i}", generated, limit=15_000) for i in range(len(running))]
+        found = forecast(requests, (), 512, 15_000, finished=ended)
+        ratios.append(float(found.expected_tokens().mean() / (running - generated).mean()))
+    assert 0.5 < float(np.median(ratios)) < 2.0
+
+
 @settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 60), min_size=MIN_LENGTHS, max_size=60),
@@ -223,6 +237,7 @@ def test_censored_lengths_count_as_the_likelihood_has_them(
     # Self-consistency: shared out over the bins beyond it in proportion, again and again, each censored length ends
     # up as the maximum of the likelihood has it. A length in the last bin leaves nothing undetermined.
     ended = [*ended, 60]
+    running = [tokens // BIN * BIN for tokens in running]  # at an edge: on its way through a bin it takes part in that
     finished = [*(FinishedLength(tokens) for tokens in ended), *(FinishedLength(tokens, True) for tokens in cut)]
     found = conditional_lengths(finished, running, [""] * len(running), BIN, 60).survival[0]
     at = np.bincount([(tokens - 1) // BIN for tokens in ended], minlength=6).astype(float)

@@ -23,7 +23,7 @@ from planner.solver.spread import MANY, least_loaded, loads
 __all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "solve"]
 
 
-NEAR = 0.01  # gap that is not worth a closer look
+NEAR, NEAR_ENOUGH = 0.01, 0.02  # gap that is not worth a closer look; and not with many requests
 STAYING = 0.8  # share of the moves that a fleet which stays is hoped to save
 FILLINGS = 3  # times for which a fleet is filled anew
 FEW = 10_000  # requests up to which static fleets are filled in every way
@@ -104,7 +104,8 @@ def _packed(table: Columns, bound_s: float, high_s: float) -> list[Placement]:
         return []
     found: list[Placement] = []
     for staying in (0.0, STAYING) if len(table.current_node) else (0.0,):
-        if found and (table.count > MANY or min(each.makespan_s for each in found) <= bound_s * (1 + NEAR)):
+        near = NEAR if table.count <= FEW else NEAR_ENOUGH
+        if found and (table.count > MANY or min(each.makespan_s for each in found) <= bound_s * (1 + near)):
             break
         cuts = soonest_cut(table, bound_s, high_s, staying)
         if cuts is not None:
@@ -139,7 +140,7 @@ def _homogeneous(table: Columns) -> tuple[list[Placement], list[Homogeneous]]:
 
 def _fleets_of(table: Columns, configuration: int) -> list[Fleet]:
     """As many instances as there is room for: from the first GPU on, and around those that run."""
-    count = int(table.placeable[configuration])
+    count = min(int(table.placeable[configuration]), max(1, table.count))
     fleet = lay_out(table, [], [configuration] * count) if count else None
     fleets = [fleet] if fleet else []
     running = np.flatnonzero(table.current_configuration == configuration).tolist()

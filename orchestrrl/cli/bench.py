@@ -19,7 +19,7 @@ def bench(
 ) -> None:
     """Measure what OrchestrRL costs, each figure beside a baseline in the same run; less is better.
 
-    Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, plan_tick, forecast,
+    Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick, forecast,
     profile_score, gateway_cpu, import_cli.
 
     Example: `orchestrrl bench --only gateway_cpu`

@@ -126,9 +126,8 @@ def _check(columns: Columns) -> None:
     if not columns.placeable.any():
         if not len(columns.gpus):
             raise Infeasible("configurations: requests need one", 1, 0, "configurations")
-        least = int(columns.gpus.min())
-        raise Infeasible(
-            f"gpus: no configuration can be placed on nodes of {problem.per_node}", least, problem.gpus_count, "GPUs"
+        raise min(
+            (_unplaceable(problem, each) for each in problem.configurations), key=lambda why: why.needed - why.available
         )
     roomiest = int(columns.capacity[columns.placeable > 0].max())
     worst = int(columns.footprint.argmax())
@@ -139,3 +138,13 @@ def _check(columns: Columns) -> None:
             roomiest,
             "tokens",
         )
+
+
+def _unplaceable(problem: Problem, configuration: Configuration) -> Infeasible:
+    """Why no instance can be placed."""
+    gpus, per_node = configuration.gpus, problem.per_node
+    if gpus > per_node and gpus % per_node:
+        what = f"gpus.per_node: {configuration.id} is neither inside a node nor whole nodes"
+        return Infeasible(what, gpus, per_node, "GPUs in a node")
+    there = problem.gpus_count if gpus <= per_node else problem.gpus_count // per_node * per_node
+    return Infeasible(f"gpus.count: not even {configuration.id} can be placed", gpus, there, "GPUs")

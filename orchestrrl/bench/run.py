@@ -10,6 +10,7 @@ from orchestrrl.bench.forecast import forecasts
 from orchestrrl.bench.gateway import gateway_cpu
 from orchestrrl.bench.policies import policies
 from orchestrrl.bench.profile_score import profile_score
+from orchestrrl.bench.sim import sim_step
 from orchestrrl.bench.solve import solver
 from orchestrrl.bench.startup import import_cli
 from orchestrrl.bench.ticks import balancer_tick, fast_tick, plan_tick
@@ -26,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "profile_score": lambda _: profile_score(),
     "gateway_cpu": gateway_cpu,
     "import_cli": lambda _: import_cli(),
+    "sim_step": lambda _: sim_step(),
 }
 
 

@@ -1,11 +1,9 @@
 """Small scenarios and worlds for tests."""
 
-from pathlib import Path
 from typing import Any
 
-from orchestrrl.sim.engines import EngineKind, homogeneous, kinds_of
+from orchestrrl.sim.engines import EngineKind, kinds_of
 from orchestrrl.sim.scenario import Scenario, parse_scenario
-from orchestrrl.sim.world import World
 from planner.model import ConfigurationId
 
 TEXT = """
@@ -38,13 +36,3 @@ def scenario(**changes: Any) -> Scenario:
 
 def kinds(of: Scenario) -> dict[ConfigurationId, EngineKind]:
     return kinds_of(of)
-
-
-def world(
-    of: Scenario, config: Any, journal_path: Path, initial: str = "narrow", *, share_network: bool = True
-) -> World:
-    every = kinds_of(of)
-    made = World(config, every, of, journal_path, share_network=share_network)
-    name = ConfigurationId(initial)
-    made.deploy(name, homogeneous(every[name], of.gpus, of.gpus_per_node))
-    return made

@@ -15,7 +15,7 @@ SETTINGS = FastSettings()
 WORKERS, REQUESTS = 1_024, 16_384
 PLAIN_WORKERS, PLAIN_REQUESTS = 128, 2_048  # the plain way takes minutes on the large fleet
 AIM_S = 0.05
-ENGINES_TO_PLAN, REQUESTS_TO_PLAN = 128, 4_096
+ENGINES_TO_PLAN, REQUESTS_TO_PLAN = 512, 16_384
 
 
 def balancer_tick() -> list[Figure]:
@@ -62,13 +62,16 @@ def fast_tick() -> list[Figure]:
 
 
 def plan_tick() -> list[Figure]:
-    """One decision of the slow loop."""
+    """One decision of the slow loop: forecast, fleets, their seconds over samples of the lengths, gate."""
     config = deployments(ENGINES_TO_PLAN)
     all_of_them, half = (congested(ENGINES_TO_PLAN, REQUESTS_TO_PLAN // n, SEED) for n in (1, 2))
 
     def plan(snapshot: Snapshot) -> None:
         make_plan(PlanId("bench"), snapshot, config, mode=Mode.ACT)
 
-    whole_s, half_s = side_by_side(lambda: plan(all_of_them), lambda: plan(half), repetitions=9)
-    note = f"{ENGINES_TO_PLAN} engines, {len(config.configurations)} configurations, {REQUESTS_TO_PLAN:,} requests"
+    whole_s, half_s = side_by_side(lambda: plan(all_of_them), lambda: plan(half), repetitions=3)
+    note = (
+        f"{config.gpus_count:,} GPUs, {len(config.configurations)} configurations, {REQUESTS_TO_PLAN:,} requests, "
+        f"{config.scenarios} samples of their lengths, KV short everywhere"
+    )
     return [Figure("plan_tick", whole_s, "s", "half the requests", half_s, note)]

@@ -17,8 +17,9 @@ from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.journal import Entry, Journal, Kind
 from orchestrrl.nodes import Attachment
 from orchestrrl.operations import ItemResult, MoveRequests, OperationResult, SetRoutes, status_of
+from orchestrrl.plans import DeploymentOutcome
 from planner.gate import ControlState
-from planner.model import ConfigurationId, EngineHealth, EngineId, Mode, RequestId
+from planner.model import ConfigurationId, EngineHealth, EngineId, Mode, Plan, RequestId, Snapshot
 
 TP2 = "{id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 4, \
 prefill_tokens_per_s: 9000, switch_s: 1.5}"
@@ -353,6 +354,86 @@ async def test_an_unknown_configuration_names_the_known_ones(house: House) -> No
         "configuration: is not a known one (known: tp2), got 'tp9'",
     ]
     assert plane.plans.control.state is ControlState.FREE
+
+
+async def test_a_plan_that_moves_requests_is_carried_out_and_says_what_became_of_it(house: House) -> None:
+    """The fast loop is kept still: whatever moves, the slow one moved."""
+    plane = house.start(CONFIG.replace("fast: {", "fast: {policy: none, "))
+    house.fleet.submit("e0", *[4000] * 12)
+    async with house.running() as fleet:
+        await house.clock.advance(15.0)
+        assert fleet.moves_seen
+        assert {fleet.where[id] for id in fleet.remaining} == {"e0", "e1"}
+    acted = next(plan for plan in plane.plans.newest(0) if plan.acted)
+    assert acted.decision == "rebalance"
+    assert {move.request for move in acted.moves} <= set(fleet.moves_seen)
+    assert acted.acted_detail == f"{acted.moves_count} of {acted.moves_count} requests moved"
+    entry = house.entries(Kind.PLAN_ACTED)[0]
+    assert (entry.subject, entry.body["done"]) == (acted.id, True)
+
+
+async def test_a_plan_in_advice_moves_nothing(house: House) -> None:
+    plane = house.start(CONFIG.replace("mode: act", "mode: advise"))
+    house.fleet.submit("e0", *[4000] * 12)
+    async with house.running() as fleet:
+        await house.clock.advance(15.0)
+        assert fleet.moves_seen == []
+    assert next(plan.verdict.code for plan in plane.plans.newest(0) if plan.requests_running) == "advise_only"
+    assert house.entries(Kind.PLAN_ACTED) == []
+
+
+WIDE = "{id: tp4, gpus: 4, alpha_s: 0.002, beta_s: 1e-5, gamma_s: 4e-9, kv_capacity_tokens: 200000, max_sequences: 64, \
+prefill_tokens_per_s: 18000, switch_s: 1.5}"
+
+
+class Deployed:
+    """A deployment that notes what it is asked for, and takes two seconds over it."""
+
+    def __init__(self, clock: VirtualClock, error: Permanent | None = None) -> None:
+        self.clock = clock
+        self.error = error
+        self.busy = False
+        self.plans: list[Plan] = []
+
+    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
+        self.plans.append(plan)
+        self.busy = True
+        await self.clock.sleep(2.0)
+        self.busy = False
+        if self.error is not None:
+            raise self.error
+        return DeploymentOutcome(True, "1 engine started", self.clock.now_s())
+
+
+@pytest.mark.parametrize("error", [None, Permanent("no image for this engine")])
+async def test_engines_are_changed_once_and_the_cooldown_begins_with_the_end(
+    house: House, error: Permanent | None
+) -> None:
+    plane = house.start(CONFIG.replace(f"[{TP2}]", f"[{TP2}, {WIDE}]").replace("fast: {", "fast: {policy: none, "))
+    deployment = Deployed(house.clock, error)
+    plane.deployment = deployment
+    house.fleet.submit("e0", *[4000] * 12)
+    async with house.running():
+        await house.clock.advance(25.0)
+    assert len(deployment.plans) == 1
+    plan = deployment.plans[0]
+    assert (plan.decision, [instance.configuration for instance in plan.instances]) == ("reconfigure", ["tp4"])
+    ended = house.entries(Kind.DEPLOYMENT_ENDED)[0].body
+    assert (ended["done"], plane.plans.get(plan.id).acted) == (error is None, error is None)
+    assert plane.plans.last_switch_s == ended["ended_s"]
+    later = [p for p in plane.plans.newest(0) if p.created_s > ended["ended_s"]]
+    assert all("cooldown" in (p.verdict.code, p.forgone.code if p.forgone else "") for p in later)
+    assert later
+    assert house.start().plans.last_switch_s == ended["ended_s"]
+
+
+async def test_without_a_deployment_the_wish_for_other_engines_is_told(house: House) -> None:
+    plane = house.start(CONFIG.replace(f"[{TP2}]", f"[{TP2}, {WIDE}]").replace("fast: {", "fast: {policy: none, "))
+    house.fleet.submit("e0", *[4000] * 2)
+    house.fleet.submit("e1", *[4000] * 2)
+    house.fleet.report()
+    plan = await plane.slow_tick()
+    assert (plan.decision, plan.verdict.code) == ("reconfigure", "no_deployer")
 
 
 # --- across restarts

@@ -54,6 +54,7 @@ class Proposal:
     last_switch_s: float | None = None
     moves: int = 0
     sooner_in: tuple[int, int] | None = None  # samples of the lengths in which it ends sooner, and of how many
+    infeasible: str = "no configuration can serve the requests on these GPUs"  # why nothing is proposed, if nothing is
     underway: Hold | None = None  # what earlier plans or the fast loop have not ended yet
     blocked: Hold | None = None  # why the deployment could not be changed, whoever wanted it
 
@@ -114,7 +115,7 @@ def _ruled_out(proposal: Proposal, limits: Limits, control: Control) -> Hold | N
     if control.state is ControlState.PINNED and proposal.decision != "rebalance":
         return Hold("pinned", f"pinned by the operator{_because(control)}")
     if proposal.proposed is None:
-        return Hold("infeasible", "no configuration can serve the requests on these GPUs")
+        return Hold("infeasible", proposal.infeasible)
     if proposal.decision == "keep":
         return Hold(
             "already_deployed", f"{proposal.current or 'no fleet'} is deployed and nothing considered is faster"

@@ -267,10 +267,20 @@ def _proposal(
         inputs_age_s=snapshot.inputs_age_s,
         last_switch_s=history.last_switch_s,
         moves=len(option.fleet.moved) if option else 0,
+        infeasible=_why_nothing(fleet, options),
         sooner_in=_sooner_in(option, options.current) if option and options.current else None,
         underway=history.underway,
         blocked=blocked,
     )
+
+
+def _why_nothing(fleet: LiveFleet, options: Options) -> str:
+    if not fleet.configurations:
+        return "no configurations are given to choose from (fleet.configurations, fleet.profile)"
+    if not fleet.requests:
+        return "no request is on an engine whose configuration is known"
+    reasons = sorted({option.infeasible_because for option in options.ruled_out})
+    return "no configuration can serve the requests on these GPUs" + (f": {'; '.join(reasons)}" if reasons else "")
 
 
 def _sooner_in(option: Option, current: Option) -> tuple[int, int]:

@@ -326,6 +326,9 @@ async def test_every_metric_has_a_help_text_and_no_name_occurs_twice(house: Hous
     names = [family.name for family in families]
     assert len(set(names)) == len(names)
     assert "orchestrrl_plan_actual_makespan_seconds" in names
+    assert {"orchestrrl_plan_seconds", "orchestrrl_plan_correction_ratio", "orchestrrl_plan_calibration_steps"} <= set(
+        names
+    )
     values = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
     assert values["orchestrrl_workers", "ok"] == 1
     assert values["orchestrrl_mode", "act"] == 1

@@ -176,7 +176,15 @@ def test_without_a_feasible_configuration_the_fleet_is_kept() -> None:
     plan = plan_of(long_step(), replace(CONFIG, configurations=(configuration("tp16", 16),)))
     assert (plan.decision, plan.verdict.code) == ("keep", "infeasible")
     assert plan.proposed_configuration is None
-    assert plan_of(long_step(), replace(CONFIG, configurations=())).verdict.code == "infeasible"
+    assert plan.verdict.detail == "no request is on an engine whose configuration is known"
+    held = snapshot(FLEET, [request("r0", where=None)])
+    assert (
+        "an instance takes 16 GPUs; there are 8 in nodes of 8"
+        in plan_of(held, replace(CONFIG, configurations=(configuration("tp16", 16),))).verdict.detail
+    )
+    assert plan_of(long_step(), replace(CONFIG, configurations=())).verdict == Hold(
+        "infeasible", "no configurations are given to choose from (fleet.configurations, fleet.profile)"
+    )
 
 
 def test_seconds_follow_what_each_engine_really_has_room_for() -> None:

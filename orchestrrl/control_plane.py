@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +21,7 @@ from orchestrrl.execute.moves import MovesOutcome, run_moves
 from orchestrrl.execute.runner import Runner
 from orchestrrl.execute.settle import Evidence
 from orchestrrl.journal import Journal, Kind
+from orchestrrl.live_profile import LiveProfile
 from orchestrrl.nodes import Attachment, NodeRegistry
 from orchestrrl.operations import MoveRequests, Operation, OperationResult, RequestMove, Route, SetRoutes
 from orchestrrl.outlook import Outlook
@@ -29,6 +31,8 @@ from orchestrrl.state import EngineFacts, State, Step
 from orchestrrl.step_lengths import StepLengths
 from planner.model import (
     Act,
+    Configuration,
+    ConfigurationId,
     EngineHealth,
     EngineId,
     EngineView,
@@ -74,6 +78,7 @@ class ControlPlane:
         self.nodes = NodeRegistry()
         self.runner = Runner(journal, self.nodes, clock, self._closed)
         self.plans = PlanBook(journal, clock)
+        self.costs = LiveProfile(config.fleet, self._note_costs, self._today)
         self.started_s = clock.now_s()
         self.balance: BalanceDecision | None = None
         self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
@@ -104,7 +109,10 @@ class ControlPlane:
 
     def engine_reported(self, report: EngineReport, stream: int) -> ReportAck:
         now_s = self.clock.now_s()
-        if self.state.fold_engine(report, now_s, stream) and self._health.get(report.engine) is not report.health:
+        taken = self.state.fold_engine(report, now_s, stream)
+        if taken:
+            self.costs.observe(report, self.state.configuration_of(report.engine))
+        if taken and self._health.get(report.engine) is not report.health:
             before = self._health.get(report.engine)
             self._health[report.engine] = report.health
             detail = {"health": report.health, "before": before, "detail": report.health_detail, "url": report.url}
@@ -156,7 +164,7 @@ class ControlPlane:
             self.changes_open + deploying,
             self._moves_ended_s,
             self._planning,
-            self.config.fleet.configuration_values(),
+            self.costs.lines(snapshot, gpus_count(self.config, snapshot)),
             self._remaining_tokens(snapshot),
         )
         decision = decide_balance(snapshot, self.config.fast, situation)
@@ -192,8 +200,12 @@ class ControlPlane:
         began = self._stopwatch()
         snapshot = self.state.snapshot(self.clock.now_s())
         plan_id = PlanId(f"p{self.journal.generation}-{int(snapshot.now_s * 1000) % 10**9:09d}")
-        settings = planner_config(self.config, snapshot, can_deploy=self.deployment is not None)
         control, mode, history = self.plans.control, self.mode, self._history(snapshot)
+        self.costs.refit(engine.id for engine in snapshot.engines)
+        overriding = () if control.configuration is None else (control.configuration,)
+        gpus = gpus_count(self.config, snapshot)
+        choices, cost_notes = self.costs.choices(snapshot, gpus, overriding), self.costs.notes()
+        settings = planner_config(self.config, choices, gpus, can_deploy=self.deployment is not None)
         lengths = self.lengths
 
         def decide() -> Plan:
@@ -203,7 +215,7 @@ class ControlPlane:
 
         plan = await self._offload(decide)
         self.slow_tick_s = self._stopwatch() - began
-        plan = replace(plan, solve_s=self.slow_tick_s)
+        plan = replace(plan, solve_s=self.slow_tick_s, notes=(*plan.notes, *cost_notes))
         latest = self.plans.latest
         if snapshot.requests or latest is None or latest.verdict.code != plan.verdict.code:
             self.plans.add(plan, _digest(snapshot))
@@ -256,6 +268,7 @@ class ControlPlane:
         if (slow.bin_tokens, slow.max_output_tokens) != (config.slow.bin_tokens, config.slow.max_output_tokens):
             self.lengths = self._recovered_lengths()
         self.state.set_facts(engine_facts(config))
+        self.costs.configured(config.fleet)
         self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
         if config.mode is not configured:
             self.set_mode(config.mode, "configuration reloaded")
@@ -362,6 +375,7 @@ class ControlPlane:
         if isinstance(operation.action, MoveRequests):
             self._moves_ended_s = self.clock.now_s()
             self.state.fold_result(result)
+            self.costs.moved(operation.action, result)
 
     def _route(self, engine: EngineView) -> Route:
         return Route(
@@ -411,6 +425,12 @@ class ControlPlane:
     def _note(self, kind: Kind, subject: str, body: dict[str, Any]) -> None:
         self.journal.append(self.clock.now_s(), kind, subject, body)
 
+    def _note_costs(self, configuration: ConfigurationId, body: dict[str, Any]) -> None:
+        self._note(Kind.PROFILE_REFITTED, configuration, body)
+
+    def _today(self) -> str:
+        return datetime.fromtimestamp(self.clock.now_s(), UTC).date().isoformat()
+
     def _note_balance(self, decision: BalanceDecision, snapshot: Snapshot) -> None:
         verdict, balance = decision.verdict, decision.balance
         logger.info("balance: %s %s", verdict.code, verdict.detail)
@@ -447,16 +467,23 @@ def engine_facts(config: Config) -> list[EngineFacts]:
     return facts
 
 
-def planner_config(config: Config, snapshot: Snapshot, *, can_deploy: bool) -> PlannerConfig:
-    """What the planner may choose from. Without fleet.gpus, the GPUs are those that the engines have."""
-    configurations = config.fleet.configuration_values()
-    needed = {configuration.id: configuration.gpus for configuration in configurations}
-    in_use = sum(needed[engine.configuration] for engine in snapshot.engines if engine.configuration in needed)
-    gpus, slow = config.fleet.gpus, config.slow
+def gpus_count(config: Config, snapshot: Snapshot) -> int:
+    """Those that may serve. Without fleet.gpus, the ones that the engines have."""
+    if config.fleet.gpus is not None:
+        return config.fleet.gpus.count
+    needed = {configuration.id: configuration.gpus for configuration in config.fleet.configuration_values()}
+    return max(1, sum(needed[engine.configuration] for engine in snapshot.engines if engine.configuration in needed))
+
+
+def planner_config(
+    config: Config, configurations: tuple[Configuration, ...], gpus: int, *, can_deploy: bool
+) -> PlannerConfig:
+    """What the planner may choose from."""
+    slow = config.slow
     return PlannerConfig(
         configurations=configurations,
-        gpus_count=gpus.count if gpus else max(1, in_use),
-        per_node=gpus.per_node if gpus else 8,
+        gpus_count=gpus,
+        per_node=config.fleet.gpus.per_node if config.fleet.gpus else 8,
         epsilon_s=slow.epsilon_s,
         cooldown_s=slow.cooldown_s,
         stale_after_s=slow.stale_after_s,

@@ -46,6 +46,7 @@ class Kind(StrEnum):
     DEPLOYMENT_ENDED = "deployment.ended"
     ENGINE_STARTED = "engine.started"
     ENGINE_STOPPED = "engine.stopped"
+    PROFILE_REFITTED = "profile.refitted"
     BALANCE = "balance"
     ROUTES = "routes"
     OPERATION_INTENT = "operation.intent"

@@ -38,6 +38,7 @@ class PlaneCollector(Collector):
         yield from self._totals()
         yield from self._decisions(snapshot.now_s)
         yield from self._plans()
+        yield from self._profile()
 
     def _workers(self, engines: tuple[EngineView, ...]) -> Iterator[Metric]:
         healths = Counter(engine.health for engine in engines)
@@ -135,7 +136,6 @@ class PlaneCollector(Collector):
         help_text = "Seconds from that plan to the step's end, as they really were."
         yield GaugeMetricFamily("orchestrrl_plan_actual_makespan_seconds", help_text, done.actual_makespan_s)
 
-
     def _calibration(self) -> Iterator[Metric]:
         plans = self._plane.plans
         calibration = plans.calibration
@@ -152,6 +152,37 @@ class PlaneCollector(Collector):
             help_text = "Since engines were last changed by a plan."
             age_s = self._plane.clock.now_s() - plans.last_switch_s
             yield GaugeMetricFamily("orchestrrl_deployment_age_seconds", help_text, age_s)
+
+    def _profile(self) -> Iterator[Metric]:
+        beliefs = self._plane.costs.beliefs()
+        yield _gauges(
+            "orchestrrl_profile_predicted_step_ratio",
+            "Predicted over measured seconds of a decode step, running mean; absent until something was measured.",
+            "configuration",
+            [(b.profile.id, b.predicted_ratio) for b in beliefs if b.predicted_ratio is not None],
+        )
+        yield _gauges(
+            "orchestrrl_profile_step_time_factor",
+            "Step times as they are now believed, against the configured ones, at the loads seen last.",
+            "configuration",
+            [(belief.profile.id, belief.factor) for belief in beliefs],
+        )
+        fits = [(belief.profile.id, belief.profile.provenance.fit_error_mean) for belief in beliefs]
+        yield _gauges(
+            "orchestrrl_profile_fit_error_ratio",
+            "Mean relative error of the curves in use against what they were fitted to; absent where nothing was.",
+            "configuration",
+            [(configuration, error) for configuration, error in fits if error is not None],
+        )
+        samples = CounterMetricFamily(
+            "orchestrrl_profile_batches",
+            "Batches of engines whose step time was measured; refused: no engine of the configuration could be so.",
+            labels=["configuration", "result"],
+        )
+        for belief in beliefs:
+            samples.add_metric([belief.profile.id, "taken"], belief.taken)
+            samples.add_metric([belief.profile.id, "refused"], belief.refused)
+        yield samples
 
 
 def _gauges(name: str, help_text: str, label: str, values: Iterable[tuple[str, float]]) -> GaugeMetricFamily:

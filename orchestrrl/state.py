@@ -225,6 +225,10 @@ class State:
         ]
         return max(heard, default=None)
 
+    def configuration_of(self, engine: EngineId) -> ConfigurationId | None:
+        facts = self._facts.get(engine)
+        return facts.configuration if facts else None
+
     def capabilities(self, engine: EngineId) -> Capabilities | None:
         record = self._engines.get(engine)
         return record.capabilities if record else None

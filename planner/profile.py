@@ -138,7 +138,17 @@ class EngineProfile:
 
 
 def affine_fit(curve: Curve, low: float, high: float, points: int = 33) -> tuple[float, float]:
-    """Intercept and slope, both >= 0, with the least squared relative error over `low..high`."""
+    """Intercept and slope, both >= 0, with the least squared relative error over `low..high`.
+
+    A curve that is such a line is answered with itself, whatever the range.
+    """
+    if len(curve.xs) == 1:
+        return curve.ys[0], 0.0
+    if len(curve.xs) == 2:
+        slope = (curve.ys[1] - curve.ys[0]) / (curve.xs[1] - curve.xs[0])
+        intercept = curve.ys[0] - slope * curve.xs[0]
+        if slope >= 0 and intercept >= 0:
+            return intercept, slope
     xs = np.geomspace(max(low, 1.0), max(high, 1.0 + 1e-9), points)
     ys = np.array([curve.at(x) for x in xs])
     weights = 1.0 / np.maximum(ys, 1e-12)

@@ -38,19 +38,23 @@ class Batch(NamedTuple):
     step_s: float
 
 
-def batch_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
-    """The mean decode step between two scrapes of an engine; None where they do not tell it.
-
-    They do while the batch stayed the same: nothing was prefilled, preempted or finished in between.
-    """
-    elapsed_s = later.sampled_s - earlier.sampled_s
-    made = later.generation_tokens_total - earlier.generation_tokens_total
-    same = (
+def same_batch(earlier: EngineSample, later: EngineSample) -> bool:
+    """Whether nothing was prefilled, preempted or finished between two scrapes of an engine."""
+    return (
         later.running == earlier.running
+        and later.waiting >= earlier.waiting
         and later.prompt_tokens_total == earlier.prompt_tokens_total
         and later.preemptions_total == earlier.preemptions_total
+        and later.generation_tokens_total >= earlier.generation_tokens_total
         and later.kv_usage_fraction >= earlier.kv_usage_fraction
     )
+
+
+def batch_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
+    """The mean decode step between two scrapes of an engine; None where they do not tell it."""
+    elapsed_s = later.sampled_s - earlier.sampled_s
+    made = later.generation_tokens_total - earlier.generation_tokens_total
+    same = same_batch(earlier, later)
     if not same or later.running < 1 or elapsed_s <= 0 or made < later.running or later.kv_capacity_tokens < 1:
         return None
     usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2

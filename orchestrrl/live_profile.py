@@ -1,0 +1,256 @@
+"""What the fleet's engines cost, as the control plane believes it: the configured profile, re-fitted while they work.
+
+Holds values and does no input or output; it is fed by reports and results, and read at each tick. A re-fit stands in
+for what was believed only where it says something notably different, so that plans do not waver with noise. Nothing of
+this outlives the daemon: a restarted one begins with the configured profile and learns again.
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from orchestrrl.config import Fleet
+from orchestrrl.operations import MoveRequests, OperationResult
+from orchestrrl.profiles.refit import Batch, Refitter, batch_between, given_profile, same_batch
+from orchestrrl.reports import EngineReport, EngineSample
+from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, RequestId, Snapshot
+from planner.phases import line_ahead, worth_a_look
+from planner.profile import EngineProfile, MoveCosts, Profile, Source
+
+logger = logging.getLogger(__name__)
+
+# A batch is watched until it has made so many steps: scrapes fall anywhere within one.
+LEAST_STEPS = 8
+# A re-fit that moves step times by less than this share, over the loads seen last, is not taken up.
+NOTABLE = 0.03
+# Step times this many times off the configured ones are taken up with a warning: they may well be of another engine.
+SUSPECT = 3.0
+# Loads seen last, over which beliefs are compared.
+LOADS_REMEMBERED = 64
+# Weight of the latest batch in the running ratio of predicted to measured step times.
+WEIGHT = 0.05
+
+Note = Callable[[ConfigurationId, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """One configuration, for people and metrics."""
+
+    profile: EngineProfile
+    refitted: bool
+    factor: float  # step times against the configured ones, over the loads seen last
+    predicted_ratio: float | None  # predicted over measured step time, running; None: nothing was measured
+    taken: int  # samples
+    refused: int  # of steps that no engine of this configuration can take
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one configuration."""
+
+    given: EngineProfile
+    written: Configuration | None  # as the configuration file has it, to the last digit
+    held: EngineProfile
+    loads: deque[Batch] = field(default_factory=lambda: deque(maxlen=LOADS_REMEMBERED))
+    ratio: float | None = None
+    taken: int = 0
+    refused: int = 0
+    fresh: bool = False  # samples have come since the latest re-fit
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """An engine's batch, and the sample from which on it stayed the same."""
+
+    configuration: ConfigurationId
+    since: EngineSample
+
+
+class LiveProfile:
+    """`note` is told of each belief that changes, with figures; `today` gives the date of a re-fit, ISO 8601."""
+
+    def __init__(self, fleet: Fleet, note: Note, today: Callable[[], str]) -> None:
+        self._note = note
+        self._today = today
+        self._watched: dict[EngineId, _Watched] = {}
+        self._begin(fleet)
+
+    def configured(self, fleet: Fleet) -> None:
+        """Take over a reloaded configuration. What was learnt stays, unless what it rests on has changed."""
+        if _costs_of(fleet) != self._costs:
+            self._begin(fleet)
+
+    # --- learn
+
+    def observe(self, report: EngineReport, configuration: ConfigurationId | None) -> None:
+        """A report that was taken in, of an engine of that configuration."""
+        sample, watched = report.sample, self._watched.get(report.engine)
+        if configuration is None or configuration not in self._known or sample is None:
+            self._watched.pop(report.engine, None)
+            return
+        if watched is None or watched.configuration != configuration or report.health is not EngineHealth.OK:
+            self._watched[report.engine] = _Watched(configuration, sample)
+            return
+        steps = (sample.generation_tokens_total - watched.since.generation_tokens_total) / max(1, sample.running)
+        same = same_batch(watched.since, sample)
+        if same and steps < LEAST_STEPS:
+            return
+        batch = batch_between(watched.since, sample)
+        self._watched[report.engine] = _Watched(configuration, sample)
+        if batch is not None:
+            self._learn(self._known[configuration], batch)
+
+    def moved(self, action: MoveRequests, result: OperationResult) -> None:
+        """Finished moves. Those to one engine are prefilled together: their tokens took as long as the last of them."""
+        destination = {move.request: move.to_engine for move in action.moves}
+        tokens: Counter[EngineId] = Counter()
+        seconds: dict[EngineId, float] = {}
+        for item in result.items:
+            engine = destination.get(RequestId(item.id))
+            if engine is not None and item.done and item.recomputed_tokens:
+                tokens[engine] += item.recomputed_tokens
+                seconds[engine] = max(seconds.get(engine, 0.0), item.duration_s)
+        for engine, count in sorted(tokens.items()):
+            self._refitter.observe_move("recompute", count, seconds[engine])
+
+    def refit(self, engines: Iterable[EngineId]) -> None:
+        """Take up what the samples say, where it is notable. `engines`: those that there are."""
+        there = set(engines)
+        self._watched = {engine: watched for engine, watched in self._watched.items() if engine in there}
+        for configuration, known in self._known.items():
+            if known.fresh:
+                known.fresh = False
+                self._take_up(known, self._refitter.profile(configuration))
+
+    # --- answer
+
+    def lines(self, snapshot: Snapshot, gpus_count: int) -> tuple[Configuration, ...]:
+        """Every configuration, its step time as a line over the batches that the rest of the step will see."""
+        return tuple(
+            known.written
+            if known.written and known.held is known.given
+            else line_ahead(known.held, snapshot, gpus_count)
+            for known in self._known.values()
+        )
+
+    def choices(
+        self, snapshot: Snapshot, gpus_count: int, always: Collection[ConfigurationId] = ()
+    ) -> tuple[Configuration, ...]:
+        """Those of `lines` that a plan should choose from: all of a few, of many those that fit the step's phase."""
+        worth = set(worth_a_look([known.held for known in self._known.values()], snapshot, gpus_count, always))
+        return tuple(line for line in self.lines(snapshot, gpus_count) if line.id in worth)
+
+    def beliefs(self) -> tuple[Belief, ...]:
+        return tuple(
+            Belief(known.held, known.held is not known.given, _factor(known), known.ratio, known.taken, known.refused)
+            for known in self._known.values()
+        )
+
+    def moves(self) -> MoveCosts | None:
+        """What moving is now believed to cost; None where no profile says anything of it."""
+        return self._refitter.moves()
+
+    def notes(self) -> tuple[str, ...]:
+        """For a plan's reader: where step times come from, unless they are as somebody wrote them."""
+        return tuple(_said(belief) for belief in self.beliefs() if _worth_saying(belief))
+
+    # --- inside
+
+    def _begin(self, fleet: Fleet) -> None:
+        self._costs = _costs_of(fleet)
+        given = _given(fleet, self._today())
+        written = {settings.id: settings.value() for settings in fleet.configurations}
+        self._refitter = Refitter(given, self._today)
+        self._known = {engine.id: _Known(engine, written.get(engine.id), engine) for engine in given.configurations}
+
+    def _learn(self, known: _Known, batch: Batch) -> None:
+        given_s = known.given.step.at(batch.sequences, batch.kv_tokens)
+        if not self._refitter.observe(known.given.id, batch.sequences, batch.kv_tokens, batch.step_s):
+            known.refused += 1
+            if known.refused == 1:
+                logger.warning(
+                    "%s: a step of %.3g s at %g sequences, where its profile says %.3g s: not believed (is it an engine"
+                    " of this configuration?); further ones are only counted",
+                    *(known.given.id, batch.step_s, batch.sequences, given_s),
+                )
+            return
+        ratio = known.held.step.at(batch.sequences, batch.kv_tokens) / batch.step_s
+        known.ratio = ratio if known.ratio is None else (1 - WEIGHT) * known.ratio + WEIGHT * ratio
+        known.loads.append(batch)
+        known.taken += 1
+        known.fresh = True
+
+    def _take_up(self, known: _Known, found: EngineProfile) -> None:
+        changes = [abs(new_s / old_s - 1) for new_s, old_s in _step_times(known, found, known.held) if old_s > 0]
+        change = sum(changes) / len(changes) if changes else 0.0
+        if found is known.held or change < NOTABLE:
+            return
+        known.held = found
+        known.ratio = None  # of another prediction
+        factor, provenance = _factor(known), found.provenance
+        body = {
+            "step_time_factor": factor,
+            "changed_by": change,
+            "samples": provenance.samples,
+            "fit_error_mean": provenance.fit_error_mean,
+            "fit_error_max": provenance.fit_error_max,
+            "sequences": list(found.step.base_s.xs),
+            "seconds": list(found.step.base_s.ys),
+            "per_kv_token_s": found.step.kv_s_per_token,
+        }
+        self._note(known.given.id, body)
+        suspect = not 1 / SUSPECT <= factor <= SUSPECT
+        logger.log(
+            logging.WARNING if suspect else logging.INFO,
+            "%s: steps take %.3g times what its profile says, by %d samples%s",
+            *(
+                known.given.id,
+                factor,
+                provenance.samples,
+                "; is it an engine of this configuration?" if suspect else "",
+            ),
+        )
+
+
+def _costs_of(fleet: Fleet) -> object:
+    return fleet.configurations, fleet.profile_value()
+
+
+def _given(fleet: Fleet, date: str) -> Profile:
+    """Everything that the configuration says of costs, in the order of `fleet.configuration_values()`."""
+    written = given_profile((settings.value() for settings in fleet.configurations), date)
+    profile = fleet.profile_value()
+    if profile is None:
+        return written
+    return replace(profile, configurations=(*written.configurations, *profile.configurations))
+
+
+def _step_times(known: _Known, first: EngineProfile, second: EngineProfile) -> list[tuple[float, float]]:
+    """Of two profiles, at the loads seen last."""
+    return [
+        (first.step.at(sequences, kv_tokens), second.step.at(sequences, kv_tokens))
+        for sequences, kv_tokens, _ in known.loads
+    ]
+
+
+def _factor(known: _Known) -> float:
+    factors = [held_s / given_s for held_s, given_s in _step_times(known, known.held, known.given) if given_s > 0]
+    return sum(factors) / len(factors) if factors else 1.0
+
+
+def _worth_saying(belief: Belief) -> bool:
+    return belief.refitted or belief.profile.provenance.source is not Source.GIVEN
+
+
+def _said(belief: Belief) -> str:
+    provenance = belief.profile.provenance
+    error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
+    if not belief.refitted:
+        return f"step times of {belief.profile.id}: {provenance.source}, {provenance.date}{error}"
+    return (
+        f"step times of {belief.profile.id}: {belief.factor:.2f} times the configured ones, re-fitted to"
+        f" {provenance.samples} batches of its engines, {provenance.date}{error}"
+    )

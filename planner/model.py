@@ -94,7 +94,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class FinishedLength:
-    """How long an output became. `censored`: its `max_tokens` cut it, so that it only tells of being at least so long."""
+    """How long an output became. `censored`: its `max_tokens` cut it, so it only tells of being at least so long."""
 
     tokens: int
     censored: bool = False

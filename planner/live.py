@@ -1,7 +1,7 @@
 """A snapshot as a makespan problem: what the planner may decide on, and what it cannot see. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
@@ -59,24 +59,27 @@ def live_fleet(
     answering = [engine for engine in snapshot.engines if engine.health in ANSWERING]
     engines = [engine for engine in answering if engine.configuration in known]
     strangers = {engine.id for engine in answering if engine.configuration not in known}
-    gpus, count, blocked, notes = _gpus(snapshot.engines, engines, known, gpus_count, per_node)
+    gpus = _gpus(snapshot.engines, engines, known, gpus_count, per_node)
+    notes = []
     if strangers:
         held = sum(request.engine in strangers for request in snapshot.requests)
-        notes.append(f"{_named(strangers)} run an unknown configuration and are left alone with {held} requests")
+        notes.append(
+            f"{_named(sorted(strangers))} run an unknown configuration and are left alone with {held} requests"
+        )
     rows = [row for row, request in enumerate(snapshot.requests) if request.engine not in strangers]
     requests = tuple(snapshot.requests[row] for row in rows)
     place = {engine.id: index for index, engine in enumerate(engines)}
     return LiveFleet(
-        instances=tuple(Instance(e.id, _id_of(e), gpus[e.id]) for e in engines),
+        instances=tuple(Instance(e.id, _id_of(e), gpus.of[e.id]) for e in engines),
         limits=tuple(_with_own_limits(known[_id_of(engine)], engine) for engine in engines),
         configurations=tuple(_as_reported(configuration, engines) for configuration in configurations),
-        gpus_count=count,
+        gpus_count=gpus.count,
         requests=requests,
         rows=np.array(rows, dtype=np.int64),
         columns=_columns(requests, place),
         may_leave=np.array([request.movable for request in requests], dtype=np.bool_),
         may_rebalance=np.array([r.movable and r.moves < max_moves_per_request for r in requests], dtype=np.bool_),
-        blocked=blocked,
+        blocked=gpus.blocked,
         notes=tuple(notes),
     )
 
@@ -158,48 +161,59 @@ def _as_reported(configuration: Configuration, engines: Sequence[EngineView]) ->
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Gpus:
+    of: dict[EngineId, tuple[GpuId, ...]]
+    count: int
+    blocked: Hold | None  # why none may be given to another engine
+
+
 def _gpus(
     all_engines: Sequence[EngineView],
     engines: Sequence[EngineView],
     known: Mapping[ConfigurationId, Configuration],
     gpus_count: int,
     per_node: int,
-) -> tuple[dict[EngineId, tuple[GpuId, ...]], int, Hold | None, list[str]]:
-    """Which GPUs each engine has, how many there are, and why none may be given to another engine.
+) -> _Gpus:
+    """Which GPUs each of `engines` has, and how many there are.
 
     Where engines do not say, GPUs are dealt to them to estimate with; they are known only where nothing else is
     possible: a single engine, and just as many GPUs left as it takes.
     """
     said = {e.id: tuple(sorted(e.gpus)) for e in engines if len(set(e.gpus)) == known[_id_of(e)].gpus}
+    taken = {int(gpu) for gpus in said.values() for gpu in gpus}
+    twice = sum(map(len, said.values())) > len(taken)
+    if twice:
+        said, taken = {}, set()
     silent = [engine for engine in engines if engine.id not in said]
-    taken = {gpu for gpus in said.values() for gpu in gpus}
-    needed = sum(known[_id_of(engine)].gpus for engine in engines)
-    notes: list[str] = []
-    if sum(map(len, said.values())) > len(taken):
-        return _dealt(engines, known, {}, per_node), needed + per_node, _unknown("two engines claim one GPU"), notes
-    count = max(gpus_count, max(taken, default=-1) + 1)
-    dealt = _dealt(silent, known, dict.fromkeys(taken, True), per_node)
-    top = max((gpu for gpus in dealt.values() for gpu in gpus), default=-1) + 1
-    if top > count:
-        why = f"the engines take {needed} GPUs and {count} are configured (fleet.gpus.count)"
-        return {**said, **dealt}, -(-top // per_node) * per_node, _unknown(why), notes
+    configured = max(gpus_count, max(taken, default=-1) + 1)
+    of = {**said, **_dealt(silent, known, taken, per_node)}
+    needed = max((gpu for gpus in of.values() for gpu in gpus), default=-1) + 1
+    count = configured if needed <= configured else -(-needed // per_node) * per_node
+    if twice:
+        return _Gpus(of, count, _unknown("two engines claim one GPU"))
+    if needed > configured:
+        return _Gpus(of, count, _unknown(f"the engines take more than the {configured} GPUs that are configured"))
     certain = len(silent) == 1 and count - len(taken) == known[_id_of(silent[0])].gpus
     if silent and not certain:
-        why = f"{_named({e.id for e in silent})} do not say which GPUs they have (fleet.engines[].gpus)"
-        return {**said, **dealt}, count, _unknown(why), notes
-    free = set(range(count)) - taken - {int(gpu) for gpus in dealt.values() for gpu in gpus}
-    left_alone = [engine for engine in all_engines if engine.id not in {e.id for e in engines}]
-    lost = sorted(engine.id for engine in left_alone if free & set(engine.gpus))
+        return _Gpus(of, count, _silent(silent))
+    return _Gpus(of, count, _lost(all_engines, of, count))
+
+
+def _lost(all_engines: Sequence[EngineView], of: Mapping[EngineId, Sequence[GpuId]], count: int) -> Hold | None:
+    """Why the GPUs that no engine of ours has may not be free all the same: others have them, or had them."""
+    free = set(range(count)) - {gpu for gpus in of.values() for gpu in gpus}
+    others = [engine for engine in all_engines if engine.id not in of]
+    lost = [engine.id for engine in others if free & set(engine.gpus)]
     if lost:
-        lost_hold = Hold(
-            "gpus_unavailable", f"the GPUs of {_named(lost)} cannot be planned with while nobody knows their state"
-        )
-        return {**said, **dealt}, count, lost_hold, notes
-    strangers = [e for e in left_alone if e.health in ANSWERING and not e.gpus]
-    if strangers and free:
-        why = f"{_named({e.id for e in strangers})} do not say which GPUs they have (fleet.engines[].gpus)"
-        return {**said, **dealt}, count, _unknown(why), notes
-    return {**said, **dealt}, count, None, notes
+        why = f"the GPUs of {_named(lost)} cannot be planned with while nobody knows their state"
+        return Hold("gpus_unavailable", why)
+    strangers = [engine for engine in others if engine.health in ANSWERING and not engine.gpus]
+    return _silent(strangers) if strangers and free else None
+
+
+def _silent(engines: Sequence[EngineView]) -> Hold:
+    return _unknown(f"{_named([e.id for e in engines])} do not say which GPUs they have (fleet.engines[].gpus)")
 
 
 def _unknown(why: str) -> Hold:
@@ -209,7 +223,7 @@ def _unknown(why: str) -> Hold:
 def _dealt(
     engines: Sequence[EngineView],
     known: Mapping[ConfigurationId, Configuration],
-    taken: Mapping[int, bool],
+    taken: Collection[int],
     per_node: int,
 ) -> dict[EngineId, tuple[GpuId, ...]]:
     """GPUs that nobody has, larger engines first, each inside one node or on whole nodes."""
@@ -227,6 +241,6 @@ def _dealt(
     return dealt
 
 
-def _named(ids: set[EngineId] | Sequence[EngineId]) -> str:
+def _named(ids: Collection[EngineId]) -> str:
     names = sorted(ids)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

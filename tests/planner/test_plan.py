@@ -280,7 +280,29 @@ def test_gpus_are_inferred_only_where_nothing_else_is_possible() -> None:
     plan = plan_of(replace(long_step(), engines=(*FLEET[:2], *two)))
     assert (plan.decision, plan.verdict.code) == ("reconfigure", "gpus_unknown")
     assert plan.verdict.detail.startswith("e2, e3 do not say which GPUs they have (fleet.engines[].gpus); 2 x tp4")
-    assert plan_of(long_step(), replace(CONFIG, gpus_count=6)).verdict.code in ("gpus_unknown", "gain")
+
+
+@pytest.mark.parametrize(
+    ("fleet", "gpus_count", "why"),
+    [
+        ((FLEET[0], replace(FLEET[1], gpus=FLEET[0].gpus)), 8, "two engines claim one GPU"),
+        (
+            tuple(replace(view, gpus=()) for view in FLEET),
+            6,
+            "the engines take more than the 6 GPUs that are configured",
+        ),
+        ((FLEET[0], replace(FLEET[1], gpus=(GpuId(2),))), 8, "e1 do not say which GPUs they have"),
+    ],
+)
+def test_gpus_that_do_not_add_up_are_given_to_nobody(fleet: tuple[EngineView, ...], gpus_count: int, why: str) -> None:
+    wide = replace(TP4, alpha_s=0.001)
+    requests = [request(f"r{i}", 200, where=view.id) for i, view in enumerate(fleet)]
+    plan = plan_of(
+        snapshot(fleet, requests, [8000] * 20), replace(CONFIG, gpus_count=gpus_count, configurations=(TP2, wide))
+    )
+    assert (plan.decision, plan.verdict.code) == ("reconfigure", "gpus_unknown")
+    assert plan.verdict.detail.startswith(why)
+    assert plan.current_makespan_s is not None
 
 
 def test_without_a_deployer_a_change_of_engines_is_held_and_says_what_it_would_gain() -> None:

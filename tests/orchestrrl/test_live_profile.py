@@ -1,0 +1,358 @@
+"""What engines cost is learnt while they work: taken up where it is notable, said aloud, and followed by plans."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import engine_report, gateway_report, request, sample
+from prometheus_client import CollectorRegistry, generate_latest
+
+from orchestrrl.clock import VirtualClock
+from orchestrrl.config import parse_config
+from orchestrrl.control_plane import ControlPlane, engine_facts
+from orchestrrl.journal import Journal, JournalReader, Kind
+from orchestrrl.live_profile import LiveProfile
+from orchestrrl.metrics import PlaneCollector
+from orchestrrl.operations import ItemResult, MoveRequests, OperationId, OperationResult, OperationStatus, RequestMove
+from orchestrrl.profiles.store import write_profile
+from orchestrrl.sim.engines import EngineKind, fleet_section, homogeneous, kinds_of
+from orchestrrl.sim.run import steps_of
+from orchestrrl.sim.scenario import Scenario, parse_scenario
+from orchestrrl.sim.world import World
+from orchestrrl.state import State
+from planner.model import (
+    Configuration,
+    ConfigurationId,
+    EngineHealth,
+    EngineId,
+    NodeId,
+    RequestId,
+    RequestView,
+    Snapshot,
+)
+from planner.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
+
+TP2 = "{id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 64, \
+prefill_tokens_per_s: 9000, switch_s: 1.5}"
+CONFIG = f"""
+fleet:
+  gpus: {{count: 4}}
+  configurations: [{TP2}]
+  engines:
+    - {{id: e0, url: "http://e0", configuration: tp2, gpus: [0, 1]}}
+    - {{id: e1, url: "http://e1", configuration: tp2, gpus: [2, 3]}}
+"""
+GIVEN = parse_config(CONFIG).fleet.configuration_values()[0]
+ID = GIVEN.id
+
+
+class Bench:
+    """A LiveProfile, and engines of known speed to feed it with."""
+
+    def __init__(self, config: str = CONFIG) -> None:
+        self.notes: list[tuple[ConfigurationId, dict[str, Any]]] = []
+        self.costs = LiveProfile(
+            parse_config(config).fleet, lambda *note: self.notes.append(note), lambda: "2026-01-31"
+        )
+        self._now_s = 0.0
+        self._sequence = 0
+
+    def decode(
+        self,
+        factor: float,
+        batches: int,
+        running: int = 16,
+        engine: str = "e0",
+        health: EngineHealth = EngineHealth.OK,
+        configuration: ConfigurationId | None = ID,
+    ) -> None:
+        """That many batches, each of other sizes, scraped once a second, from an engine `factor` times the speed."""
+        for turn in range(batches):
+            sequences, usage = max(1, running - turn % 8), 0.2 + 0.05 * (turn % 5)
+            step_s = factor * GIVEN.step_s(sequences, round(usage * GIVEN.kv_capacity_tokens))
+            total = 0
+            for _ in range(3):
+                self._sequence += 1
+                fields = {"kv_usage_fraction": usage, "kv_capacity_tokens": GIVEN.kv_capacity_tokens}
+                reading = sample(self._now_s, sequences, 0, total, **fields)
+                self.costs.observe(engine_report(engine, self._sequence, reading, health), configuration)
+                steps = max(1, round(1.0 / step_s))
+                self._now_s += steps * step_s
+                total += sequences * steps
+
+    @property
+    def line(self) -> Configuration:
+        self.costs.refit([EngineId("e0"), EngineId("e1")])
+        (line,) = self.costs.lines(snapshot_of(CONFIG), 4)
+        return line
+
+
+def snapshot_of(config: str, *requests: RequestView) -> Snapshot:
+    state = State(engine_facts(parse_config(config)))
+    state.fold_gateway(gateway_report(*requests), 0.0)
+    return state.snapshot(0.0)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.5, 2.5])
+def test_engines_that_keep_other_time_are_learnt(factor: float) -> None:
+    bench = Bench()
+    bench.decode(factor, 40)
+    line = bench.line
+    for sequences, kv_tokens in ((4, 10_000), (16, 40_000)):
+        assert line.step_s(sequences, kv_tokens) == pytest.approx(factor * GIVEN.step_s(sequences, kv_tokens), rel=0.05)
+    ((configuration, body),) = bench.notes
+    assert configuration == ID
+    assert body["step_time_factor"] == pytest.approx(factor, rel=0.05)
+    assert 60 < body["samples"] <= bench.costs.beliefs()[0].taken == 80  # of one load, the newest few count
+    (note,) = bench.costs.notes()
+    assert f"re-fitted to {body['samples']} batches" in note
+    (belief,) = bench.costs.beliefs()
+    assert (belief.refitted, belief.profile.provenance.source) == (True, Source.MEASURED)
+
+
+def test_what_keeps_its_time_stays_to_the_last_digit() -> None:
+    bench = Bench()
+    for turn in range(20):
+        bench.decode(1.02 if turn % 2 else 0.985, 4)
+    assert bench.line == GIVEN
+    assert bench.notes == []
+    assert bench.costs.notes() == ()
+    (belief,) = bench.costs.beliefs()
+    assert belief.predicted_ratio == pytest.approx(1.0, abs=0.03)
+    assert belief.taken == 160
+
+
+def test_a_few_batches_are_not_enough() -> None:
+    bench = Bench()
+    bench.decode(2.0, 3)
+    assert bench.line == GIVEN
+
+
+def test_what_was_learnt_settles() -> None:
+    """One entry for one change, however long it goes on."""
+    bench = Bench()
+    for turn in range(10):
+        bench.decode(1.5 * (1.01 if turn % 2 else 0.99), 20)
+        assert bench.line != GIVEN
+    assert len(bench.notes) == 1
+    bench.decode(1.0, 700)
+    assert bench.line.step_s(16, 30_000) == pytest.approx(GIVEN.step_s(16, 30_000), rel=0.05)
+    assert len(bench.notes) >= 2
+
+
+def test_far_off_is_taken_up_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    with caplog.at_level(logging.WARNING):
+        bench.decode(4.0, 40)
+        assert bench.line.alpha_s == pytest.approx(4 * GIVEN.alpha_s, rel=0.2)
+    assert "tp2: steps take 4 times what its profile says" in caplog.text
+    assert "is it an engine of this configuration?" in caplog.text
+
+
+def test_the_impossible_is_not_believed_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    with caplog.at_level(logging.WARNING):
+        bench.decode(0.02, 20)
+    assert bench.line == GIVEN
+    assert len(caplog.records) == 1
+    (belief,) = bench.costs.beliefs()
+    assert (belief.taken, belief.refused) == (0, 40)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"health": EngineHealth.SLOW}, {"configuration": None}, {"configuration": ConfigurationId("tp9")}]
+)
+def test_engines_that_tell_nothing_teach_nothing(wrong: dict[str, Any]) -> None:
+    bench = Bench()
+    bench.decode(2.0, 30, **wrong)
+    assert bench.line == GIVEN
+    assert bench.costs.beliefs()[0].taken == 0
+
+
+def test_scrapes_within_a_step_are_put_together() -> None:
+    """Ten scrapes in a step, each of which sees one step or none: only many of them together tell the step's time."""
+    bench, step_s = Bench(), 2.0 * GIVEN.step_s(8, 20_000)
+    for scrape in range(3000):
+        at_s = scrape * step_s / 10
+        fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
+        reading = sample(at_s, 8, 0, 8 * int(at_s / step_s), **fields)
+        bench.costs.observe(engine_report("e0", scrape + 1, reading), ID)
+    assert bench.line.step_s(8, 20_000) == pytest.approx(2.0 * GIVEN.step_s(8, 20_000), rel=0.03)
+    (belief,) = bench.costs.beliefs()
+    assert 30 <= belief.taken <= 3000 / 10 / 8
+
+
+def test_a_reload_forgets_only_what_rests_on_what_changed() -> None:
+    bench = Bench()
+    bench.decode(1.5, 40)
+    learnt = bench.line
+    bench.costs.configured(parse_config(CONFIG.replace("http://e1", "http://elsewhere")).fleet)
+    assert bench.line == learnt
+    bench.costs.configured(parse_config(CONFIG.replace("alpha_s: 0.02", "alpha_s: 0.03")).fleet)
+    assert bench.line == replace(GIVEN, alpha_s=0.03)
+
+
+def profile(*configurations: EngineProfile) -> Profile:
+    recompute_s = Curve((0.0, 9000.0), (0.0, 1.0))
+    moves = MoveCosts(1.0, Curve((0.0, 1e9), (0.0, 1.0)), recompute_s, Provenance(Source.MEASURED, "2026-01-01"))
+    return Profile("m", "g", "e", configurations, moves)
+
+
+def bent(tp: int = 2) -> EngineProfile:
+    """As an engine with experts: most of a step is the first few sequences'."""
+    return EngineProfile(
+        ConfigurationId(f"bent{tp}"),
+        Parallelism(tp=tp),
+        StepTime(Curve((1.0, 8.0, 64.0), (0.01, 0.04, 0.05)), 1e-8),
+        9000.0,
+        1_000_000,
+        64,
+        1.0,
+        Provenance(Source.IMPORTED, "2026-01-01", "tables", 10, 0.015, 0.05),
+    )
+
+
+@pytest.fixture
+def profiled(tmp_path: Path) -> str:
+    write_profile(tmp_path / "profile.yaml", profile(bent()))
+    return f"fleet: {{gpus: {{count: 4}}, profile: {tmp_path / 'profile.yaml'}}}"
+
+
+def test_moves_to_one_engine_are_prefilled_together(profiled: str) -> None:
+    bench = Bench(profiled)
+    pairs = [("a", "e1"), ("b", "e1"), ("c", "e0"), ("queued", "e0"), ("lost", "e0")]
+    action = MoveRequests(tuple(RequestMove(RequestId(r), EngineId("e2"), EngineId(to)) for r, to in pairs))
+    for tokens in (1000, 2000, 4000, 1500, 3000):
+        items = (
+            ItemResult("a", True, "", tokens, tokens / 3000),  # 3 s for every 9,000 tokens, twice of them together
+            ItemResult("b", True, "", tokens // 2, 1.5 * tokens / 3000),
+            ItemResult("c", True, "", tokens, tokens / 3000),
+            ItemResult("queued", True, "", 0, 5.0),
+            ItemResult("lost", False, "gone", 7000, 5.0),
+        )
+        bench.costs.moved(action, OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items))
+    moves = bench.costs.moves()
+    assert moves is not None
+    assert moves.recompute_s.at(3000) == pytest.approx(1.0, rel=0.05)
+    assert moves.provenance is not None
+    assert moves.provenance.samples == 10
+
+
+def test_a_bent_curve_follows_the_step_into_its_tail(profiled: str) -> None:
+    costs = Bench(profiled).costs
+    asked = {}
+    for count in (100, 8, 2):
+        snapshot = snapshot_of(profiled, *(request(f"r{i:03d}") for i in range(count)))
+        (line,) = costs.lines(snapshot, 4)
+        asked[count] = line.beta_s
+        high = max(2, count // 2)
+        errors = [abs(line.step_s(b, 0) / bent().step.at(b, 0) - 1) for b in range(1, high + 1)]
+        assert max(errors) < (0.8 if count == 100 else 0.02)
+    assert asked[100] < asked[8]
+    (note,) = costs.notes()
+    assert note == "step times of bent2: imported, 2026-01-01, error 1.5%"
+
+
+# --- in the daemon
+
+
+SCENARIO = """
+name: learning
+gpus: 8
+gpus_per_node: 4
+workload: {prompts: 12, samples: 4, prompt_tokens: [16, 64], max_tokens: 3000, correlation: 0.5,
+           lengths: {kind: lognormal, median_tokens: 500, sigma: 0.8}}
+engines:
+  configurations:
+    - {id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1.0e-4, gamma_s: 1.0e-7, kv_capacity_tokens: 65536, max_sequences: 16,
+       prefill_tokens_per_s: 9000, switch_s: 1.0}
+daemon:
+  mode: act
+  slow: {interval_s: 10.0, epsilon_s: 1.0, max_output_tokens: 3000, work_budget: 100, knowledge: oracle,
+         correct_predictions: false}
+"""
+
+
+def slowed(kind: EngineKind, factor: float) -> EngineKind:
+    """What such an engine really is: so many times slower than its configuration says."""
+    step = kind.profile.step
+    base_s = Curve(step.base_s.xs, tuple(factor * y for y in step.base_s.ys))
+    step = StepTime(base_s, factor * step.kv_s_per_token)
+    return replace(kind, profile=replace(kind.profile, step=step))
+
+
+async def one_step(scenario: Scenario, factor: float, journal: Path) -> tuple[World, list[tuple[float, float, float]]]:
+    """A step's plans: when each was made in it, and its predicted and actual seconds to the end."""
+    told = kinds_of(scenario)
+    (name,) = told
+    real = {name: slowed(told[name], factor)}
+    world = World(scenario.daemon_config(fleet_section(scenario, told)), real, scenario, journal)
+    (requests,) = steps_of(scenario, 1)
+    world.know({one.id: one.output_tokens for one in requests})
+    world.deploy(name, homogeneous(real[name], scenario.gpus, scenario.gpus_per_node))
+    async with world:
+        step = await world.run_step(requests)
+        page = generate_latest(_registry(world.plane)).decode()
+        assert f'orchestrrl_profile_batches_total{{configuration="{name}",result="taken"}}' in page
+        assert f'orchestrrl_profile_predicted_step_ratio{{configuration="{name}"}}' in page
+    reader = JournalReader(journal)
+    made = {entry.subject: entry.at_s for entry in reader.since(0, (Kind.PLAN,))}
+    outcomes = [
+        (
+            made[entry.subject] - step.started_s,
+            entry.body["predicted_makespan_s"],
+            entry.body["actual_makespan_s"],
+        )
+        for entry in reader.since(0, (Kind.PLAN_ACTUAL,))
+        if entry.body["predicted_makespan_s"]
+    ]
+    reader.close()
+    return world, sorted(outcomes)
+
+
+def _registry(plane: ControlPlane) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(PlaneCollector(plane))
+    return registry
+
+
+async def test_plans_foresee_what_slower_engines_take(tmp_path: Path) -> None:
+    world, outcomes = await one_step(parse_scenario(SCENARIO), 1.5, tmp_path / "journal.sqlite")
+    (belief,) = world.plane.costs.beliefs()
+    assert belief.factor == pytest.approx(1.5, rel=0.05)
+    _, first_s, took_s = outcomes[0]
+    assert took_s / first_s == pytest.approx(1.5, rel=0.1)  # as the profile has it
+    later = [(predicted_s, actual_s) for at_s, predicted_s, actual_s in outcomes if at_s > 25 and actual_s > 10]
+    assert later
+    assert all(predicted_s == pytest.approx(actual_s, rel=0.1) for predicted_s, actual_s in later)
+    reader = JournalReader(tmp_path / "journal.sqlite")
+    (refit,) = reader.since(0, (Kind.PROFILE_REFITTED,))
+    assert refit.subject == "tp2"
+    noted = reader.since(0, (Kind.PLAN,))[-1].body["notes"]
+    reader.close()
+    assert any("re-fitted" in note for note in noted)
+
+
+async def test_engines_as_their_profile_says_are_left_as_they_are(tmp_path: Path) -> None:
+    world, _ = await one_step(parse_scenario(SCENARIO), 1.0, tmp_path / "journal.sqlite")
+    (belief,) = world.plane.costs.beliefs()
+    assert not belief.refitted
+    assert belief.predicted_ratio == pytest.approx(1.0, abs=0.03)
+    assert belief.taken > 20
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with Journal(tmp_path / "journal.sqlite", 0.0) as made:
+        yield made
+
+
+async def test_a_late_report_teaches_nothing(journal: Journal) -> None:
+    plane = ControlPlane(parse_config(CONFIG), journal, VirtualClock(0.0))
+    for sequence, at_s, total in ((1, 0.0, 0), (3, 10.0, 4000), (2, 5.0, 3999), (4, 20.0, 8000)):
+        fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
+        plane.engine_reported(engine_report("e0", sequence, sample(at_s, 8, 0, total, **fields)), 1)
+    assert plane.costs.beliefs()[0].taken == 2

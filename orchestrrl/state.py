@@ -85,6 +85,7 @@ class _GatewayRecord:
     url: str = ""
     engines: tuple[EngineId, ...] = ()  # from its hello
     in_flight: tuple[RequestView, ...] = ()
+    in_flight_ids: frozenset[RequestId] = frozenset()
     reported_s: float | None = None  # when that was received; None: not yet
     finished: dict[FinishedRequest, None] = field(default_factory=dict)  # as values: an id may be used again
 
@@ -165,6 +166,7 @@ class State:
         if newer:
             record.order, record.received_s, record.reported_s = (stream, report.sequence), received_s, received_s
             record.in_flight, record.url = report.in_flight, report.url or record.url
+            record.in_flight_ids = frozenset(request.id for request in report.in_flight)
         if fresh:
             # They were in flight, if only between two reports.
             self._start_step(received_s)
@@ -211,7 +213,7 @@ class State:
         holders = [
             (record.reported_s, node)
             for node, record in self._gateways.items()
-            if record.reported_s is not None and any(held.id == request for held in record.in_flight)
+            if record.reported_s is not None and request in record.in_flight_ids
         ]
         return max(holders)[1] if holders else None
 

@@ -1,5 +1,6 @@
 """`orchestrrl sim`: try policies on simulated fleets, with the real control plane in the loop."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -44,6 +45,7 @@ def gen(
     from orchestrrl.sim.run import chosen_arms, run_scenario
     from orchestrrl.sim.scenario import EXAMPLE, load_scenario
 
+    logging.getLogger("orchestrrl").setLevel(logging.ERROR)  # engines come and go, as they should
     with reporting_errors():
         if bool(scenario) == example:
             raise ProblemFaults([f"SCENARIO: give one, or --example, got {scenario!r} and --example {example}"])

@@ -165,8 +165,8 @@ class VirtualGateway:
         if slot is None:
             return
         orphans = [cast(CountedRecord, record) for record in slot.records.values()]
-        if not slot.routed and not orphans:
-            return
+        if not orphans and (slot.route.draining or not slot.routed):
+            return  # it was emptied first: a stop, not a crash
         self.fleet.suspect(slot, "connection refused")
         for record in orphans:
             self.fleet.release(slot, record)

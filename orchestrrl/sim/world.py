@@ -13,12 +13,12 @@ from orchestrrl.agent.health import Limits, Track, fold, judge
 from orchestrrl.clock import VirtualClock
 from orchestrrl.config import Config
 from orchestrrl.control_plane import ControlPlane
-from orchestrrl.daemon import run_loops
 from orchestrrl.deployers.base import Deployed
 from orchestrrl.deployers.simulated import SimulatedDeployer
 from orchestrrl.errors import Permanent, Retryable
 from orchestrrl.execute.deploy import FleetDeployment
 from orchestrrl.journal import Journal
+from orchestrrl.loops import run_loops
 from orchestrrl.nodes import Attachment
 from orchestrrl.reports import EngineReport, NodeHello, NodeKind
 from orchestrrl.sim.engines import EngineKind, Placement, VirtualEngine

@@ -12,9 +12,9 @@ from builders import GATEWAY, engine_report, finished, gateway_hello, gateway_re
 from orchestrrl.clock import VirtualClock
 from orchestrrl.config import Config, parse_config
 from orchestrrl.control_plane import ControlPlane
-from orchestrrl.loops import run_loops
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.journal import Entry, Journal, Kind
+from orchestrrl.loops import run_loops
 from orchestrrl.nodes import Attachment
 from orchestrrl.operations import ItemResult, MoveRequests, OperationResult, SetRoutes, status_of
 from orchestrrl.plans import DeploymentOutcome

@@ -44,7 +44,7 @@ from planner.model import (
     RequestId,
     Snapshot,
 )
-from planner.plan import History, PlannerConfig, make_plan
+from planner.plan import History, PlannerConfig, make_plan, remaining_of
 from planner.series import StepForecast
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class ControlPlane:
         self._acting: set[asyncio.Task[None]] = set()  # plans that are being carried out
         self._planning = False  # the slow loop waits for a quiet fleet, or decides
         self._outlook = Outlook()
+        self._lines = config.fleet.configuration_values()  # of all configurations, as of the latest plan
         self._expected: StepForecast | None = None  # of this step, as the slow loop last forecast it
         self.mode = self._recovered_mode()
         self.plans.recover()
@@ -164,7 +165,7 @@ class ControlPlane:
             self.changes_open + deploying,
             self._moves_ended_s,
             self._planning,
-            self.costs.lines(snapshot, gpus_count(self.config, snapshot)),
+            self._lines,
             self._remaining_tokens(snapshot),
         )
         decision = decide_balance(snapshot, self.config.fast, situation)
@@ -203,15 +204,18 @@ class ControlPlane:
         control, mode, history = self.plans.control, self.mode, self._history(snapshot)
         self.costs.refit(engine.id for engine in snapshot.engines)
         overriding = () if control.configuration is None else (control.configuration,)
-        gpus = gpus_count(self.config, snapshot)
-        choices, cost_notes = self.costs.choices(snapshot, gpus, overriding), self.costs.notes()
-        settings = planner_config(self.config, choices, gpus, can_deploy=self.deployment is not None)
+        gpus, costs, cost_notes = gpus_count(self.config, snapshot), self.costs.believed(), self.costs.notes()
+        worth = costs.worth(snapshot, gpus, overriding)
+        settings = planner_config(self.config, (), gpus, can_deploy=self.deployment is not None)
         lengths = self.lengths
 
         def decide() -> Plan:
             self._expected = lengths.expected()
             told = replace(history, before=self._expected)
-            return make_plan(plan_id, snapshot, settings, mode=mode, control=control, history=told)
+            remaining = () if costs.straight else remaining_of(snapshot, settings, told)
+            self._lines = costs.lines(snapshot, gpus, remaining)
+            choices = replace(settings, configurations=tuple(line for line in self._lines if line.id in worth))
+            return make_plan(plan_id, snapshot, choices, mode=mode, control=control, history=told)
 
         plan = await self._offload(decide)
         self.slow_tick_s = self._stopwatch() - began
@@ -269,6 +273,8 @@ class ControlPlane:
             self.lengths = self._recovered_lengths()
         self.state.set_facts(engine_facts(config))
         self.costs.configured(config.fleet)
+        snapshot = self.state.snapshot(self.clock.now_s())
+        self._lines = self.costs.believed().lines(snapshot, gpus_count(config, snapshot))
         self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
         if config.mode is not configured:
             self.set_mode(config.mode, "configuration reloaded")

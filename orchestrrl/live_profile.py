@@ -7,7 +7,7 @@ this outlives the daemon: a restarted one begins with the configured profile and
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,6 +45,37 @@ class Belief:
     predicted_ratio: float | None  # predicted over measured step time, running; None: nothing was measured
     taken: int  # samples
     refused: int  # of steps that no engine of this configuration can take
+
+
+@dataclass(frozen=True, slots=True)
+class Believed:
+    """Every configuration, with what is believed of it."""
+
+    profiles: tuple[EngineProfile, ...]
+    as_written: Mapping[ConfigurationId, Configuration]  # those of which nothing else was learnt, to the last digit
+
+    @property
+    def straight(self) -> bool:
+        """Whether each step time is a line anyway, whatever batches are to come."""
+        return all(profile.id in self.as_written or len(profile.step.base_s.xs) <= 2 for profile in self.profiles)
+
+    def lines(
+        self, snapshot: Snapshot, gpus_count: int, remaining_tokens: Sequence[float] = ()
+    ) -> tuple[Configuration, ...]:
+        """Each step time as a line over the batches to come. `remaining_tokens`: of the requests in flight, by which
+        curves that bend go."""
+        count = max(1, len(snapshot.requests))
+        context = sum(request.context_tokens for request in snapshot.requests) / count
+        return tuple(
+            self.as_written.get(profile.id) or line_ahead(profile, remaining_tokens, context, gpus_count)
+            for profile in self.profiles
+        )
+
+    def worth(
+        self, snapshot: Snapshot, gpus_count: int, always: Collection[ConfigurationId] = ()
+    ) -> tuple[ConfigurationId, ...]:
+        """Those that a plan should choose from: all of a few, of many those that fit the step's phase."""
+        return worth_a_look(self.profiles, snapshot, gpus_count, always)
 
 
 @dataclass(slots=True)
@@ -127,21 +158,12 @@ class LiveProfile:
 
     # --- answer
 
-    def lines(self, snapshot: Snapshot, gpus_count: int) -> tuple[Configuration, ...]:
-        """Every configuration, its step time as a line over the batches that the rest of the step will see."""
-        return tuple(
-            known.written
-            if known.written and known.held is known.given
-            else line_ahead(known.held, snapshot, gpus_count)
-            for known in self._known.values()
+    def believed(self) -> "Believed":
+        """All of it as of now, to decide with elsewhere while reports come in."""
+        return Believed(
+            tuple(known.held for known in self._known.values()),
+            {id: known.written for id, known in self._known.items() if known.written and known.held is known.given},
         )
-
-    def choices(
-        self, snapshot: Snapshot, gpus_count: int, always: Collection[ConfigurationId] = ()
-    ) -> tuple[Configuration, ...]:
-        """Those of `lines` that a plan should choose from: all of a few, of many those that fit the step's phase."""
-        worth = set(worth_a_look([known.held for known in self._known.values()], snapshot, gpus_count, always))
-        return tuple(line for line in self.lines(snapshot, gpus_count) if line.id in worth)
 
     def beliefs(self) -> tuple[Belief, ...]:
         return tuple(

@@ -1,42 +1,68 @@
 """Step times as lines over the batches that the rest of a step will see, and which configurations to look at. Pure.
 
 The paper's third heuristic (section 4.1): a bias that follows the phase of the step. A curve that bends has no one
-line: while batches are large its line is fitted down from those, and as the step goes on the fit closes in on the tail.
+line: its line is right in the mean over the batches to come, so it is a large batch's while there are many requests,
+and a tail's at the end.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from planner.layouts import biased, phase_of
 from planner.model import Configuration, ConfigurationId, Snapshot
-from planner.profile import EngineProfile
+from planner.profile import Curve, EngineProfile, affine_fit
 
 # So many configurations can all be looked at in every plan; of more, those are left out that fit the phase badly.
 FEW = 6
+# Of a fit's weight, what small and large batches have alike: where all batches are of one size, no line is determined.
+SPREAD = 0.05
 
 
-def sequences_ahead(profile: EngineProfile, snapshot: Snapshot, gpus_count: int) -> tuple[float, float]:
-    """The batches that an engine of this profile may decode until the step ends: from what it would hold now down to
-    one.
+def iterations_ahead(remaining_tokens: ArrayLike, instances: int, most: int) -> NDArray[np.float64]:
+    """[batch size - 1]: decode iterations that an engine with an even share of the requests spends at each size.
 
-    Now it would hold an even share of the requests in flight, or what the fullest engine of its configuration runs, as
-    far as its slots and KV cache allow. That is rounded up to a power of two: a line stays the same until batches have
-    halved. Without requests: whatever an engine can hold.
+    It never decodes more than `most` at once: the others wait, and are decoded in batches of `most`.
     """
-    requests = snapshot.requests
-    if not requests:
-        return 1.0, max(2.0, profile.max_sequences)
-    instances = max(1, gpus_count // profile.parallelism.gpus)
-    running = [engine.running for engine in snapshot.engines if engine.configuration == profile.id]
-    most = max(-(-len(requests) // instances), *running, 2)
-    context_tokens = sum(request.context_tokens for request in requests) / len(requests)
-    room = profile.kv_capacity_tokens / max(1.0, context_tokens)
-    most = max(2, min(most, profile.max_sequences, int(room)))
-    return 1.0, float(1 << (most - 1).bit_length())
+    longest_first = np.sort(np.asarray(remaining_tokens, dtype=float))[::-1]
+    ends = longest_first[::instances]  # of the engine with the longest: its k longest go on until the k-th's
+    iterations = ends - np.append(ends[1:], 0.0)
+    if len(iterations) > most:
+        sizes = np.arange(most, len(iterations)) + 1
+        iterations[most - 1] += float(iterations[most:] @ sizes) / most
+    return np.asarray(iterations[:most])
 
 
-def line_ahead(profile: EngineProfile, snapshot: Snapshot, gpus_count: int) -> Configuration:
-    """The profile's step time as the line closest to its curve over `sequences_ahead`."""
-    return profile.configuration(sequences_ahead(profile, snapshot, gpus_count))
+def line_over(curve: Curve, iterations: NDArray[np.float64]) -> tuple[float, float]:
+    """Intercept and slope, both >= 0, of the line that is as right as can be over that many iterations at each batch
+    size, as in `iterations_ahead`: their sum comes out right but for SPREAD's share."""
+    if len(curve.xs) <= 2:
+        return affine_fit(curve, 1.0, float(len(iterations)))
+    sizes = np.arange(max(2, len(iterations))) + 1.0
+    weights = np.zeros_like(sizes)
+    weights[: len(iterations)] = iterations / iterations.sum()
+    weights = (1 - SPREAD) * weights + SPREAD / sizes / (1 / sizes).sum()
+    seconds = np.array([curve.at(size) for size in sizes.tolist()])
+    mean_size, mean_s = float(weights @ sizes), float(weights @ seconds)
+    slope = float(weights @ ((sizes - mean_size) * (seconds - mean_s))) / float(weights @ (sizes - mean_size) ** 2)
+    slope = min(max(0.0, slope), mean_s / mean_size)
+    return mean_s - slope * mean_size, slope
+
+
+def line_ahead(profile: EngineProfile, remaining_tokens: ArrayLike, context: float, gpus_count: int) -> Configuration:
+    """The profile with its step time as a line over the batches to come, where requests with so many `remaining_tokens`
+    and in the mean `context` tokens are spread evenly over all the engines of it that there could be. Without requests:
+    over whatever an engine can hold."""
+    remaining = np.asarray(remaining_tokens, dtype=float)
+    if not len(remaining) or not remaining.sum() > 0:
+        return profile.configuration()
+    room = profile.kv_capacity_tokens / max(1.0, context + float(remaining.mean()) / 2)
+    most = max(1, min(profile.max_sequences, int(room)))
+    iterations = iterations_ahead(remaining, max(1, gpus_count // profile.parallelism.gpus), most)
+    alpha_s, beta_s = line_over(profile.step.base_s, iterations)
+    return replace(profile.configuration(), alpha_s=alpha_s, beta_s=beta_s)
 
 
 def worth_a_look(

@@ -148,6 +148,18 @@ def make_plan(
     )
 
 
+def remaining_of(snapshot: Snapshot, config: PlannerConfig, history: History) -> Sequence[int]:
+    """[request]: remaining tokens as far as a plan knows them; else drawn from their distribution."""
+    drawn = _expected(snapshot, config, history).remaining_tokens
+    known = history.known_output_tokens if config.knowledge is Knowledge.ORACLE else None
+    if known is None:
+        return drawn
+    return [
+        max(1, known[request.id] - request.generated_tokens) if request.id in known else tokens
+        for request, tokens in zip(snapshot.requests, drawn, strict=True)
+    ]
+
+
 NOTHING = Options(None, (), (), 0.0)
 
 

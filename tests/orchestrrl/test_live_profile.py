@@ -86,7 +86,7 @@ class Bench:
     @property
     def line(self) -> Configuration:
         self.costs.refit([EngineId("e0"), EngineId("e1")])
-        (line,) = self.costs.lines(snapshot_of(CONFIG), 4)
+        (line,) = self.costs.believed().lines(snapshot_of(CONFIG), 4)
         return line
 
 
@@ -242,17 +242,14 @@ def test_moves_to_one_engine_are_prefilled_together(profiled: str) -> None:
 
 
 def test_a_bent_curve_follows_the_step_into_its_tail(profiled: str) -> None:
-    costs = Bench(profiled).costs
-    asked = {}
-    for count in (100, 8, 2):
+    bench = Bench(profiled)
+    believed = bench.costs.believed()
+    assert not believed.straight
+    for count in (64, 8, 2):
         snapshot = snapshot_of(profiled, *(request(f"r{i:03d}") for i in range(count)))
-        (line,) = costs.lines(snapshot, 4)
-        asked[count] = line.beta_s
-        high = max(2, count // 2)
-        errors = [abs(line.step_s(b, 0) / bent().step.at(b, 0) - 1) for b in range(1, high + 1)]
-        assert max(errors) < (0.8 if count == 100 else 0.02)
-    assert asked[100] < asked[8]
-    (note,) = costs.notes()
+        (line,) = believed.lines(snapshot, 4, [1000.0] * count)
+        assert line.step_s(count // 2, 0) == pytest.approx(bent().step.at(count // 2, 0), rel=0.05)
+    (note,) = bench.costs.notes()
     assert note == "step times of bent2: imported, 2026-01-01, error 1.5%"
 
 
@@ -284,12 +281,19 @@ def slowed(kind: EngineKind, factor: float) -> EngineKind:
     return replace(kind, profile=replace(kind.profile, step=step))
 
 
-async def one_step(scenario: Scenario, factor: float, journal: Path) -> tuple[World, list[tuple[float, float, float]]]:
+async def one_step(
+    scenario: Scenario, factor: float, journal: Path, *, profiled: bool = False
+) -> tuple[World, list[tuple[float, float, float]]]:
     """A step's plans: when each was made in it, and its predicted and actual seconds to the end."""
     told = kinds_of(scenario)
     (name,) = told
     real = {name: slowed(told[name], factor)}
-    world = World(scenario.daemon_config(fleet_section(scenario, told)), real, scenario, journal)
+    fleet = fleet_section(scenario, told)
+    if profiled:  # with its curve, where the daemon's configuration has room for a line only
+        dated = replace(told[name].profile, provenance=Provenance(Source.MEASURED, "2026-01-01"))
+        write_profile(journal.with_suffix(".yaml"), profile(dated))
+        fleet = {"gpus": fleet["gpus"], "profile": str(journal.with_suffix(".yaml"))}
+    world = World(scenario.daemon_config(fleet), real, scenario, journal)
     (requests,) = steps_of(scenario, 1)
     world.know({one.id: one.output_tokens for one in requests})
     world.deploy(name, homogeneous(real[name], scenario.gpus, scenario.gpus_per_node))
@@ -334,6 +338,18 @@ async def test_plans_foresee_what_slower_engines_take(tmp_path: Path) -> None:
     noted = reader.since(0, (Kind.PLAN,))[-1].body["notes"]
     reader.close()
     assert any("re-fitted" in note for note in noted)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+async def test_plans_foresee_what_engines_take_whose_step_times_bend(tmp_path: Path, factor: float) -> None:
+    curve = "base_s: {sequences: [1, 4, 16, 64], seconds: [0.008, 0.02, 0.04, 0.05]},"
+    text = SCENARIO.replace("alpha_s: 0.02, beta_s: 1.0e-4,", curve).replace("max_sequences: 16", "max_sequences: 64")
+    scenario = parse_scenario(text.replace("prompts: 12", "prompts: 48"))
+    _, outcomes = await one_step(scenario, factor, tmp_path / "journal.sqlite", profiled=True)
+    later = [(predicted_s, actual_s) for at_s, predicted_s, actual_s in outcomes if factor == 1.0 or at_s > 10]
+    missed_s = sum(abs(predicted_s - actual_s) for predicted_s, actual_s in later)
+    assert len(later) >= 5
+    assert missed_s < 0.1 * sum(actual_s for _, actual_s in later)
 
 
 async def test_engines_as_their_profile_says_are_left_as_they_are(tmp_path: Path) -> None:

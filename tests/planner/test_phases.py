@@ -1,15 +1,14 @@
 """Lines follow the batches that are left, straight curves keep their own, and what runs is always among the choices."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planner_builders import engine, request, snapshot
 
+from planner.cost import Pending, curve_decode_s, decode_s
 from planner.layouts import Phase, biased
 from planner.model import ConfigurationId
-from planner.phases import FEW, line_ahead, sequences_ahead, worth_a_look
+from planner.phases import FEW, iterations_ahead, line_ahead, worth_a_look
 from planner.profile import Curve, EngineProfile, Parallelism, Provenance, Source, StepTime
 
 GIVEN = Provenance(Source.GIVEN, "")
@@ -32,63 +31,55 @@ def rising(draw: st.DrawFn) -> Curve:
 
 counts = st.integers(0, 600)
 fleets = st.integers(1, 64)
+lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=60)
 
 
-@given(st.floats(0, 1), st.floats(0, 1e-2), st.floats(2, 512), st.lists(st.tuples(counts, fleets), min_size=2))
+@given(st.floats(0, 1), st.floats(0, 1e-2), st.floats(2, 512), st.lists(st.tuples(lengths, fleets), min_size=2))
 def test_a_straight_curve_is_its_own_line_whatever_is_ahead(
-    intercept_s: float, slope_s: float, most: float, times: list[tuple[int, int]]
+    intercept_s: float, slope_s: float, most: float, times: list[tuple[list[int], int]]
 ) -> None:
     """So nothing about a plan changes while a step goes on, but what happens in it."""
     straight = profile(Curve((0.0, most), (intercept_s, intercept_s + slope_s * most)))
-    lines = {
-        (line.alpha_s, line.beta_s)
-        for count, gpus in times
-        for line in [line_ahead(straight, snapshot([], [request(f"r{i}") for i in range(count)]), gpus)]
-    }
-    ((alpha_s, beta_s),) = lines
-    assert alpha_s == intercept_s
-    assert beta_s == pytest.approx(slope_s, rel=1e-9, abs=1e-12)
+    lines = {line_ahead(straight, remaining, 1000.0, gpus) for remaining, gpus in times}
+    lines.add(line_ahead(straight, (), 0.0, 8))
+    (line,) = lines
+    assert line.alpha_s == intercept_s
+    assert line.beta_s == pytest.approx(slope_s, rel=1e-9, abs=1e-12)
 
 
-@given(rising(), counts, fleets, st.integers(1, 512), st.integers(200, 100_000))
-def test_the_range_holds_what_an_engine_may_decode(
-    curve: Curve, count: int, gpus: int, slots: int, capacity: int
-) -> None:
-    one = profile(curve, slots=slots, capacity=capacity)
-    low, high = sequences_ahead(one, snapshot([], [request(f"r{i}", 10) for i in range(count)]), gpus)
-    assert low == 1
-    assert high >= 2
-    if count:
-        share = min(-(-count // max(1, gpus // 2)), slots, capacity // 110)
-        assert share <= high <= max(2, 2 * (share - 1))
-    else:
-        assert high == max(2, slots)
+@given(lengths, st.integers(1, 8), st.integers(1, 20))
+def test_iterations_are_those_of_a_walk(remaining: list[int], instances: int, most: int) -> None:
+    """One engine's share, dealt in turn from the longest on, token by token; what waits is decoded in full batches."""
+    share = sorted(remaining, reverse=True)[::instances]
+    walked = [0.0] * min(len(share), most)
+    for iteration in range(share[0]):
+        batch = sum(length > iteration for length in share)
+        walked[min(batch, most) - 1] += 1 if batch <= most else batch / most
+    found = iterations_ahead(remaining, instances, most)
+    assert found.tolist() == pytest.approx(walked, abs=1e-6)
+    sizes = [size + 1 for size in range(len(found))]
+    assert sum(size * count for size, count in zip(sizes, found, strict=True)) == pytest.approx(sum(share))
 
 
-@given(rising(), st.integers(1, 300), st.integers(1, 300), fleets)
-def test_the_range_shrinks_with_the_requests(curve: Curve, some: int, more: int, gpus: int) -> None:
-    few, many = (snapshot([], [request(f"r{i}", 10) for i in range(count)]) for count in (some, some + more))
-    assert sequences_ahead(profile(curve), few, gpus)[1] <= sequences_ahead(profile(curve), many, gpus)[1]
+@given(rising(), lengths, st.integers(1, 8))
+def test_a_bent_curves_line_is_right_over_the_step(curve: Curve, remaining: list[int], instances: int) -> None:
+    """The oracle walks over every change of the batch with the curve itself."""
+    one = profile(curve, tp=1, slots=256, capacity=10**9)
+    line = line_ahead(one, remaining, 0.0, instances)
+    pending = [Pending(0, length) for length in sorted(remaining, reverse=True)[::instances]]
+    by_line_s, by_curve_s = decode_s(line, pending), curve_decode_s(one, pending)
+    sizes = [float(size + 1) for size in range(max(2, len(pending)))]
+    slack_s = (
+        0.06 * max(abs(line.step_s(int(size), 0) - curve.at(size)) for size in sizes) * pending[0].remaining_tokens
+    )
+    assert abs(by_line_s - by_curve_s) <= slack_s + 1e-9 * by_curve_s
+    assert line.alpha_s >= 0
+    assert line.beta_s >= 0
 
 
-def test_a_full_engine_counts_beside_the_even_share() -> None:
-    one = profile(Curve((0.0, 1.0), (0.02, 0.0201)))
-    requests = [request(f"r{i}", 10) for i in range(64)]
-    full = replace(engine("e0"), running=60)
-    assert sequences_ahead(one, snapshot([full], requests), 64) == (1, 64)
-    assert sequences_ahead(one, snapshot([engine("e0")], requests), 64) == (1, 2)
-    assert sequences_ahead(one, snapshot([replace(full, configuration=ConfigurationId("tp8"))], requests), 64) == (1, 2)
-
-
-@given(rising(), st.integers(1, 9), st.data())
-def test_a_line_changes_only_when_batches_have_halved(curve: Curve, power: int, data: st.DataObject) -> None:
-    """On one engine: an ending request moves no line, and so no decision, by itself."""
-    some, more = (data.draw(st.integers(2 ** (power - 1) + 1, 2**power)) for _ in range(2))
-    lines = [
-        line_ahead(profile(curve, 1, slots=1024), snapshot([], [request(f"r{i}") for i in range(count)]), 1)
-        for count in (some, more)
-    ]
-    assert lines[0] == lines[1]
+def test_without_requests_a_line_is_over_all_that_an_engine_can_hold() -> None:
+    one = profile(Curve((1.0, 8.0, 64.0), (0.01, 0.04, 0.05)))
+    assert line_ahead(one, (), 0.0, 8) == one.configuration()
 
 
 @given(st.lists(st.tuples(rising(), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=12), counts, fleets, st.data())

@@ -21,8 +21,10 @@ from planner.profile import EngineProfile, MoveCosts, Profile, Source
 
 logger = logging.getLogger(__name__)
 
-# A batch is watched until it has made so many steps: scrapes fall anywhere within one.
+# A batch is watched until it has made so many steps: scrapes fall anywhere within one. And for so long: a scrape takes
+# its time, and an engine may count in bursts.
 LEAST_STEPS = 8
+LEAST_S = 0.5
 # A re-fit that moves step times by less than this share, over the loads seen last, is not taken up.
 NOTABLE = 0.03
 # Step times this many times off the configured ones are taken up with a warning: they may well be of another engine.
@@ -126,8 +128,8 @@ class LiveProfile:
             self._watched[report.engine] = _Watched(configuration, sample)
             return
         steps = (sample.generation_tokens_total - watched.since.generation_tokens_total) / max(1, sample.running)
-        same = same_batch(watched.since, sample)
-        if same and steps < LEAST_STEPS:
+        enough = steps >= LEAST_STEPS and sample.sampled_s - watched.since.sampled_s >= LEAST_S
+        if same_batch(watched.since, sample) and not enough:
             return
         batch = batch_between(watched.since, sample)
         self._watched[report.engine] = _Watched(configuration, sample)

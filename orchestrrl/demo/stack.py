@@ -21,6 +21,8 @@ READY_WITHIN_S = 60.0
 STOP_WITHIN_S = 10.0
 LOG_TAIL_LINES = 15
 STREAM_INTERVAL_TOKENS = 16
+# Of an engine's time: what a plan must gain.
+EPSILON_S = 10.0
 # Where `make venv-vllm` puts it; a GPU host's own vLLM does as well.
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 MODEL_MAKER = Path(__file__).parents[1] / "engines" / "tiny_model.py"
@@ -210,18 +212,19 @@ def _gateway_flags(scenario: Scenario, kind: str, running: Sequence[LocalEngine]
 
 
 def _daemon_config(scenario: Scenario, running: Sequence[LocalEngine], out_dir: Path) -> dict[str, object]:
-    control, engine = scenario.control, scenario.engine
+    control, engine, speed = scenario.control, scenario.engine, scenario.speed
     journal_path = out_dir / "journal.sqlite"
+    # In wall time, as everything that the daemon sees.
     configuration = {
         "id": "as-started",
         "gpus": 2,
-        "alpha_s": engine.alpha_s,
-        "beta_s": engine.beta_s,
-        "gamma_s": engine.gamma_s,
+        "alpha_s": engine.alpha_s / speed,
+        "beta_s": engine.beta_s / speed,
+        "gamma_s": engine.gamma_s / speed,
         "kv_capacity_tokens": engine.kv_capacity_tokens,
         "max_sequences": engine.max_num_seqs,
-        "prefill_tokens_per_s": engine.prefill_tokens_per_s,
-        "switch_s": 1.7,
+        "prefill_tokens_per_s": engine.prefill_tokens_per_s * speed,
+        "switch_s": 1.7 / speed,
     }
     return {
         "mode": "act",
@@ -233,7 +236,11 @@ def _daemon_config(scenario: Scenario, running: Sequence[LocalEngine], out_dir: 
             "max_moves_per_tick": control.max_moves_per_tick,
             "max_moves_per_request": control.max_moves_per_request,
         },
-        "slow": {"interval_s": control.slow_interval_s, "max_output_tokens": scenario.max_tokens},
+        "slow": {
+            "interval_s": control.slow_interval_s,
+            "epsilon_s": EPSILON_S / speed,
+            "max_output_tokens": scenario.max_tokens,
+        },
         "fleet": {
             "gpus": {"count": 2 * len(running), "per_node": 8},
             "configurations": [configuration],

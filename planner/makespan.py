@@ -3,6 +3,7 @@
 Carrying the answer out is the executors' business.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -11,25 +12,32 @@ import numpy as np
 from planner.model import EngineId
 from planner.problem import NOWHERE, RUNNING, Homogeneous, Infeasible, Migration, Placed, Problem, Solution
 from planner.solver.bound import lower_bound_s as _lower_bound_s
-from planner.solver.columns import Columns, columns
+from planner.solver.columns import Columns, Ints, columns
 from planner.solver.dual import tightened_s
 from planner.solver.evaluate import Fleet, Placement, current_fleet, place, with_idle
-from planner.solver.layout import lay_out
+from planner.solver.layout import in_a_row
 from planner.solver.packed import packed, soonest_cut
 from planner.solver.search import Work
 from planner.solver.small import best_of_all, is_small, polished
-from planner.solver.spread import MANY, least_loaded, loads
+from planner.solver.spread import MANY, least_loaded, least_s, loads
+from planner.solver.whole import raised_s
 
 __all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "solve"]
 
 
-NEAR, NEAR_ENOUGH = 0.01, 0.02  # gap that is not worth a closer look; and not with many requests
+CLOSE, NEAR, NEAR_ENOUGH = 0.002, 0.01, 0.02  # gap that is not worth a closer look; and not with many requests
 STAYING = 0.8  # share of the moves that a fleet which stays is hoped to save
 FILLINGS = 3  # times for which a fleet is filled anew
 FEW = 10_000  # requests up to which static fleets are filled in every way
+PROOF = 200_000  # budget from which on a close bound is looked for
 SMALL_WORK, POLISH_WORK = 1_000_000, 150_000  # requests that the local search looks at, where no budget is given
 
 
+# Times beyond what a float holds are infinite: never.
+_never = np.errstate(over="ignore", divide="ignore", invalid="ignore")
+
+
+@_never
 def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solution:
     """The best fleet and placement found, with what it takes and what no other can beat. Raises Infeasible.
 
@@ -42,13 +50,22 @@ def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solutio
         candidates.append(current)
     bound_s = _lower_bound_s(table)
     candidates += _packed(table, bound_s, min((each.makespan_s for each in candidates), default=0.0))
+    candidates += _spread(table, min((each.makespan_s for each in candidates), default=math.inf))
+    bound_s = _raised_s(table, bound_s, min((each.makespan_s for each in candidates), default=0.0))
     candidates += _searched(table, candidates, bound_s, stop)
     best = min(candidates, key=lambda placement: _worth_s(table, placement), default=None)
-    if best is not None and best.makespan_s > bound_s * (1 + NEAR):
-        bound_s = tightened_s(table, bound_s, best.makespan_s)
     if best is not None and (problem.kv_balance is None or (best.fleet.current >= 0).all()):
         best = with_idle(table, best)
     return _solution(table, current, best, bound_s, homogeneous)
+
+
+def _raised_s(table: Columns, bound_s: float, high_s: float) -> float:
+    """The bound, looked at closely where what was found does not come near it."""
+    budget = table.problem.work_budget
+    if not np.isfinite(high_s) or high_s <= bound_s * (1 + CLOSE) or (budget is not None and budget < PROOF):
+        return bound_s
+    tight_s = tightened_s(table, bound_s, high_s) if high_s > bound_s * (1 + NEAR) else bound_s
+    return raised_s(table, tight_s, high_s, tight_s > bound_s)
 
 
 def _searched(
@@ -72,17 +89,20 @@ def _worth_s(table: Columns, placement: Placement) -> float:
     return placement.makespan_s * (1 + violation(table, placement))
 
 
+@_never
 def evaluate_placement(problem: Problem) -> list[float]:
     """Seconds that each current instance takes for what it has, new requests dealt in turn; infinite where one of its
     requests does not fit. Raises Infeasible."""
     return as_placed(columns(problem)).finish_s.tolist() if problem.current else []
 
 
+@_never
 def lower_bound(problem: Problem) -> float:
     """Seconds below which no placement ends. Raises Infeasible."""
     return _lower_bound_s(columns(problem))
 
 
+@_never
 def alternatives(problem: Problem) -> list[Homogeneous]:
     """What each configuration alone would take. Raises Infeasible."""
     return _homogeneous(columns(problem))[1]
@@ -123,34 +143,44 @@ def _homogeneous(table: Columns) -> tuple[list[Placement], list[Homogeneous]]:
             why = "a request does not fit" if fleets else "no instance can be placed"
             listed.append(Homogeneous(configuration.id, 0, float("inf"), 0.0, why))
             continue
-        best = None
-        ways = loads(table, index)
-        for fleet in fleets:
-            for load, first in ways if table.count * len(ways) <= FEW else ways[:1]:
-                placement = place(table, fleet, least_loaded(table, index, len(fleet), load, first))
-                found.append(placement)
-                if best is None or placement.makespan_s < best.makespan_s:
-                    best = placement
-        assert best is not None
+        load, first = loads(table, index)[0]
+        placed = [place(table, fleet, least_loaded(table, index, len(fleet), load, first)) for fleet in fleets]
+        best = min(placed, key=lambda placement: placement.makespan_s)
+        found += placed
         cost_s = float((best.migration_s + best.switch_s).max(initial=0.0))
         used = int((np.diff(best.starts) > 0).sum())
         listed.append(Homogeneous(configuration.id, used, best.makespan_s, cost_s))
     return found, listed
 
 
+def _spread(table: Columns, below_s: float) -> list[Placement]:
+    """Static fleets filled in the other ways, where those may end before `below_s`."""
+    found: list[Placement] = []
+    for index in range(len(table.gpus)):
+        if not table.count or not table.fits(index).all():
+            continue
+        filled: dict[tuple[int, int], Ints] = {}
+        for fleet in _fleets_of(table, index):
+            if least_s(table, index, len(fleet)) >= below_s:
+                continue
+            for way, (load, first) in enumerate(loads(table, index)[1:]):
+                key = (len(fleet), way)
+                if key not in filled:
+                    filled[key] = least_loaded(table, index, len(fleet), load, first)
+                found.append(place(table, fleet, filled[key]))
+    return found
+
+
 def _fleets_of(table: Columns, configuration: int) -> list[Fleet]:
     """As many instances as there is room for: from the first GPU on, and around those that run."""
     count = min(int(table.placeable[configuration]), max(1, table.count))
-    fleet = lay_out(table, [], [configuration] * count) if count else None
-    fleets = [fleet] if fleet else []
+    if not count:
+        return []
+    fleet = in_a_row(table, [], configuration, count)
     running = np.flatnonzero(table.current_configuration == configuration).tolist()
-    if not running or (fleet and len(running) == int((fleet.current >= 0).sum())):
-        return fleets
-    for more in range(count - len(running), -1, -1):
-        around = lay_out(table, running, [configuration] * more)
-        if around is not None:
-            return [*fleets, around]
-    return fleets
+    if not running or len(running) == int((fleet.current >= 0).sum()):
+        return [fleet]
+    return [fleet, in_a_row(table, running, configuration, count - len(running))]
 
 
 def _solution(

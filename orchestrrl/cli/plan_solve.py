@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from planner.problem import Placed, Problem, Solution
 
 LINES_SHOWN = 40  # instances; beyond that they are shown in groups
+MOST_GPUS = 2**20  # beyond any cluster; what is more is a slip, and would take all memory
 
 HELP = """Say which engines to run on which GPUs, and which request each decodes, so that the last one ends soonest.
 
@@ -34,13 +35,13 @@ Example:
 
 
 class GpusPart(ProblemPart):
-    count: int = Field(ge=0)
-    per_node: int = Field(ge=1)
+    count: int = Field(ge=0, le=MOST_GPUS)
+    per_node: int = Field(ge=1, le=MOST_GPUS)
 
 
 class ConfigurationPart(ProblemPart):
     id: str
-    gpus: int = Field(ge=1)
+    gpus: int = Field(ge=1, le=MOST_GPUS)
     alpha_s: float = Field(ge=0)
     beta_s: float = Field(ge=0)
     gamma_s: float = Field(ge=0)

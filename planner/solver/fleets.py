@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 
 import numpy as np
 
@@ -96,14 +96,17 @@ class _Walk:
         return options
 
     def _kept(self, mine: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
-        """Which to keep: any, or of many those that cost most to leave."""
+        """Which to keep: any; or where there are many, of each configuration those that cost most to leave."""
         if len(mine) <= ANY_KEPT:
             for size in range(len(mine), -1, -1):
                 yield from combinations(mine, size)
             return
-        dearest = sorted(mine, key=lambda part: (-self.held_s[part[1]], part[1]))
-        for size in range(len(mine), -1, -1):
-            yield tuple(sorted(dearest[:size]))
+        kinds: dict[int, list[Part]] = {}
+        for part in sorted(mine, key=lambda part: (-self.held_s[part[1]], part[1])):
+            kinds.setdefault(part[0], []).append(part)
+        for sizes in product(*(range(len(parts), -1, -1) for parts in kinds.values())):
+            chosen = [part for size, parts in zip(sizes, kinds.values(), strict=True) for part in parts[:size]]
+            yield tuple(sorted(chosen))
 
     def _multisets(self, room: int) -> list[tuple[int, ...]]:
         @cache

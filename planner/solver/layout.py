@@ -32,6 +32,27 @@ def lay_out(columns: Columns, kept: Iterable[int], new: Sequence[int]) -> Fleet 
     return Fleet.of(columns, parts + [(new[place], -1, gpus) for place, gpus in enumerate(placed) if gpus is not None])
 
 
+def in_a_row(columns: Columns, kept: Iterable[int], configuration: int, most: int) -> Fleet:
+    """`kept` are current instances; beside them at most that many new ones of one configuration, on the lowest GPUs."""
+    problem = columns.problem
+    kept = sorted(kept)
+    per_node, size = problem.per_node, int(columns.gpus[configuration])
+    taken = {gpu for index in kept for gpu in problem.current[index].gpus}
+    fresh: list[tuple[GpuId, ...]] = []
+    whole: list[int] = []  # free nodes, until they are enough for a wide one
+    for first in range(0, problem.gpus_count, per_node):
+        if len(fresh) >= most:
+            break
+        node = range(first, min(first + per_node, problem.gpus_count))
+        free = [gpu for gpu in node if gpu not in taken] if taken else list(node)
+        if size > per_node:
+            whole += free if len(free) == per_node else []
+            free, whole = (whole, []) if len(whole) == size else ([], whole)
+        fresh += [tuple(map(GpuId, free[at : at + size])) for at in range(0, len(free) - size + 1, size)]
+    parts = [(int(columns.current_configuration[index]), index, problem.current[index].gpus) for index in kept]
+    return Fleet.of(columns, parts + [(configuration, -1, gpus) for gpus in fresh[: max(0, most)]])
+
+
 def _take(free: list[list[int]], rooms: list[list[int]], gpus: int, per_node: int) -> tuple[GpuId, ...] | None:
     if gpus > per_node:
         whole, rest = divmod(gpus, per_node)

@@ -76,6 +76,26 @@ class Orders:
         return best, best_order
 
 
+@dataclass(slots=True)
+class _Load:
+    """What the requests of an instance add up to."""
+
+    count: int = 0
+    longest: int = 0
+    tokens: int = 0
+    room: int = 0
+    area: int = 0  # tokens times room
+    work_s: float = 0.0
+
+    def add(self, left: int, room: int, cost_s: float) -> None:
+        self.count += 1
+        self.longest = max(self.longest, left)
+        self.tokens += left
+        self.room += room
+        self.area += left * room
+        self.work_s += cost_s
+
+
 class Search:
     """Requests on the instances of one fleet, moved about."""
 
@@ -148,9 +168,10 @@ class Search:
         GPU-seconds while the instance ends by then. False, and nothing changed, where that does not work out."""
         count = len(self.configuration)
         held: list[list[int]] = [[] for _ in range(count)]
+        loads = [_Load() for _ in range(count)]
         ends = [0.0] * count
         for request in self.by_length:
-            best, best_value, best_s = -1, float("inf"), 0.0
+            best, best_value, best_s = -1, math.inf, 0.0
             seen: set[tuple[int, float]] = set()
             for instance in range(count):
                 if not held[instance] and self.fleet.current[instance] < 0:  # all alike
@@ -158,7 +179,7 @@ class Search:
                     if alike in seen:
                         continue
                     seen.add(alike)
-                end_s = self._quick_s(instance, held[instance], ends[instance], request)
+                end_s = self._quick_s(instance, loads[instance], ends[instance], request)
                 if until_s is None:
                     value = end_s
                 else:
@@ -171,32 +192,27 @@ class Search:
             if best < 0:
                 return False
             held[best].append(request)
+            loads[best].add(self.orders.remaining[request], self.orders.footprint[request], self.cost_s[best][request])
             ends[best] = best_s
         self.held = held
         self.finish_s = [self.time_s(instance, requests) for instance, requests in enumerate(held)]
         return True
 
-    def _quick_s(self, instance: int, requests: list[int], end_s: float, request: int) -> float:
+    def _quick_s(self, instance: int, load: _Load, so_far_s: float, request: int) -> float:
         """When the instance ends with `request`, that is no longer than any before, as well; at least, where not all
         run at once."""
-        rooms = self.orders.footprint
-        if rooms[request] > self.capacity[instance]:
-            return float("inf")
-        if not requests:
-            alone_s = self.alpha_s[instance] * self.orders.remaining[request]
-            return self.switch_s[instance] + self.cost_s[instance][request] + alone_s
-        lefts = self.orders.remaining
-        held, tokens, area = rooms[request], lefts[request], lefts[request] * rooms[request]
-        for each in requests:
-            held += rooms[each]
-            tokens += lefts[each]
-            area += lefts[each] * rooms[each]
-        if held <= self.capacity[instance] and len(requests) < self.slots[instance]:
-            return end_s + self.cost_s[instance][request]
-        iterations: float = max(lefts[requests[0]], area / self.capacity[instance], tokens / self.slots[instance])
-        costs = self.cost_s[instance]
-        work_s = costs[request] + sum(costs[each] for each in requests)
-        return self.switch_s[instance] + work_s + self.alpha_s[instance] * iterations
+        room, left = self.orders.footprint[request], self.orders.remaining[request]
+        capacity, slots = self.capacity[instance], self.slots[instance]
+        if room > capacity:
+            return math.inf
+        cost_s = self.cost_s[instance][request]
+        if not load.count:
+            return self.switch_s[instance] + cost_s + self.alpha_s[instance] * left
+        if load.room + room <= capacity and load.count < slots:
+            return so_far_s + cost_s
+        iterations: float = max(load.longest, (load.area + left * room) / capacity, (load.tokens + left) / slots)
+        end_s: float = self.switch_s[instance] + load.work_s + cost_s + self.alpha_s[instance] * iterations
+        return end_s
 
     # --- moves
 

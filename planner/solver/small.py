@@ -12,6 +12,7 @@ MOST_FLEETS = 3000
 CELLS = 40_000  # requests times GPUs up to which a problem is small
 LOOKED_AT, CLOSELY = 32, 6
 TRIALS = 5
+ENOUGH = 1e-4  # gap that is none
 
 
 POLISHED = 500_000  # requests times instances up to which a placement is improved
@@ -55,9 +56,9 @@ def best_of_all(
         best.append(search)
     best.sort(key=lambda search: search.makespan_s)
     for search in best[:CLOSELY]:
-        if stop() or best[0].makespan_s <= bound_s * (1 + 1e-6):
+        if stop() or best[0].makespan_s <= bound_s * (1 + ENOUGH):
             break
-        search.shake(12 + 600 // (1 + columns.count), enough_s=bound_s * (1 + 1e-6))
+        search.shake(12 + 600 // (1 + columns.count), enough_s=bound_s * (1 + ENOUGH))
     best.sort(key=lambda search: search.makespan_s)
     return [search.placement() for search in best[:CLOSELY]]
 

@@ -19,6 +19,15 @@ def loads(columns: Columns, configuration: int) -> list[tuple[Floats, bool]]:
     return [(work_s, True), (area_s, False), (work_s, False), (tokens, False), (np.ones(columns.count), False)]
 
 
+def least_s(columns: Columns, configuration: int, instances: int) -> float:
+    """Seconds below which no way to spread them ends: each of the longest has an instance to itself at first."""
+    if not instances:
+        return 0.0
+    longest = columns.remaining[columns.longest_first[:instances]]
+    alpha_s = columns.alpha_s[configuration] * float(longest.sum())
+    return float(alpha_s + columns.work_s[configuration].sum()) / instances
+
+
 def least_loaded(columns: Columns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
     """[request] its place among equal instances, longest first onto the least loaded, the lowest of equals."""
     if columns.count > MANY:

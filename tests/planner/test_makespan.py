@@ -19,7 +19,8 @@ from planner.solver.columns import columns
 from planner.solver.cut import Cutter
 from planner.solver.dual import tightened_s
 from planner.solver.evaluate import admit
-from planner.solver.layout import lay_out
+from planner.solver.layout import in_a_row, lay_out
+from planner.solver.whole import raised_s
 
 TP1 = configuration("tp1", 1, alpha_s=0.024, beta_s=8.7e-5, gamma_s=8.2e-8, capacity=200_000, switch_s=1.6)
 TP2 = configuration("tp2", 2, alpha_s=0.0184, capacity=580_000, switch_s=1.7)
@@ -117,6 +118,40 @@ def test_both_bounds_are_below_what_is_found(seed: int, room: float, slots: int)
     assert solution.lower_bound_s <= solution.makespan_s
 
 
+@settings(max_examples=25, deadline=None)
+@given(SEEDS, st.integers(1, 60), st.sampled_from([4, 8, 16]), st.booleans())
+def test_whole_instances_take_at_least_the_raised_bound(seed: int, count: int, gpus: int, running: bool) -> None:
+    current = fleet(TP2, gpus) if running else []
+    places = [place % len(current) for place in range(count)] if running else None
+    states = [RUNNING if place % 3 else WAITING for place in range(count)] if running else None
+    given_problem = problem(
+        [TP1, TP2, TP8] if gpus >= 8 else [TP1, TP2],
+        heavy_tailed(seed, count),
+        gpus=gpus,
+        current=current,
+        places=places,
+        states=states,
+    )
+    table = columns(given_problem)
+    closed_s = lower_bound_s(table)
+    solution = solve(given_problem)
+    for tight in (False, True):
+        assert closed_s <= raised_s(table, closed_s, 1e9, tight) <= solution.makespan_s
+
+
+def test_one_instance_too_few_is_seen() -> None:
+    """Three equal requests on two engines: on the mean one and a half, and yet one of them has two."""
+    kind = configuration("tp8", 8, alpha_s=0.0, beta_s=0.01, gamma_s=0.0, switch_s=0.0)
+    table = columns(problem([kind], [(0, 1000)] * 3))
+    closed_s = lower_bound_s(table)
+    assert closed_s == pytest.approx(15.0, rel=1e-3)
+    assert raised_s(table, closed_s, 20.0, tight=False) == pytest.approx(15.0, rel=1e-3)  # work can be split
+    kind = configuration("tp8", 8, alpha_s=0.01, beta_s=0.001, gamma_s=0.0, switch_s=0.0)
+    table = columns(problem([kind], [(0, 1000)] * 2 + [(0, 100)] * 200))
+    assert lower_bound_s(table) == pytest.approx(14.9, rel=0.05)
+    assert raised_s(table, lower_bound_s(table), 40.0, tight=False) > 1.01 * lower_bound_s(table)
+
+
 def test_where_sequences_are_short_the_program_refuses_more() -> None:
     """Eight sequences at a time: what they generate together takes far longer than the longest alone."""
     kind = configuration("tp2", 2, alpha_s=0.02, beta_s=1e-6, gamma_s=0.0, slots=8, switch_s=0.0)
@@ -152,6 +187,18 @@ def test_a_layout_keeps_to_the_nodes(gpus: int, per_node: int, wanted: list[int]
     for each, held in zip(wanted, fleet.gpus, strict=True):
         assert len(held) == kinds[each].gpus
         assert len({gpu // per_node for gpu in held}) == max(1, len(held) // per_node)
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 40), st.sampled_from([2, 4, 8]), st.sampled_from([0, 1, 2]), st.integers(0, 12))
+def test_a_row_takes_all_that_there_is_room_for(gpus: int, per_node: int, wanted: int, most: int) -> None:
+    kinds = [TP1, TP2, configuration("wide", 2 * per_node)]
+    table = columns(problem(kinds, [], gpus=gpus, per_node=per_node))
+    row = in_a_row(table, [], wanted, most)
+    assert len(row) == min(most, int(table.placeable[wanted]))
+    assert list(row.gpus) == sorted(row.gpus)
+    assert len({gpu for held in row.gpus for gpu in held}) == len(row) * kinds[wanted].gpus
+    assert all(len({gpu // per_node for gpu in held}) == max(1, len(held) // per_node) for held in row.gpus)
 
 
 def test_the_tail_is_packed_not_spread() -> None:

@@ -1,0 +1,157 @@
+"""The bound where GPUs are few: an instance is there or it is not.
+
+Give each request a weight. An instance that ends by T and whose longest request has L tokens serves requests of at most
+L whose work leaves time for L iterations: the heaviest that it can serve is a knapsack, filled by weight per second.
+Put the instances of a placement in descending order of L: those before serve all that is longer than an instance's
+L, so that the more they serve, the shorter its longest may be, and the more it can serve itself. The most that u GPUs
+serve is therefore the best, over the last instance opened, of what the GPUs before it serve at most, and what it adds.
+Where that is less than the weight of all requests, T cannot be met. This holds for any weights; some refuse more.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+
+import numpy as np
+
+from planner.solver.bound import SAFETY, Option, options_of, units
+from planner.solver.columns import Columns, Floats, Ints
+
+MOST_REQUESTS, MOST_UNITS = 4096, 512
+MANY_WEIGHTS = 256  # requests up to which all weights are tried
+CELLS = 1 << 16  # requests times classes of lengths
+SINGLE = 16  # longest requests, each a class of its own
+PRECISION = 1e-4
+STEP = 0.002  # by which a bound first is raised
+
+
+def raised_s(columns: Columns, bound_s: float, high_s: float, tight: bool) -> float:
+    """A bound at least as high as `bound_s`; no placement is known to end before `high_s`. `tight`: whether KV room or
+    sequences are short."""
+    if not 0 < columns.count <= MOST_REQUESTS or units(columns) > MOST_UNITS:
+        return bound_s
+    raised = bound_s
+    for weights in _weights(columns, tight):
+        if raised >= high_s * (1 - PRECISION):
+            break
+        stairs = _Stairs(columns, weights)
+        low_s, step = raised, STEP
+        while low_s < high_s and stairs.refused(min(low_s * (1 + step), high_s)):
+            low_s, step = min(low_s * (1 + step), high_s), step * 2
+        if low_s == raised and step == STEP and not stairs.refused(low_s * (1 + PRECISION)):
+            continue
+        middle_s, top_s = low_s, min(low_s * (1 + step), high_s)
+        while top_s - low_s > PRECISION * top_s:
+            middle_s = (low_s + top_s) / 2
+            if stairs.refused(middle_s):
+                low_s = middle_s
+            else:
+                top_s = middle_s
+        raised = max(raised, low_s)
+    return raised * (1 - SAFETY) if raised > bound_s else bound_s
+
+
+def _weights(columns: Columns, tight: bool) -> Iterator[Floats]:
+    """What the requests take of an instance of each configuration; then between two configurations."""
+    kinds = np.flatnonzero(columns.placeable).tolist()
+    for kind in kinds:
+        yield columns.work_s[kind]
+    if tight:
+        for kind in kinds:
+            iterations_s = columns.alpha_s[kind] * columns.remaining
+            yield columns.work_s[kind] + iterations_s / columns.slots[kind]
+            yield columns.work_s[kind] + iterations_s * (columns.footprint / columns.capacity[kind])
+    if columns.count <= MANY_WEIGHTS:
+        for place, kind in enumerate(kinds):
+            for other in kinds[:place]:
+                yield np.sqrt(columns.work_s[kind]) * np.sqrt(columns.work_s[other])
+
+
+class _Stairs:
+    """Requests with weights, longest first, prepared once for several makespans."""
+
+    def __init__(self, columns: Columns, weights: Floats) -> None:
+        order = columns.longest_first
+        count = len(order)
+        self.units = units(columns)
+        self.options = options_of(columns, order)
+        remaining = columns.remaining[order].astype(np.float64)
+        weights = weights[order]
+        starts = _starts(remaining, min(96, max(16, CELLS // count)))
+        ends = np.concatenate((starts[1:], [count]))
+        self.shortest = remaining[ends - 1]  # [class]
+        self.level = np.repeat(np.arange(len(starts)), ends - starts).tolist()  # [request] its class
+        self.before = [0.0, *np.cumsum(weights).tolist()]  # [request + 1] weight of all longer ones
+        held = remaining * columns.footprint[order]
+        self.works: list[list[tuple[Floats, Floats]]] = []  # [option][class] seconds, and the weight that they serve
+        self.rooms: list[list[tuple[Floats, Floats]]] = []  # [option] the same by KV room, and by sequences
+        for option in self.options:
+            work_s = option.cost_s
+            by_room_s = work_s + option.alpha_s * (held / float(columns.capacity[option.configuration]))
+            by_slot_s = work_s + option.alpha_s * (remaining / float(columns.slots[option.configuration]))
+            self.works.append(_knapsacks(work_s, weights, starts))
+            self.rooms.append([_knapsacks(each, weights, starts[:1])[0] for each in (by_room_s, by_slot_s)])
+
+    def refused(self, makespan_s: float) -> bool:
+        served = [self._served(place, option, makespan_s) for place, option in enumerate(self.options)]
+        prices = [round(option.price) for option in self.options]
+        level, last = self.level, len(self.level) - 1
+        enough: float = self.before[-1] * (1 - SAFETY)
+        most = [0.0]  # [units] weight that they serve
+        for used in range(1, self.units + 1):
+            best = most[-1]
+            for price, serves in zip(prices, served, strict=True):
+                if price > used:
+                    continue
+                by_others = most[used - price]
+                position = min(bisect_right(self.before, by_others * (1 + SAFETY)) - 1, last)
+                best = max(best, by_others + serves[level[position]])
+            if best >= enough:
+                return False
+            most.append(best)
+        return most[-1] < enough
+
+    def _served(self, place: int, option: Option, makespan_s: float) -> list[float]:
+        """[class] the most that one instance serves whose longest request is of the class, or of one before."""
+        free_s = makespan_s - option.switch_s
+        rooms_s = (free_s - option.alpha_s * self.shortest).tolist()
+        limit = min(_filled(*knapsack, free_s) for knapsack in self.rooms[place])
+        served = [
+            min(limit, _filled(*knapsack, room_s)) for room_s, knapsack in zip(rooms_s, self.works[place], strict=True)
+        ]
+        return list(accumulate(served, max))
+
+
+def _knapsacks(cost_s: Floats, weights: Floats, starts: Ints) -> list[tuple[Floats, Floats]]:
+    """[start] seconds and weight of the requests from there on, by weight per second, summed up."""
+    fits = np.isfinite(cost_s)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        worth = np.where(fits, weights / cost_s, -1.0)
+    worth[fits & (cost_s == 0)] = np.inf
+    order = np.argsort(-worth, kind="stable")[: int(fits.sum())]
+    costs, gains = cost_s[order], weights[order]
+    found = []
+    for start in starts.tolist():
+        here = order >= start
+        found.append((np.concatenate(([0.0], np.cumsum(costs[here]))), np.concatenate(([0.0], np.cumsum(gains[here])))))
+    return found
+
+
+def _filled(costs_s: Floats, gains: Floats, room_s: float) -> float:
+    """The most weight that takes no more seconds than `room_s`, the last request in part."""
+    if room_s < 0:
+        return 0.0
+    room_s *= 1 + SAFETY
+    end = int(costs_s.searchsorted(room_s, side="right"))
+    if end == len(costs_s):
+        return float(gains[-1])
+    part = (room_s - costs_s[end - 1]) / (costs_s[end] - costs_s[end - 1])
+    return float(gains[end - 1] + part * (gains[end] - gains[end - 1]))
+
+
+def _starts(remaining: Floats, classes: int) -> Ints:
+    """Where classes start that generate about as many tokens each; the longest are alone in theirs."""
+    share = np.cumsum(remaining) / remaining.sum()
+    cuts = np.searchsorted(share, np.linspace(0, 1, classes + 1)[1:-1])
+    starts: Ints = np.unique(np.concatenate((np.arange(min(len(remaining), SINGLE)), cuts)))
+    return starts[starts < len(remaining)]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from builders import engine_report, gateway_report, request, sample
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl.clock import VirtualClock
@@ -170,6 +172,34 @@ def test_engines_that_tell_nothing_teach_nothing(wrong: dict[str, Any]) -> None:
     bench.decode(2.0, 30, **wrong)
     assert bench.line == GIVEN
     assert bench.costs.beliefs()[0].taken == 0
+
+
+def test_one_slow_engine_of_four_does_not_speak_for_all() -> None:
+    bench = Bench()
+    for _ in range(10):
+        bench.decode(1.0, 6, engine="e0")
+        bench.decode(1.0, 6, engine="e1")
+        bench.decode(1.0, 6, engine="e2")
+        bench.decode(3.0, 6, engine="e3")
+    assert bench.line.step_s(14, 30_000) == pytest.approx(GIVEN.step_s(14, 30_000), rel=0.1)
+
+
+turns = st.tuples(st.floats(0, 5), st.sampled_from([0, 8, 8, 8, 40]), st.integers(-100, 5000), st.floats(-0.1, 0.2))
+
+
+@given(st.lists(turns, max_size=80))
+def test_whatever_engines_say_lines_stay_usable(told: list[tuple[float, int, int, float]]) -> None:
+    """Clocks that stand still, counters that go back, a batch of any speed."""
+    bench, at_s, total, usage = Bench(), 0.0, 0, 0.1
+    for sequence, (elapsed_s, running, made, grown) in enumerate(told):
+        at_s, total, usage = at_s + elapsed_s, max(0, total + made), min(1.0, max(0.0, usage + grown))
+        fields = {"kv_usage_fraction": usage, "kv_capacity_tokens": 100_000}
+        bench.costs.observe(engine_report("e0", sequence, sample(at_s, running, 0, total, **fields)), ID)
+    line = bench.line  # a Configuration checks itself
+    (belief,) = bench.costs.beliefs()
+    assert belief.refitted == bool(bench.notes)
+    assert line == GIVEN or belief.refitted
+    assert 1 / 20 <= belief.factor <= 20
 
 
 def test_scrapes_within_a_step_are_put_together() -> None:

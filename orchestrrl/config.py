@@ -212,9 +212,9 @@ def load_config(path: Path | str) -> Config:
     return parse_config(read_text(path), Path(path).parent)
 
 
-def parse_config(text: str, folder: Path = Path()) -> Config:
+def parse_config(text: str, folder: Path = Path(), *, profile: "Profile | None" = None) -> Config:
     """As load_config, from text; files that it names are found from `folder`. An empty document is the default
-    configuration."""
+    configuration. A `profile` that is there already stands in for one that the document names."""
     document = parse_yaml(text)
     if document is None:
         document = {}
@@ -227,8 +227,9 @@ def parse_config(text: str, folder: Path = Path()) -> Config:
     except ValidationError as error:
         faults = faults_of(error)
     # Sections are checked against each other even when other sections are faulty, so nothing waits for a second run.
-    profile, profile_faults = _read_profile(document.get("fleet"), folder)
-    faults += profile_faults
+    if profile is None:
+        profile, profile_faults = _read_profile(document.get("fleet"), folder)
+        faults += profile_faults
     faults += _cross_faults(document, profile)
     if faults:
         raise ProblemFaults(faults)

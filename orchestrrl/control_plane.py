@@ -50,6 +50,7 @@ from planner.series import StepForecast
 logger = logging.getLogger(__name__)
 
 QUIET_POLL_S = 0.25
+NICS_ALL_BUT_FREE = 0.995
 
 Offload = Callable[[Callable[[], Plan]], Awaitable[Plan]]
 
@@ -83,6 +84,8 @@ class ControlPlane:
         self.balance: BalanceDecision | None = None
         self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
         self.known_output_tokens: Mapping[RequestId, int] | None = None  # told by a simulation, for an oracle's plans
+        self.nic_share = 1.0  # that moves have; whoever watches the links sets it, and who takes the rest
+        self.nic_taken_by: Sequence[str] = ()
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
         self.draining: set[EngineId] = set()  # engines that are about to be stopped: gateways send them nothing new
         self.step_began = asyncio.Event()  # set with each new step, for who waits for one
@@ -219,11 +222,17 @@ class ControlPlane:
 
         plan = await self._offload(decide)
         self.slow_tick_s = self._stopwatch() - began
-        plan = replace(plan, solve_s=self.slow_tick_s, notes=(*plan.notes, *cost_notes))
+        plan = replace(plan, solve_s=self.slow_tick_s, notes=(*plan.notes, *cost_notes, *self._nic_notes()))
         latest = self.plans.latest
         if snapshot.requests or latest is None or latest.verdict.code != plan.verdict.code:
             self.plans.add(plan, _digest(snapshot))
         return plan, snapshot
+
+    def _nic_notes(self) -> Sequence[str]:
+        if self.nic_share >= NICS_ALL_BUT_FREE:
+            return ()
+        take = "takes" if len(self.nic_taken_by) == 1 else "take"
+        return (f"moves have {self.nic_share:.0%} of the NICs: {' and '.join(self.nic_taken_by)} {take} the rest",)
 
     async def _quiet(self) -> None:
         """Let moves of the fast loop end, and their effect be reported. It moves something most of the time: a plan

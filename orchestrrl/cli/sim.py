@@ -28,6 +28,9 @@ def gen(
     example: Annotated[bool, typer.Option("--example", help="Run the built-in quickstart scenario.")] = False,
     arms: Annotated[str, typer.Option(help="Comma-separated arms. Default: the scenario's.")] = "",
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")] = "",
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each seed, warm-up included. Default: the scenario's.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Write pictures there.")] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -40,16 +43,16 @@ def gen(
     Example: `orchestrrl sim gen --example --plot out/sim`
     """
     # Imported here so that every other command starts without the numerics.
-    from orchestrrl.sim.report import COLUMNS, as_json, rows
+    from orchestrrl.sim.report import COLUMNS, as_json, marks, rows
     from orchestrrl.sim.report import plot as draw
     from orchestrrl.sim.run import chosen_arms, run_scenario
-    from orchestrrl.sim.scenario import EXAMPLE, load_scenario
+    from orchestrrl.sim.scenario import EXAMPLE, load_scenario, with_steps
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)  # engines come and go, as they should
     with reporting_errors():
         if bool(scenario) == example:
             raise ProblemFaults([f"SCENARIO: give one, or --example, got {scenario!r} and --example {example}"])
-        loaded = load_scenario(scenario or EXAMPLE)
+        loaded = with_steps(load_scenario(scenario or EXAMPLE), steps)
         names = chosen_arms([part.strip() for part in arms.split(",") if part.strip()], loaded)
         outcome = _with_progress(lambda report: run_scenario(loaded, names, _seeds(seeds) or loaded.seeds, report))
         pictures = draw(outcome, plot) if plot else []
@@ -57,11 +60,7 @@ def gen(
         print_json(as_json(outcome))
         return
     print_table(f"{loaded.name}: medians over seeds", COLUMNS, rows(outcome), optional=("paper",))
-    sweep = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.static_makespan_s.items())
-    lines = [f"static fleets, median makespan: {sweep}"]
-    if outcome.contention_s is not None:
-        lines.append(f"price of contention: sharing the NICs adds {outcome.contention_s:.1f} s to a step of `both`")
-    print_lines([*lines, *(f"wrote {path}" for path in pictures)])
+    print_lines([*marks(outcome), *(f"wrote {path}" for path in pictures)])
 
 
 def _with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> Result:

@@ -30,6 +30,9 @@ class Control:
     knowledge: str = "forecast"
 
 
+# A gain that no plan brings.
+NEVER_WORTH_IT_S = 1e9
+
 CONTROLS = {
     "planning": Control(True, "none", routed=False),
     "balancing_paper": Control(False, "paper"),
@@ -72,6 +75,8 @@ class ControlledRun:
         if self.control.policy is not None:
             sections["fast"]["policy"] = self.control.policy
         sections["slow"]["knowledge"] = self.control.knowledge
+        if not self.control.planning:
+            sections["slow"]["epsilon_s"] = NEVER_WORTH_IT_S  # a pin keeps the engines, not the requests
         merged = self.scenario.model_copy(update={"daemon": {"mode": "act", **daemon, **sections}})
         return merged.daemon_config(fleet_section(self.scenario, self.kinds))
 

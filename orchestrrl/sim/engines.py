@@ -47,7 +47,9 @@ class EngineKind:
 
 def kinds_of(scenario: Scenario) -> dict[ConfigurationId, EngineKind]:
     """The scenario's configurations, in its order."""
+    profile = scenario.engines.profile_value
     kinds = [_kind(configuration) for configuration in scenario.engines.configurations]
+    kinds += [EngineKind(engine) for engine in profile.configurations] if profile is not None else []
     return {kind.id: kind for kind in kinds}
 
 
@@ -72,10 +74,11 @@ def _kind(section: EngineConfiguration) -> EngineKind:
 
 
 def fleet_section(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind]) -> dict[str, object]:
-    """What the daemon's configuration file would say of these engines."""
+    """What the daemon's configuration file would say of these engines, beside a profile."""
+    written = [ConfigurationId(configuration.id) for configuration in scenario.engines.configurations]
     return {
         "gpus": {"count": scenario.gpus, "per_node": scenario.gpus_per_node},
-        "configurations": [_settings(kind, scenario) for kind in kinds.values()],
+        "configurations": [_settings(kinds[name], scenario) for name in written],
     }
 
 

@@ -7,10 +7,12 @@ not. Time goes on between changes, so a transfer costs two events however long i
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from orchestrrl.clock import Clock
 
 Node = int
+Cargo = Literal["moves", "weight sync"]
 # Less than this is rounding.
 LAST_GBIT = 1e-6
 
@@ -21,7 +23,16 @@ class _Flow:
     wish_gbps: float
     left_gbit: float
     done: asyncio.Future[None]
+    cargo: Cargo
     gbps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LeftForMoves:
+    """Of a node's NICs, what a move gets that could fill them; and who takes the rest, the largest first."""
+
+    share: float
+    taken_by: tuple[str, ...]
 
 
 class Network:
@@ -39,10 +50,10 @@ class Network:
         self.carried_gbytes = 0.0
         self.delayed_s = 0.0  # by which transfers took longer than alone
 
-    async def transfer(self, nodes: tuple[Node, ...], wish_gbps: float, gbytes: float) -> None:
+    async def transfer(self, nodes: tuple[Node, ...], wish_gbps: float, gbytes: float, cargo: Cargo = "moves") -> None:
         """Returns when the bytes are there. `nodes` are those whose NICs are passed."""
         began_s = self._clock.now_s()
-        flow = _Flow(nodes, wish_gbps, gbytes * 8, asyncio.get_running_loop().create_future())
+        flow = _Flow(nodes, wish_gbps, gbytes * 8, asyncio.get_running_loop().create_future(), cargo)
         self._settle()
         self._flows.append(flow)
         self._replan()
@@ -70,6 +81,19 @@ class Network:
             return 0.0
         wishes = sum(flow.wish_gbps for flow in self._flows if node in flow.nodes)
         return (wishes + self._engines_gbps.get(node, 0.0)) / self._nic_gbps
+
+    def left_for_moves(self) -> LeftForMoves:
+        """On the node where it is least."""
+        nodes = {node for flow in self._flows for node in flow.nodes} | set(self._engines_gbps)
+        takers = [self._takers(node) for node in sorted(nodes)] if self._share else []
+        most = max(takers, key=lambda gbps: sum(gbps.values()), default={})
+        named = sorted((name for name in most if most[name]), key=lambda name: (-most[name], name))
+        return LeftForMoves(1 / (1 + sum(most.values()) / self._nic_gbps), tuple(named))
+
+    def _takers(self, node: Node) -> dict[str, float]:
+        """Wishes for this node's NICs but those of moves, in Gbps."""
+        weights = sum(flow.wish_gbps for flow in self._flows if node in flow.nodes and flow.cargo == "weight sync")
+        return {"weight sync": weights, "engines' own traffic": self._engines_gbps.get(node, 0.0)}
 
     def close(self) -> None:
         if self._next is not None:

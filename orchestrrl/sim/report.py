@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from orchestrrl.sim.run import ArmRun, Outcome
+from orchestrrl.sim.run import ArmRun, NotKnowing, Outcome
 
 COLUMNS = (
     "arm",
@@ -29,9 +29,56 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "scenario": outcome.scenario.name,
         "seeds": [run.seed for run in outcome.arms[0].seeds],
         "static_makespan_s": outcome.static_makespan_s,
+        "ceiling": {
+            "gain": outcome.ceiling.gain,
+            "switching_s": outcome.ceiling.switching_s,
+            "static_s": dict(outcome.ceiling.static_s),
+        },
+        "not_knowing": _not_knowing_json(outcome.not_knowing),
         "contention_s": outcome.contention_s,
         "arms": {run.arm: _arm_json(outcome, run) for run in outcome.arms},
     }
+
+
+def _not_knowing_json(found: NotKnowing | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "static_s": found.static_s,
+        "forecast_s": found.forecast_s,
+        "oracle_s": found.oracle_s,
+        "mean_s": found.mean_s,
+        "price_s": found.price_s,
+        "kept": found.kept,
+    }
+
+
+def marks(outcome: Outcome) -> Iterator[str]:
+    """What stands beside the arms, a line each."""
+    sweep = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.static_makespan_s.items())
+    yield f"static fleets, median makespan: {sweep}"
+    limit = "the most that re-planning gains while lengths are unknown"
+    yield f"even spreading with free switches: {outcome.ceiling.gain:.3f} ({limit})"
+    known = outcome.arm("packed_known")
+    if known is not None and outcome.gain(known) is not None:
+        yield f"static packing, all lengths known: {_decimals(outcome.gain(known))}"
+    if outcome.not_knowing is not None:
+        yield from _not_knowing_lines(outcome.not_knowing)
+    if outcome.contention_s is not None:
+        yield f"price of contention: sharing the NICs adds {outcome.contention_s:.1f} s to a step of `both`"
+        yield "static arms have the NICs to themselves"
+
+
+def _not_knowing_lines(found: NotKnowing) -> Iterator[str]:
+    mean = "" if found.mean_s is None else f", {found.mean_s:.1f} s with their mean only"
+    yield (
+        f"price of not knowing lengths: {found.price_s:.1f} s "
+        f"({found.forecast_s:.1f} s forecast, {found.oracle_s:.1f} s known{mean})"
+    )
+    kept = (
+        "the oracle gains nothing to keep" if found.kept is None else f"{found.kept:.0%} of the oracle's gain is kept"
+    )
+    yield f"{kept}, over the tuned static fleet's {found.static_s:.1f} s"
 
 
 def _arm_json(outcome: Outcome, run: ArmRun) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from orchestrrl.errors import ProblemFaults
+from orchestrrl.sim.ceiling import Ceiling, ceiling
 from orchestrrl.sim.controlled import ControlledRun, Report
-from orchestrrl.sim.engines import EngineKind, Placement, homogeneous, kinds_of
+from orchestrrl.sim.engines import EngineKind, homogeneous, kinds_of
 from orchestrrl.sim.known import best_known
 from orchestrrl.sim.results import SeedRun, Span
 from orchestrrl.sim.scenario import ARMS, Scenario
@@ -37,15 +38,53 @@ class ArmRun:
         return median(errors) if errors else None
 
 
+@dataclass(frozen=True, slots=True)
+class NotKnowing:
+    """Median makespans by what the planner knows of lengths, beside the tuned static baseline's."""
+
+    static_s: float
+    forecast_s: float
+    oracle_s: float
+    mean_s: float | None  # None: the arm was not run
+
+    @property
+    def price_s(self) -> float:
+        """What knowing the lengths would save."""
+        return self.forecast_s - self.oracle_s
+
+    @property
+    def kept(self) -> float | None:
+        """Share of the oracle's gain that the forecast keeps; None where the oracle gains nothing."""
+        gain_s = self.static_s - self.oracle_s
+        return (self.static_s - self.forecast_s) / gain_s if gain_s > 0 else None
+
+
 @dataclass(slots=True)
 class Outcome:
     scenario: Scenario
     arms: list[ArmRun]
     static_makespan_s: dict[str, float]  # of the sweep behind verl_to, by configuration
-    contention_s: float | None  # what sharing the NICs adds to a step of the arm `both`; None: nothing shares them
+    ceiling: Ceiling  # of the measured steps of all seeds
+    alone_s: float | None = None  # makespan of `both` had it shared no NICs; None: it shares none, or was not run
 
     def arm(self, name: str) -> ArmRun | None:
         return next((run for run in self.arms if run.arm == name), None)
+
+    @property
+    def contention_s(self) -> float | None:
+        """What sharing the NICs adds to a step of the arm `both`."""
+        both = self.arm("both")
+        return both.makespan_s - self.alone_s if both is not None and self.alone_s is not None else None
+
+    @property
+    def not_knowing(self) -> NotKnowing | None:
+        """None where one of the arms that it takes was not run."""
+        static, forecast, oracle, mean = (self.arm(name) for name in ("verl_to", "both", "oracle", "mean_only"))
+        if static is None or forecast is None or oracle is None:
+            return None
+        return NotKnowing(
+            static.makespan_s, forecast.makespan_s, oracle.makespan_s, mean.makespan_s if mean is not None else None
+        )
 
     def gain(self, run: ArmRun) -> float | None:
         """Samples per second over those of the tuned static baseline: median over seeds."""
@@ -99,11 +138,16 @@ def run_scenario(scenario: Scenario, arms: Sequence[str], seeds: Sequence[int], 
             case _:
                 controlled = [ControlledRun(scenario, kinds, initial, arm, seed, steps[seed]) for seed in seeds]
                 runs.append(ArmRun(arm, initial, [one.run(report) for one in controlled]))
-    outcome = Outcome(scenario, runs, {k: median(s for r in v for s in r.makespan_s) for k, v in sweep.items()}, None)
-    both = outcome.arm("both")
-    if both is not None and _shares_links(scenario, kinds):
+    measured = [requests for seed in seeds for requests in steps[seed][scenario.workload.warmup_steps :]]
+    outcome = Outcome(
+        scenario,
+        runs,
+        {name: median(step_s for run in swept for step_s in run.makespan_s) for name, swept in sweep.items()},
+        ceiling(scenario, list(kinds.values()), measured),
+    )
+    if outcome.arm("both") is not None and _shares_links(scenario, kinds):
         alone = [ControlledRun(scenario, kinds, initial, "both", s, steps[s], share_network=False) for s in seeds]
-        outcome.contention_s = both.makespan_s - ArmRun("both", initial, [one.run(report) for one in alone]).makespan_s
+        outcome.alone_s = ArmRun("both", initial, [one.run(report) for one in alone]).makespan_s
     return outcome
 
 
@@ -132,21 +176,14 @@ def _shares_links(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind
     return network.kv_transfer or network.weight_gbytes > 0 or any(kind.nic_gbps for kind in kinds.values())
 
 
-def _measured(scenario: Scenario, steps: Sequence[StaticStep]) -> Sequence[StaticStep]:
-    return steps[scenario.workload.warmup_steps :]
-
-
 def _static(scenario: Scenario, kind: EngineKind, seed: int, steps: Steps) -> SeedRun:
     fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
-    ran = _measured(scenario, [run_static(kind, dealt(requests, len(fleet))) for requests in steps])
-    return _static_run(scenario, kind, seed, fleet, ran)
+    return _static_run(scenario, seed, [(kind, run_static(kind, dealt(requests, len(fleet)))) for requests in steps])
 
 
 def _packed(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], seed: int, steps: Steps) -> SeedRun:
-    found = [best_known(scenario, list(kinds.values()), requests) for requests in steps]
-    kind = found[-1][0]
-    fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
-    return _static_run(scenario, kind, seed, fleet, _measured(scenario, [step for _, step in found]))
+    """Each step on the configuration that is best for it."""
+    return _static_run(scenario, seed, [best_known(scenario, list(kinds.values()), requests) for requests in steps])
 
 
 def _best_partial(
@@ -169,18 +206,19 @@ def _partial(scenario: Scenario, kind: EngineKind, seed: int, steps: Steps) -> S
             placement[place] += [(request, 0) for request in held]
         step = run_partial(kind, placement, scenario.partial_share)
         carried = step.carried
-        ran.append(step)
-    return _static_run(scenario, kind, seed, fleet, _measured(scenario, ran))
+        ran.append((kind, step))
+    return _static_run(scenario, seed, ran)
 
 
-def _static_run(
-    scenario: Scenario, kind: EngineKind, seed: int, fleet: Sequence[Placement], steps: Sequence[StaticStep]
-) -> SeedRun:
-    run = SeedRun(seed, [step.makespan_s for step in steps], sum(step.samples for step in steps))
-    busy_s = sum(sum(step.busy_s) for step in steps) * kind.gpus
-    run.idle_fraction = 1 - busy_s / (scenario.gpus * run.total_s)
-    run.preemptions = sum(step.preemptions for step in steps)
-    last = steps[-1]
+def _static_run(scenario: Scenario, seed: int, steps: Sequence[tuple[EngineKind, StaticStep]]) -> SeedRun:
+    """Of all steps, warm-up included, those that are measured."""
+    measured = steps[scenario.workload.warmup_steps :]
+    run = SeedRun(seed, [step.makespan_s for _, step in measured], sum(step.samples for _, step in measured))
+    busy_gpu_s = sum(sum(step.busy_s) * kind.gpus for kind, step in measured)
+    run.idle_fraction = 1 - busy_gpu_s / (scenario.gpus * run.total_s)
+    run.preemptions = sum(step.preemptions for _, step in measured)
+    kind, last = measured[-1]
+    fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
     run.remaining = list(_countdown(last.finish_s, len(last.carried)))
     for placement, ends in zip(fleet, last.finish_s_by_engine, strict=True):
         running = list(_countdown(sorted(ends), 0))

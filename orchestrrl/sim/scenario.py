@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from orchestrrl.config import Config, parse_config
 from orchestrrl.errors import ProblemFaults, faults_of, shorten
+from orchestrrl.profiles.store import read_profile
+from planner.paper import PROFILES, named_profile
+from planner.profile import Profile
 
 EXAMPLE = "quickstart"
 
@@ -29,6 +32,9 @@ ARMS = (
     "oracle",
     "packed_known",
 )
+
+# Of a 14B model in bf16: 48 layers, 8 KV heads of 128.
+KV_BYTES_PER_TOKEN = 196608.0
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -144,18 +150,35 @@ class EngineConfiguration(Section):
 
 
 class EnginesSection(Section):
-    """The ways to run engines: inline, or from a profile (a built-in name or a file)."""
+    """The ways to run engines: inline, or from a profile (a built-in name, or a file; from the scenario's folder)."""
 
-    profile: str | None = None
+    profile: _Name | None = None
     configurations: tuple[EngineConfiguration, ...] = ()
     initial: str | None = None  # configuration that our arms begin with; by default the tuned static baseline's
-    kv_bytes_per_token: _Positive = 196608.0
+    kv_bytes_per_token: _Positive | None = None  # by default the profile's
+    _profile: Profile | None = PrivateAttr(None)  # what `profile` names, once it is read
 
     @model_validator(mode="after")
     def _one_source(self) -> "EnginesSection":
         if (self.profile is None) == (not self.configurations):
             raise ValueError("needs either a profile or configurations")
         return self
+
+    @property
+    def profile_value(self) -> Profile | None:
+        """The profile that `profile` names, with its curves."""
+        return self._profile
+
+    @property
+    def moved_bytes_per_token(self) -> float:
+        """Of KV that goes to another engine."""
+        moves = self._profile.moves if self._profile is not None else None
+        return self.kv_bytes_per_token or (moves.kv_bytes_per_token if moves else KV_BYTES_PER_TOKEN)
+
+    @property
+    def ids(self) -> list[str]:
+        profiled = self._profile.configurations if self._profile is not None else ()
+        return [*(configuration.id for configuration in self.configurations), *(str(engine.id) for engine in profiled)]
 
 
 class NetworkSection(Section):
@@ -165,7 +188,7 @@ class NetworkSection(Section):
     nvlink_gbps_per_gpu: _Positive = 1600.0
     kv_transfer: bool = False  # engines can hand KV over; otherwise a moved request is recomputed
     latency_s: _NotNegative = 0.002
-    weight_gbytes: _NotNegative = 0.0  # that reach each engine's node at a step's start, while it generates
+    weight_gbytes: _NotNegative = 0.0  # of new weights for each engine, from a step's start on, while it generates
 
 
 class ControlSection(Section):
@@ -200,12 +223,13 @@ class Scenario(Section):
     paper: dict[str, float] = Field(default_factory=dict)  # what a paper reports, by arm, to stand beside ours
 
     def daemon_config(self, fleet: dict[str, Any]) -> Config:
-        """The daemon's configuration with this fleet put in."""
-        return parse_config(yaml.safe_dump({**self.daemon, "fleet": fleet}))
+        """The daemon's configuration with this fleet put in. Engines of a profile it knows by their curves."""
+        return parse_config(yaml.safe_dump({**self.daemon, "fleet": fleet}), profile=self.engines.profile_value)
 
 
 def load_scenario(source: str) -> Scenario:
-    """The scenario in a file, or the built-in one of that name. Raises ProblemFaults with every fault."""
+    """The scenario in a file, or the built-in one of that name. Raises ProblemFaults with every fault, those of a
+    profile that it names included."""
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         built_in = files("orchestrrl.sim").joinpath("scenarios", f"{source}.yaml")
@@ -215,10 +239,21 @@ def load_scenario(source: str) -> Scenario:
             [f"(scenario): is neither a .yaml file nor one of {', '.join(built_in_names())}, got {source!r}"]
         )
     try:
-        return parse_scenario(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise ProblemFaults([f"{path}: {reason}"]) from None
+    return parse_scenario(text, path.parent)
+
+
+def with_steps(scenario: Scenario, steps: int | None) -> Scenario:
+    """The scenario with so many steps; None: as it is. Raises ProblemFaults."""
+    if steps is None:
+        return scenario
+    if steps <= scenario.workload.warmup_steps:
+        least = f"must be more than the scenario's warmup_steps ({scenario.workload.warmup_steps})"
+        raise ProblemFaults([f"--steps: {least}, got {steps}"])
+    return scenario.model_copy(update={"workload": scenario.workload.model_copy(update={"steps": steps})})
 
 
 def built_in_names() -> list[str]:
@@ -226,7 +261,8 @@ def built_in_names() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def parse_scenario(text: str) -> Scenario:
+def parse_scenario(text: str, folder: Path = Path()) -> Scenario:
+    """As load_scenario, from text; a profile's file is found from `folder`."""
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -239,13 +275,34 @@ def parse_scenario(text: str) -> Scenario:
         scenario = Scenario.model_validate(document)
     except ValidationError as error:
         faults += faults_of(error)
+    profile, profile_faults = _read_profile(document.get("engines"), folder)
+    faults += profile_faults
     faults += _daemon_faults(document.get("daemon"))
     if scenario is not None:
+        scenario.engines._profile = profile
         for check in _CHECKS:
             faults += check(scenario)
     if scenario is None or faults:
         raise ProblemFaults(faults)
     return scenario
+
+
+def _read_profile(engines: Any, folder: Path) -> tuple[Profile | None, list[str]]:
+    """The profile that the section names, or what is wrong with it."""
+    name = engines.get("profile") if isinstance(engines, dict) else None
+    if not isinstance(name, str) or not name:
+        return None, []  # Scenario's own check has said so, or there is none
+    if name in PROFILES:
+        return named_profile(name), []
+    if Path(name).suffix not in (".yaml", ".yml", ".json"):
+        known = ", ".join(sorted(PROFILES))
+        return None, [f"engines.profile: is neither a .yaml or .json file nor one of {known}, got {name!r}"]
+    try:
+        return read_profile(folder / name), []
+    except ProblemFaults as error:
+        # A file that cannot be read names itself.
+        named = (fault if fault.startswith(str(folder / name)) else f"{name}: {fault}" for fault in error.faults)
+        return None, [f"engines.profile: {fault}" for fault in named]
 
 
 def _daemon_faults(section: Any) -> list[str]:
@@ -272,8 +329,9 @@ def _engine_faults(scenario: Scenario) -> Iterable[str]:
         if name in ids[:index]:
             yield f"engines.configurations[{index}].id: is used already, got {name!r}"
     initial = scenario.engines.initial
-    if configurations and initial is not None and initial not in ids:
-        yield f"engines.initial: is not one of engines.configurations ({', '.join(ids)}), got {initial!r}"
+    known = scenario.engines.ids
+    if known and initial is not None and initial not in known:
+        yield f"engines.initial: must be one of {', '.join(known)}, got {initial!r}"
 
 
 def _step_faults(scenario: Scenario) -> Iterable[str]:

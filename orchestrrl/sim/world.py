@@ -73,7 +73,7 @@ class World:
         self.control = control = scenario.control
         self.per_node = scenario.gpus_per_node
         self.links = scenario.network
-        self.kv_bytes_per_token = scenario.engines.kv_bytes_per_token
+        self.kv_bytes_per_token = scenario.engines.moved_bytes_per_token
         self.engines: dict[EngineId, VirtualEngine] = {}
         self.past_engines: list[VirtualEngine] = []
         self._by_url: dict[str, VirtualEngine] = {}
@@ -241,13 +241,16 @@ class World:
         if not self.links.weight_gbytes:
             return
         for engine in self.engines.values():
-            wish_gbps = len(engine.gpus) * self.links.nic_gbps_per_node / self.per_node
-            node = engine.gpus[0] // self.per_node
-            self._in_background(self.network.transfer((node,), wish_gbps, self.links.weight_gbytes))
+            for node in sorted(self._nodes_of(engine)):
+                gpus = sum(gpu // self.per_node == node for gpu in engine.gpus)
+                wish_gbps = gpus * self.links.nic_gbps_per_node / self.per_node
+                gbytes = self.links.weight_gbytes * gpus / len(engine.gpus)
+                self._in_background(self.network.transfer((node,), wish_gbps, gbytes, "weight sync"))
 
     def _links_changed(self) -> None:
-        """Engines that talk over NICs decode more slowly where those are crowded."""
-        now_s = self.clock.now_s()
+        """Engines that talk over NICs decode more slowly where those are crowded; plans say what moves have left."""
+        now_s, left = self.clock.now_s(), self.network.left_for_moves()
+        self.plane.nic_share, self.plane.nic_taken_by = left.share, left.taken_by
         for engine in self.engines.values():
             if engine.kind.nic_gbps:
                 crowding = max(self.network.crowding(node) for node in self._nodes_of(engine))

@@ -10,9 +10,10 @@ from orchestrrl.errors import Permanent
 from orchestrrl.journal import JournalReader
 from orchestrrl.sim.controlled import ControlledRun
 from orchestrrl.sim.engines import homogeneous
+from orchestrrl.sim.report import as_json, marks
 from orchestrrl.sim.results import SeedRun
-from orchestrrl.sim.run import run_scenario, steps_of
-from orchestrrl.sim.scenario import FaultSection, NetworkSection, Scenario
+from orchestrrl.sim.run import NotKnowing, run_scenario, steps_of
+from orchestrrl.sim.scenario import FaultSection, NetworkSection, Scenario, load_scenario
 from orchestrrl.sim.world import World
 from planner.model import ConfigurationId, EngineId, GpuId
 from tests.sim.builders import kinds, scenario
@@ -90,6 +91,45 @@ def test_what_sharing_the_nics_costs_is_reported() -> None:
     assert run_scenario(scenario(), ["both"], [1], lambda *_: None).contention_s is None
 
 
+def test_the_shipped_contention_costs_time_and_shows_in_the_plans(tmp_path: Path) -> None:
+    of = load_scenario("contention")
+    outcome = run_scenario(of, ["verl_to", "both"], [1], lambda *_: None)
+    assert outcome.contention_s is not None
+    assert 0 < outcome.contention_s < 0.1 * outcome.arms[1].makespan_s
+    assert any("sharing the NICs adds" in line for line in marks(outcome))
+    run(of, "both", journal=tmp_path / "journal.sqlite")
+    plans = [body for _, _, kind, _, body in entries(tmp_path / "journal.sqlite") if kind == "plan"]  # type: ignore[index]
+    notes = [note for plan in plans for note in plan["notes"] if "NICs" in note]
+    # New weights come in as a step begins; after that it is experts alone.
+    assert notes[0] == "moves have 36% of the NICs: weight sync and engines' own traffic take the rest"
+    assert "moves have 56% of the NICs: engines' own traffic takes the rest" in notes
+
+
+def test_the_price_of_not_knowing_is_reported() -> None:
+    arms = ["verl_to", "mean_only", "both", "oracle"]
+    outcome = run_scenario(scenario(), arms, [1], lambda *_: None)
+    found = outcome.not_knowing
+    assert found is not None
+    both, mean, oracle = (outcome.arm(name) for name in ("both", "mean_only", "oracle"))
+    assert both is not None
+    assert oracle is not None
+    assert mean is not None
+    assert found.price_s == both.makespan_s - oracle.makespan_s
+    assert found.mean_s == mean.makespan_s
+    assert as_json(outcome)["not_knowing"]["kept"] == found.kept
+    assert as_json(outcome)["ceiling"]["gain"] >= 1
+    assert any("of the oracle's gain" in line or "nothing to keep" in line for line in marks(outcome))
+    assert run_scenario(scenario(), ["verl_to", "both"], [1], lambda *_: None).not_knowing is None
+
+
+@pytest.mark.parametrize(
+    ("static_s", "forecast_s", "oracle_s", "kept"),
+    [(100.0, 90.0, 80.0, 0.5), (100.0, 100.0, 80.0, 0.0), (100.0, 110.0, 80.0, -0.5), (100.0, 90.0, 100.0, None)],
+)
+def test_share_of_the_oracles_gain(static_s: float, forecast_s: float, oracle_s: float, kept: float | None) -> None:
+    assert NotKnowing(static_s, forecast_s, oracle_s, None).kept == kept
+
+
 async def test_two_engines_never_hold_one_gpu(tmp_path: Path) -> None:
     of = scenario()
     job = ControlledRun(of, kinds(of), ConfigurationId("narrow"), "both", 1, steps_of(of, 1))
@@ -115,4 +155,5 @@ def test_static_baselines_are_the_best_and_the_widest() -> None:
     assert tuned.makespan_s == min(outcome.static_makespan_s.values())
     assert widest.configuration == "wide"
     assert packed.makespan_s <= tuned.makespan_s
+    assert all(0 <= run.seeds[0].idle_fraction < 1 for run in outcome.arms)
     assert (outcome.gain(partial) or 0) > 1

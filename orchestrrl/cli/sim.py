@@ -14,7 +14,7 @@ from orchestrrl.errors import ProblemFaults
 Result = TypeVar("Result")
 
 Source = Annotated[
-    str, typer.Argument(metavar="[SCENARIO.yaml]", help="A scenario's file, or the name of a built-in one.")
+    str, typer.Argument(metavar="SCENARIO.yaml", help="A scenario's file, or the name of a built-in one.")
 ]
 
 

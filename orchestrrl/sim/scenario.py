@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from orchestrrl.config import Config, parse_config
 from orchestrrl.errors import ProblemFaults, faults_of, shorten
@@ -40,6 +40,15 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(min_length=1)]
+
+
+def _known_arm(name: str) -> str:
+    if name not in ARMS:
+        raise ValueError(f"must be one of {', '.join(ARMS)}")
+    return name
+
+
+_Arm = Annotated[str, AfterValidator(_known_arm)]
 
 
 class Section(BaseModel):
@@ -210,7 +219,7 @@ class FaultSection(Section):
 class Scenario(Section):
     name: _Name
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1, 2, 3)
-    arms: Annotated[tuple[str, ...], Field(min_length=1)] = ARMS
+    arms: Annotated[tuple[_Arm, ...], Field(min_length=1)] = ARMS
     partial_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a step's requests that partial rollout waits for
     gpus: _Count
     gpus_per_node: _Count = 8
@@ -316,12 +325,6 @@ def _daemon_faults(section: Any) -> list[str]:
     return faults
 
 
-def _arm_faults(scenario: Scenario) -> Iterable[str]:
-    for index, arm in enumerate(scenario.arms):
-        if arm not in ARMS:
-            yield f"arms[{index}]: must be one of {', '.join(ARMS)}, got {arm!r}"
-
-
 def _engine_faults(scenario: Scenario) -> Iterable[str]:
     configurations = scenario.engines.configurations
     ids = [configuration.id for configuration in configurations]
@@ -340,4 +343,4 @@ def _step_faults(scenario: Scenario) -> Iterable[str]:
         yield f"workload.warmup_steps: must be less than steps ({workload.steps}), got {workload.warmup_steps}"
 
 
-_CHECKS: tuple[Callable[[Scenario], Iterable[str]], ...] = (_arm_faults, _engine_faults, _step_faults)
+_CHECKS: tuple[Callable[[Scenario], Iterable[str]], ...] = (_engine_faults, _step_faults)

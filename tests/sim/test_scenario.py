@@ -33,6 +33,7 @@ def test_every_fault_is_reported_at_once() -> None:
     document = yaml.safe_load(TEXT)
     document["gpus"] = 0
     document["surprise"] = 1
+    document["arms"] = ["both", "magic"]
     document["workload"]["lengths"] = {"kind": "pareto", "minimum_tokens": 10}
     document["daemon"]["fast"] = {"interval_s": -1}
     document["daemon"]["fleet"] = {}
@@ -42,6 +43,7 @@ def test_every_fault_is_reported_at_once() -> None:
     assert paths == {
         "gpus",
         "surprise",
+        "arms[1]",
         "workload.lengths.pareto.exponent",
         "daemon.fast.interval_s",
         "daemon.fleet",
@@ -50,13 +52,11 @@ def test_every_fault_is_reported_at_once() -> None:
 
 def test_faults_between_fields() -> None:
     document = yaml.safe_load(TEXT)
-    document["arms"] = ["both", "magic"]
     document["workload"]["warmup_steps"] = 1
     document["engines"]["configurations"][1]["id"] = "narrow"
     with pytest.raises(ProblemFaults) as caught:
         parse_scenario(yaml.safe_dump(document))
     assert [fault.split(":")[0] for fault in caught.value.faults] == [
-        "arms[1]",
         "engines.configurations[1].id",
         "workload.warmup_steps",
     ]

@@ -24,6 +24,7 @@ TRACE = 1e-9  # of the uniform curve in every other: none has to be excluded to 
 WORTH_SHARES = (1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256)
 # How many requests of its tag the common distribution is worth to a tag; the first: tags do not differ.
 TAG_WORTHS = (1e9, 4096.0, 1024.0, 256.0, 64.0, 16.0, 4.0)
+TAIL_WORTH = 4.0  # ends that the expectation of an exponent of 1 is worth, for what lies beyond all that is seen
 BAND_ENDS = 5.0  # expected in a band of bins over which expected and seen ends are compared
 
 Survival = NDArray[np.float64]  # [k], probability that an output is longer than k bins; 1 at first, 0 at last
@@ -268,6 +269,7 @@ class _Seen:
 
     ended: NDArray[np.float64]  # [bin]
     at_risk: NDArray[np.float64]  # [bin]
+    passed: NDArray[np.bool_]  # [bin], whether somebody is on its way through it
 
     @classmethod
     def of(cls, counts: LengthCounts, generated: Tokens, bin_tokens: int) -> "_Seen":
@@ -277,10 +279,10 @@ class _Seen:
         done = np.minimum(generated // bin_tokens, bins)
         outlived = np.bincount(done, minlength=bins + 1)
         passing = np.bincount(done, weights=generated % bin_tokens / bin_tokens, minlength=bins + 1)[:bins]
-        return cls(np.array(counts.ended), counts.at_risk() + outlived[:0:-1].cumsum()[::-1] + passing)
+        return cls(np.array(counts.ended), counts.at_risk() + outlived[:0:-1].cumsum()[::-1] + passing, passing > 0)
 
     def plus(self, counts: LengthCounts) -> "_Seen":
-        return _Seen(self.ended + np.array(counts.ended), self.at_risk + counts.at_risk())
+        return _Seen(self.ended + np.array(counts.ended), self.at_risk + counts.at_risk(), self.passed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,10 +297,16 @@ class _Prior:
         expected = -np.diff(self.survival)
         ends = self.worth * expected + seen.ended
         at_risk = self.worth * self.survival[:-1] + seen.at_risk
+        # As long as hardly anybody has come through a bin, two ends in it seem to be all that there is of it.
+        typical = 1.0 / np.arange(1, len(ends) + 1)
+        ends, at_risk = ends + TAIL_WORTH * seen.passed * typical, at_risk + TAIL_WORTH * seen.passed
         survival = np.append(1.0, np.cumprod(1.0 - ends / np.maximum(at_risk, ends + 1e-300)))
         # A trace is no expectation: where there is no more than that, nothing is known.
         told = np.nonzero((ends > 2 * TRACE * max(self.worth, 1.0)) | (seen.at_risk > 0))[0]
-        return _with_trace(extended(survival, int(told.max()) + 1) if len(told) else survival)
+        if not len(told):
+            return _with_trace(survival)
+        longest = int(told.max()) + 1
+        return _with_trace(extended(survival, longest, _tail_exponent(ends, at_risk, longest)))
 
     def worth_of(self, worths: Sequence[float], seen: Sequence[_Seen]) -> float:
         """The likeliest of `worths` given what was seen; the first where that does not tell.
@@ -331,6 +339,15 @@ class _Prior:
         told = (sums[2] >= BAND_ENDS / 2) & (sums[1] > 0)
         rows = np.stack([sums[0], sums[1], seen.at_risk[starts], reach[starts]], axis=1)[told]
         return [tuple(row) for row in rows.tolist()]
+
+
+def _tail_exponent(ends: NDArray[np.float64], at_risk: NDArray[np.float64], longest: int) -> float:
+    """The power of the length with which outputs have become rarer of late, in bins from half of `longest` on: the
+    likeliest one, beside a few requests that show 1. At least 1: early in a step next to nothing has ended, and that
+    tells nothing of how the long ones end."""
+    late = np.arange(max(1, longest // 2), longest)
+    doubled = float(at_risk[late] @ np.log1p(1.0 / late))
+    return max(1.0, (TAIL_WORTH + float(ends[late].sum())) / (TAIL_WORTH + doubled))
 
 
 def _survival(shares: NDArray[np.float64]) -> Survival:

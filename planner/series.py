@@ -255,11 +255,11 @@ class SeriesForecaster:
         return max(MIN_WORTH, worth), spread
 
 
-def extended(survival: NDArray[np.float64], longest: int) -> NDArray[np.float64]:
-    """Past the `longest` bin that anything was seen in, the curve goes on like 1/length: having come so far, an output
-    is as likely as not to come twice as far."""
+def extended(survival: NDArray[np.float64], longest: int, exponent: float = 1.0) -> NDArray[np.float64]:
+    """Past the `longest` bin that anything was seen in, the curve goes on like a power of the length. With an exponent
+    of 1, an output that has come so far is as likely as not to come twice as far."""
     onwards = survival.copy()
-    onwards[longest:] = survival[longest] * longest / np.arange(longest, len(survival))
+    onwards[longest + 1 :] = survival[longest] * (longest / np.arange(longest + 1, len(survival))) ** exponent
     return onwards
 
 

@@ -330,3 +330,20 @@ def test_a_forecast_in_other_bins_is_refused() -> None:
         conditional_lengths([], [], (), BIN, 1000, before([1.0, 1.0, 1.0], 10.0))
     assert forecast([], (), BIN, 1000).remaining_at(0.5).tolist() == []
     assert forecast([], (), BIN, 1000).expected_tokens().tolist() == []
+
+
+def test_two_ends_in_a_bin_that_hardly_anybody_has_come_through_are_not_taken_for_the_end_of_all() -> None:
+    """14 of 256 go on, all 20 tokens into a bin in which two have just ended."""
+    finished = [FinishedLength(int(tokens)) for tokens in np.linspace(100, 12_200, 240)]
+    finished += [FinishedLength(24 * 512 + 10), FinishedLength(24 * 512 + 15)]
+    lengths = conditional_lengths(finished, [24 * 512 + 20] * 14, [""] * 14, 512, 25_000)
+    assert lengths.mean(24 * 512 + 20) > 1_000
+
+
+def test_a_tail_that_is_seen_to_fall_fast_goes_on_so() -> None:
+    """Pareto lengths with an exponent of 3: those that have come as far as any go on for half as long again."""
+    tokens = 1000 * (1 - (np.arange(400) + 0.5) / 400) ** (-1 / 3)
+    finished = [FinishedLength(int(length)) for length in tokens if length <= 3000]
+    going_on = int((tokens > 3000).sum())
+    found = conditional_lengths(finished, [3000] * going_on, [""] * going_on, 100, 30_000)
+    assert 1_000 < found.mean(3000) < 2_500  # 1500 in truth; 6900 with an exponent of 1

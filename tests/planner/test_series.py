@@ -20,6 +20,7 @@ from planner.series import (
     StepForecast,
     StepStatistics,
     dispersion,
+    extended,
 )
 
 BIN, CAP = 10, 80
@@ -245,3 +246,13 @@ def test_statsmodels_is_loaded_only_for_a_long_history() -> None:
         "sys.exit('statsmodels' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=60), st.integers(1, 60), st.floats(1.0, 8.0, allow_nan=False))
+def test_an_extended_curve_never_rises_not_even_by_rounding(falls: list[float], longest: int, exponent: float) -> None:
+    """It did, by the last bit, where it went on, and the histogram made from it had a count below 0."""
+    survival = np.append(1.0, np.cumprod(1.0 - np.array(falls)))
+    longest = min(longest, len(survival) - 1)
+    onwards = extended(survival, longest, exponent)
+    assert (np.diff(onwards) <= 0).all()
+    assert (onwards[: longest + 1] == survival[: longest + 1]).all()

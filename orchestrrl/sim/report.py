@@ -31,6 +31,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "static_makespan_s": outcome.static_makespan_s,
         "ceiling": {
             "gain": outcome.ceiling.gain,
+            "gain_vs_verl_to": outcome.ceiling_gain,
             "switching_s": outcome.ceiling.switching_s,
             "static_s": dict(outcome.ceiling.static_s),
         },
@@ -57,8 +58,8 @@ def marks(outcome: Outcome) -> Iterator[str]:
     """What stands beside the arms, a line each."""
     sweep = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.static_makespan_s.items())
     yield f"static fleets, median makespan: {sweep}"
-    limit = "the most that re-planning gains while lengths are unknown"
-    yield f"even spreading with free switches: {outcome.ceiling.gain:.3f} ({limit})"
+    also = "" if outcome.ceiling_gain is None else f", {outcome.ceiling_gain:.3f} over verl_to"
+    yield f"even spreading with free switches: {outcome.ceiling.gain:.3f} over even spreading{also}"
     known = outcome.arm("packed_known")
     if known is not None and outcome.gain(known) is not None:
         yield f"static packing, all lengths known: {_decimals(outcome.gain(known))}"

@@ -71,6 +71,12 @@ class Outcome:
         return next((run for run in self.arms if run.arm == name), None)
 
     @property
+    def ceiling_gain(self) -> float | None:
+        """Over the tuned static baseline, whose prompts are dealt in turn; None where that was not run."""
+        baseline = self.arm("verl_to")
+        return None if baseline is None else sum(run.total_s for run in baseline.seeds) / self.ceiling.switching_s
+
+    @property
     def contention_s(self) -> float | None:
         """What sharing the NICs adds to a step of the arm `both`."""
         both = self.arm("both")

@@ -11,24 +11,29 @@ import numpy as np
 
 from planner.model import EngineId
 from planner.problem import NOWHERE, RUNNING, Homogeneous, Infeasible, Migration, Placed, Problem, Solution
+from planner.solver.band import balanced, violation
 from planner.solver.bound import lower_bound_s as _lower_bound_s
-from planner.solver.columns import Columns, Ints, columns
+from planner.solver.columns import Columns, columns
 from planner.solver.dual import tightened_s
 from planner.solver.evaluate import Fleet, Placement, current_fleet, place, with_idle
 from planner.solver.layout import in_a_row
 from planner.solver.packed import packed, soonest_cut
 from planner.solver.search import Work
+from planner.solver.settle import moves, settled
 from planner.solver.small import best_of_all, is_small, polished
-from planner.solver.spread import MANY, least_loaded, least_s, loads
+from planner.solver.spread import MANY, USUAL, least_loaded, least_s, loads, one_by_one, orders
 from planner.solver.whole import raised_s
 
 __all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "solve"]
 
 
 CLOSE, NEAR, NEAR_ENOUGH = 0.002, 0.01, 0.02  # gap that is not worth a closer look; and not with many requests
+STEADY = 0.002  # share of the makespan, but no more than epsilon, that may be lost where less changes for it
+NEAREST = 4  # placements of which the one with the least change is taken
 STAYING = 0.8  # share of the moves that a fleet which stays is hoped to save
 FILLINGS = 3  # times for which a fleet is filled anew
-FEW = 10_000  # requests up to which static fleets are filled in every way
+FEW = 10_000  # requests up to which one looks more closely
+CLOSEST = 2  # configurations of which static fleets are filled in all usual ways, where there are many requests
 PROOF = 200_000  # budget from which on a close bound is looked for
 SMALL_WORK, POLISH_WORK = 1_000_000, 150_000  # requests that the local search looks at, where no budget is given
 
@@ -45,15 +50,15 @@ def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solutio
     """
     table = columns(problem)
     current = as_placed(table) if problem.current else None
-    candidates, homogeneous = _homogeneous(table)
-    if current is not None:
-        candidates.append(current)
+    static, homogeneous = _homogeneous(table)
+    found = [*static, current] if current is not None else list(static)
     bound_s = _lower_bound_s(table)
-    candidates += _packed(table, bound_s, min((each.makespan_s for each in candidates), default=0.0))
-    candidates += _spread(table, min((each.makespan_s for each in candidates), default=math.inf))
-    bound_s = _raised_s(table, bound_s, min((each.makespan_s for each in candidates), default=0.0))
-    candidates += _searched(table, candidates, bound_s, stop)
-    best = min(candidates, key=lambda placement: _worth_s(table, placement), default=None)
+    found += _packed(table, bound_s, min((each.makespan_s for each in found), default=0.0))
+    static += _spread(table, min((each.makespan_s for each in found), default=math.inf))
+    found += static
+    bound_s = _raised_s(table, bound_s, min((each.makespan_s for each in found), default=0.0))
+    found += _searched(table, found, bound_s, stop)
+    best = _chosen(table, current, static, found)
     if best is not None and (problem.kv_balance is None or (best.fleet.current >= 0).all()):
         best = with_idle(table, best)
     return _solution(table, current, best, bound_s, homogeneous)
@@ -84,9 +89,43 @@ def _searched(
     return polished(table, starts[:3], work, stop)
 
 
-def _worth_s(table: Columns, placement: Placement) -> float:
-    """Equation 2 is soft: a miss by a share of an instance's KV counts as much as that share of the makespan."""
-    return placement.makespan_s * (1 + violation(table, placement))
+def _chosen(
+    table: Columns, current: Placement | None, static: Sequence[Placement], found: Sequence[Placement]
+) -> Placement | None:
+    """Of what ends about as soon as the best: what misses equation 2 by least, or else what changes least."""
+    best = min(found, key=lambda placement: placement.makespan_s, default=None)
+    epsilon_s = table.problem.epsilon_s
+    if best is None or not np.isfinite(best.makespan_s):
+        return best
+    if current is not None and not best.makespan_s < current.makespan_s - epsilon_s:
+        return best  # and the current one is kept
+    most_s = math.inf if current is None else math.nextafter(current.makespan_s - epsilon_s, 0.0)
+    if table.problem.kv_balance is not None:
+        limit_s = min(most_s, best.makespan_s + epsilon_s)
+        near = [each for each in found if each.makespan_s <= limit_s]
+        near.sort(key=lambda placement: (violation(table, placement), placement.makespan_s))
+        return min(
+            (balanced(table, each, limit_s) for each in near[:NEAREST]),
+            key=lambda placement: (violation(table, placement), placement.makespan_s),
+        )
+    if current is None:
+        return best
+    static_s = min((each.makespan_s for each in static), default=math.inf)
+    steady_s = best.makespan_s + min(epsilon_s, STEADY * best.makespan_s)
+    limit_s = min(most_s, max(best.makespan_s, min(static_s, steady_s)))
+    near = sorted((each for each in found if each.makespan_s <= limit_s), key=lambda each: each.makespan_s)
+    few = table.count <= MANY
+    return min(
+        (
+            settled(table, each, limit_s) if few else settled(table, each, limit_s, 1)
+            for each in near[: NEAREST if few else 1]
+        ),
+        key=lambda placement: (
+            int((placement.fleet.current < 0).sum()),
+            moves(table, placement),
+            placement.makespan_s,
+        ),
+    )
 
 
 @_never
@@ -155,19 +194,18 @@ def _homogeneous(table: Columns) -> tuple[list[Placement], list[Homogeneous]]:
 
 def _spread(table: Columns, below_s: float) -> list[Placement]:
     """Static fleets filled in the other ways, where those may end before `below_s`."""
+    kinds = [kind for kind in np.flatnonzero(table.placeable).tolist() if table.count and table.fits(kind).all()]
+    least = {kind: least_s(table, kind, int(table.placeable[kind])) for kind in kinds}
+    kinds = sorted((kind for kind in kinds if least[kind] < below_s), key=least.__getitem__)
+    sequences = orders(table) if kinds else []
     found: list[Placement] = []
-    for index in range(len(table.gpus)):
-        if not table.count or not table.fits(index).all():
-            continue
-        filled: dict[tuple[int, int], Ints] = {}
-        for fleet in _fleets_of(table, index):
-            if least_s(table, index, len(fleet)) >= below_s:
-                continue
-            for way, (load, first) in enumerate(loads(table, index)[1:]):
-                key = (len(fleet), way)
-                if key not in filled:
-                    filled[key] = least_loaded(table, index, len(fleet), load, first)
-                found.append(place(table, fleet, filled[key]))
+    for kind in kinds if table.count <= MANY else kinds[:CLOSEST]:
+        fleets = _fleets_of(table, kind)
+        for usual, sequence in enumerate(sequences):
+            ranks = np.argsort(sequence) if usual else None
+            for load, first in loads(table, kind)[-USUAL if usual or table.count > MANY else 1 :]:
+                assigned = one_by_one(table, kind, len(fleets[0]), load, first, sequence)
+                found += [place(table, fleet, assigned, ranks) for fleet in fleets if len(fleet) == len(fleets[0])]
     return found
 
 
@@ -178,9 +216,8 @@ def _fleets_of(table: Columns, configuration: int) -> list[Fleet]:
         return []
     fleet = in_a_row(table, [], configuration, count)
     running = np.flatnonzero(table.current_configuration == configuration).tolist()
-    if not running or len(running) == int((fleet.current >= 0).sum()):
-        return [fleet]
-    return [fleet, in_a_row(table, running, configuration, count - len(running))]
+    around = in_a_row(table, running, configuration, count - len(running)) if running else fleet
+    return [fleet] if around.gpus == fleet.gpus else [fleet, around]
 
 
 def _solution(
@@ -220,17 +257,6 @@ def _decide(table: Columns, current: Placement | None, best: Placement | None) -
         gain = "serves a request that does not fit its current instance"
     what = "moving requests between the current instances" if same else "changing instances"
     return ("rebalance" if same else "reconfigure"), best, f"{what} {gain}"
-
-
-def violation(table: Columns, placement: Placement) -> float:
-    """By how much the worst instance misses equation 2's mu ± delta."""
-    balance = table.problem.kv_balance
-    if balance is None or not len(placement.fleet):
-        return 0.0
-    at = np.repeat(np.arange(len(placement.fleet)), np.diff(placement.starts))
-    held = np.bincount(at, weights=table.footprint[placement.order], minlength=len(placement.fleet))
-    loads = held / table.capacity[placement.fleet.configuration]
-    return float(max(0.0, (np.abs(loads - balance.mu) - balance.delta).max()))
 
 
 def _instances(table: Columns, placement: Placement) -> tuple[Placed, ...]:

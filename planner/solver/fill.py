@@ -194,12 +194,14 @@ def _staying(columns: Columns, fleet: Fleet, opened: Ints, free_s: Floats) -> In
         (columns.footprint[candidates], columns.capacity[fleet.configuration[at]]),
         (ones, columns.slots[fleet.configuration[at]]),
     ):
-        fits &= _running_sum(amount, at) <= limit
+        fits &= running_sum(amount, at) <= limit
     return np.stack([candidates[fits], at[fits]], axis=1)
 
 
-def _running_sum(amount: Floats | Ints, group: Ints) -> Floats:
+def running_sum(amount: Floats | Ints, group: Ints) -> Floats:
     """Sum so far within each group; groups lie together."""
+    if not len(amount):
+        return np.zeros(0)
     total = np.cumsum(amount, dtype=np.float64)
     first = np.flatnonzero(np.concatenate(([True], group[1:] != group[:-1])))
     before = np.concatenate(([0.0], total))[first]

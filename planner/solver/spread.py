@@ -7,11 +7,12 @@ import numpy as np
 from planner.solver.columns import Columns, Floats, Ints
 
 MANY = 1 << 15  # requests from which on they are dealt in rounds
+USUAL = 3  # ways to count load: by work, by tokens, by requests
 
 
 def loads(columns: Columns, configuration: int) -> list[tuple[Floats, bool]]:
-    """[request] what an instance is taken to be loaded with by each, in several ways; and whether the first, longest
-    one adds alpha for all its iterations."""
+    """[request] what an instance is taken to be loaded with by each, in several ways, the usual ones last; and whether
+    the first, longest one adds alpha for all its iterations."""
     work_s, alpha_s = columns.work_s[configuration], columns.alpha_s[configuration]
     share = np.maximum(columns.footprint / columns.capacity[configuration], 1 / columns.slots[configuration])
     area_s = work_s + alpha_s * columns.remaining * share
@@ -21,19 +22,40 @@ def loads(columns: Columns, configuration: int) -> list[tuple[Floats, bool]]:
 
 def least_s(columns: Columns, configuration: int, instances: int) -> float:
     """Seconds below which no way to spread them ends: each of the longest has an instance to itself at first."""
-    if not instances:
-        return 0.0
-    longest = columns.remaining[columns.longest_first[:instances]]
-    alpha_s = columns.alpha_s[configuration] * float(longest.sum())
-    return float(alpha_s + columns.work_s[configuration].sum()) / instances
+    instances = min(instances, max(1, columns.count))
+    remaining = columns.remaining.astype(np.float64)
+    iterations = max(
+        float(remaining[columns.longest_first[:instances]].sum()),
+        float(remaining.sum()) / float(columns.slots[configuration]),
+        float((remaining * columns.footprint).sum()) / float(columns.capacity[configuration]),
+    )
+    return float(columns.alpha_s[configuration] * iterations + columns.work_s[configuration].sum()) / instances
+
+
+def orders(columns: Columns) -> list[Ints]:
+    """[place] the requests, longest first; of equals the first in input order, and the first by id."""
+    ids = columns.problem.requests.ids
+    if columns.count > 4 * MANY or len(np.unique(columns.remaining)) == columns.count:
+        return [columns.longest_first]
+    by_id = np.array(sorted(range(columns.count), key=ids.__getitem__), dtype=np.int64)
+    by_id = by_id[np.argsort(-columns.remaining[by_id], kind="stable")]
+    return [columns.longest_first] if (by_id == columns.longest_first).all() else [columns.longest_first, by_id]
 
 
 def least_loaded(columns: Columns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
-    """[request] its place among equal instances, longest first onto the least loaded, the lowest of equals."""
+    """[request] its place among equal instances, longest first onto the least loaded; many requests in rounds."""
     if columns.count > MANY:
         return _in_rounds(columns, configuration, instances, load, first)
+    return one_by_one(columns, configuration, instances, load, first, columns.longest_first)
+
+
+def one_by_one(columns: Columns, configuration: int, instances: int, load: Floats, first: bool, order: Ints) -> Ints:
+    """[request] its place among equal instances, in `order` onto the least loaded, the lowest of equals."""
+    assigned = np.empty(len(order), dtype=np.int64)
+    if not first and len(load) and (load == load[0]).all() and load[0] > 0:
+        assigned[order] = np.arange(len(order)) % instances
+        return assigned
     alpha_s = float(columns.alpha_s[configuration]) if first else 0.0
-    order = columns.longest_first
     heap = [(0.0, place) for place in range(instances)]
     empty = [True] * instances
     places = []
@@ -44,7 +66,6 @@ def least_loaded(columns: Columns, configuration: int, instances: int, load: Flo
             so_far += alpha_s * left
         places.append(place)
         heapreplace(heap, (so_far + more, place))
-    assigned = np.empty(len(order), dtype=np.int64)
     assigned[order] = places
     return assigned
 

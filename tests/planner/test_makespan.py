@@ -2,6 +2,7 @@
 `solve` promises beyond the contract's own tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +14,15 @@ from planner_builders import configuration
 from planner.cost import Pending
 from planner.makespan import alternatives, evaluate_placement, lower_bound, solve
 from planner.model import Configuration, EngineId, GpuId, RequestId
-from planner.problem import NEW, NOWHERE, RUNNING, WAITING, Infeasible, Instance, Problem, Requests, Transfer
+from planner.problem import NEW, NOWHERE, RUNNING, WAITING, Infeasible, Instance, KvBalance, Problem, Requests, Transfer
+from planner.solver.band import balanced, violation
 from planner.solver.bound import lower_bound_s
 from planner.solver.columns import columns
 from planner.solver.cut import Cutter
 from planner.solver.dual import tightened_s
-from planner.solver.evaluate import admit
+from planner.solver.evaluate import admit, current_fleet, place
 from planner.solver.layout import in_a_row, lay_out
+from planner.solver.settle import moves, settled
 from planner.solver.whole import raised_s
 
 TP1 = configuration("tp1", 1, alpha_s=0.024, beta_s=8.7e-5, gamma_s=8.2e-8, capacity=200_000, switch_s=1.6)
@@ -225,6 +228,54 @@ def test_a_skewed_fleet_whose_switches_are_dear_is_rebalanced() -> None:
     assert [placed.id for placed in solution.instances] == [instance.id for instance in current]
     assert all(placed.kept for placed in solution.instances)
     assert solution.makespan_s < 0.96 * (solution.current_makespan_s or 0)
+
+
+def test_of_equal_requests_only_the_surplus_moves() -> None:
+    current = fleet(TP2, 64)
+    places = [place % 16 if place % 3 else place % 32 for place in range(1024)]
+    solution = solve(
+        problem(
+            [TP1, TP2, TP8], [(1000, 3000)] * 1024, gpus=64, current=current, places=places, states=[RUNNING] * 1024
+        )
+    )
+    assert solution.decision == "rebalance"
+    assert len(solution.migrations) == sum(max(0, places.count(place) - 32) for place in range(32))
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(1, 80), st.sampled_from([0.0, 0.01, 0.2]))
+def test_settling_moves_fewer_and_ends_in_time(seed: int, count: int, slack: float) -> None:
+    rng = np.random.default_rng(seed)
+    kept = problem(
+        [TP1, TP2, TP8],
+        heavy_tailed(seed, count),
+        current=fleet(TP2, 16),
+        places=rng.integers(0, 8, count).tolist(),
+        states=rng.integers(0, 2, count).tolist(),
+    )
+    table = columns(kept)
+    before = place(table, current_fleet(table), rng.integers(0, 8, count))
+    limit_s = before.makespan_s * (1 + slack)
+    after = settled(table, before, limit_s)
+    assert sorted(after.order.tolist()) == list(range(count))
+    assert after.makespan_s <= limit_s
+    assert moves(table, after) <= moves(table, before)
+    if slack == 0.0 and moves(table, before) == 0:
+        assert after is before
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(1, 60), st.sampled_from([0.0, 0.01, 0.05]), st.sampled_from([0.0, 0.02]))
+def test_the_band_is_missed_by_less_and_in_time(seed: int, count: int, mu: float, delta: float) -> None:
+    rng = np.random.default_rng(seed)
+    given_problem = problem([TP1, TP2, TP8], heavy_tailed(seed, count), current=fleet(TP2, 16))
+    table = columns(replace(given_problem, kv_balance=KvBalance(mu, delta)))
+    before = place(table, current_fleet(table), rng.integers(0, 8, count))
+    limit_s = before.makespan_s * 1.05
+    after = balanced(table, before, limit_s)
+    assert sorted(after.order.tolist()) == list(range(count))
+    assert after is before or violation(table, after) < violation(table, before)
+    assert after.makespan_s <= limit_s
 
 
 def test_new_instances_take_no_name_that_a_current_one_has() -> None:

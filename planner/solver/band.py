@@ -1,0 +1,103 @@
+"""Equation 2: the KV footprint of each instance over its capacity should lie in mu ± delta. How far it misses that, and
+requests moved so that it misses it by less."""
+
+import numpy as np
+
+from planner.solver.columns import Columns, Floats, Ints
+from planner.solver.evaluate import Placement, moves_s, place
+
+STEPS = 400  # requests that are moved at most
+PARTNERS = 4  # instances that are tried with the one that misses most
+
+
+def violation(columns: Columns, placement: Placement) -> float:
+    """By how much the worst instance misses the band; 0 without one."""
+    if columns.problem.kv_balance is None or not len(placement.fleet):
+        return 0.0
+    return max(0.0, float(_Band(columns, placement, 0.0).misses().max()))
+
+
+def balanced(columns: Columns, placement: Placement, limit_s: float) -> Placement:
+    """The placement, or one that misses the band by less and ends by `limit_s`."""
+    before = violation(columns, placement)
+    if not before > 0:
+        return placement
+    band = _Band(columns, placement, limit_s)
+    steps = 0
+    while steps < STEPS and band.mend():
+        steps += 1
+    if not steps:
+        return placement
+    found = place(columns, placement.fleet, band.at)
+    return found if found.makespan_s <= limit_s and violation(columns, found) < before else placement
+
+
+class _Band:
+    def __init__(self, columns: Columns, placement: Placement, limit_s: float) -> None:
+        assert columns.problem.kv_balance is not None
+        self.columns, self.fleet, self.limit_s = columns, placement.fleet, limit_s
+        self.mu, self.delta = columns.problem.kv_balance.mu, columns.problem.kv_balance.delta
+        self.at = placement.assigned()
+        count = len(placement.fleet)
+        self.held = np.bincount(self.at, weights=columns.footprint, minlength=count)
+        self.here = np.bincount(self.at, minlength=count)
+        self.capacity = columns.capacity[placement.fleet.configuration]
+        self.slots = columns.slots[placement.fleet.configuration]
+        self.longest = np.zeros(count, dtype=np.int64)
+        np.maximum.at(self.longest, self.at, columns.remaining)
+        self.finish_s = placement.finish_s.copy()
+
+    def misses(self) -> Floats:
+        """[instance] by how much each misses; negative inside."""
+        missed: Floats = np.abs(self.held / self.capacity - self.mu) - self.delta
+        return missed
+
+    def mend(self) -> bool:
+        """Moves one request so that the worst instance misses by less, and no other by as much."""
+        missed = self.misses()
+        worst = int(missed.argmax())
+        if missed[worst] <= 0:
+            return False
+        loads = self.held / self.capacity
+        over = bool(loads[worst] > self.mu)
+        for partner in np.argsort(loads if over else -loads, kind="stable")[:PARTNERS].tolist():
+            source, destination = (worst, partner) if over else (partner, worst)
+            if partner != worst and self._move(source, destination, float(missed[worst])):
+                return True
+        return False
+
+    def _move(self, source: int, destination: int, worst: float) -> bool:
+        columns = self.columns
+        here = np.flatnonzero(self.at == source)
+        room = columns.footprint[here]
+        after = [
+            np.abs((self.held[instance] + sign * room) / self.capacity[instance] - self.mu) - self.delta
+            for instance, sign in ((source, -1), (destination, 1))
+        ]
+        miss = np.maximum(*after)
+        ends_s = self._ends_s(here, destination)
+        fits = (self.held[destination] + room <= self.capacity[destination]) & (
+            self.here[destination] < self.slots[destination]
+        )
+        possible = np.flatnonzero(fits & (miss < worst) & (ends_s <= self.limit_s))
+        if not len(possible):
+            return False
+        best = int(possible[np.argmin(miss[possible])])
+        request = int(here[best])
+        self.at[request] = destination
+        self.finish_s[destination] = ends_s[best]
+        self.longest[destination] = max(self.longest[destination], columns.remaining[request])
+        for instance, sign in ((source, -1), (destination, 1)):
+            self.held[instance] += sign * columns.footprint[request]
+            self.here[instance] += sign
+        return True
+
+    def _ends_s(self, requests: Ints, destination: int) -> Floats:
+        """[request] when the destination ends with each as well."""
+        columns, kind = self.columns, self.fleet.configuration[destination]
+        longer = np.maximum(columns.remaining[requests] - self.longest[destination], 0)
+        moved_s = moves_s(columns, self.fleet, requests, np.full(len(requests), destination))
+        ends_s: Floats = (
+            self.finish_s[destination] + columns.work_s[kind, requests] + moved_s + columns.alpha_s[kind] * longer
+        )
+        return ends_s

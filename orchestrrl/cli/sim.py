@@ -43,7 +43,7 @@ def gen(
     Example: `orchestrrl sim gen --example --plot out/sim`
     """
     # Imported here so that every other command starts without the numerics.
-    from orchestrrl.sim.report import COLUMNS, as_json, marks, rows
+    from orchestrrl.sim.report import COLUMNS, LEGEND, OPTIONAL_COLUMNS, as_json, marks, rows
     from orchestrrl.sim.report import plot as draw
     from orchestrrl.sim.run import chosen_arms, run_scenario
     from orchestrrl.sim.scenario import EXAMPLE, load_scenario, with_steps
@@ -59,8 +59,8 @@ def gen(
     if json:
         print_json(as_json(outcome))
         return
-    print_table(f"{loaded.name}: medians over seeds", COLUMNS, rows(outcome), optional=("paper",))
-    print_lines([*marks(outcome), *(f"wrote {path}" for path in pictures)])
+    print_table(loaded.name, COLUMNS, rows(outcome), optional=OPTIONAL_COLUMNS)
+    print_lines([LEGEND, *marks(outcome), *(f"wrote {path}" for path in pictures)])
 
 
 def _with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> Result:

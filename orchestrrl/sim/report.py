@@ -10,17 +10,23 @@ from orchestrrl.sim.run import ArmRun, NotKnowing, Outcome
 
 COLUMNS = (
     "arm",
-    "begins with",
-    "makespan s",
-    "samples/s",
-    "vs verl_to",
+    "begins",
+    "step s",
+    "per s",
+    "gain",
     "paper",
     "idle",
     "moves",
     "switches",
-    "recomputed tokens",
-    "preemptions",
-    "plan error",
+    "recomputed",
+    "preempted",
+    "off",
+)
+# Those that a table leaves out where no arm has anything to say.
+OPTIONAL_COLUMNS = ("gain", "paper", "moves", "switches", "recomputed", "preempted", "off")
+LEGEND = (
+    "medians over seeds; per s: samples; gain: over verl_to's samples per second; recomputed: tokens; "
+    "off: of plans' predicted ends"
 )
 
 
@@ -115,12 +121,18 @@ def rows(outcome: Outcome) -> Iterator[tuple[object, ...]]:
             _decimals(fields["gain_vs_verl_to"]),
             _decimals(fields["paper_gain"]),
             f"{fields['idle_fraction']:.0%}",
-            f"{fields['moves']:g}",
-            f"{fields['switches']:g}",
-            f"{fields['tokens_recomputed']:,.0f}",
-            f"{fields['preemptions']:g}",
+            _count(fields["moves"]),
+            _count(fields["switches"]),
+            _count(fields["tokens_recomputed"]),
+            _count(fields["preemptions"]),
             None if fields["plan_error"] is None else f"{fields['plan_error']:.0%}",
         )
+
+
+def _count(value: float) -> str | None:
+    if not value:
+        return None
+    return f"{value:,.0f}" if value < 10_000 else f"{value / 1000:,.0f}k"
 
 
 def _decimals(value: float | None) -> str | None:

@@ -20,7 +20,7 @@ from planner.solver.layout import in_a_row
 from planner.solver.packed import packed, soonest_cut
 from planner.solver.search import Work
 from planner.solver.settle import moves, settled
-from planner.solver.small import best_of_all, is_small, polished
+from planner.solver.small import ENOUGH, best_of_all, is_small, polished
 from planner.solver.spread import MANY, USUAL, least_loaded, least_s, loads, one_by_one, orders
 from planner.solver.whole import raised_s
 
@@ -80,7 +80,7 @@ def _searched(
     budget = table.problem.work_budget
     work = Work((SMALL_WORK if is_small(table) else POLISH_WORK) if budget is None else budget)
     starts = sorted((each for each in candidates if np.isfinite(each.makespan_s)), key=lambda each: each.makespan_s)
-    if not table.count or work.left <= 0:
+    if not table.count or work.left <= 0 or (starts and starts[0].makespan_s <= bound_s * (1 + ENOUGH)):
         return []
     if is_small(table):
         return best_of_all(table, starts[:6], bound_s, work, stop)

@@ -178,7 +178,7 @@ def solve_problem(file: ProblemFile, as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(result)
     else:
-        _show(solution, result["solve_s"])
+        _show(solution, result["solve_s"], banded=read.kv_balance is not None)
 
 
 def _problem(read: SolveProblem) -> "Problem":
@@ -255,7 +255,7 @@ def _json(problem: "Problem", solution: "Solution") -> dict[str, Any]:
     }
 
 
-def _show(solution: "Solution", solve_s: float) -> None:
+def _show(solution: "Solution", solve_s: float, banded: bool) -> None:
     print_lines(
         [
             f"[bold]{solution.decision}[/bold]: {solution.reason}",
@@ -270,10 +270,15 @@ def _show(solution: "Solution", solve_s: float) -> None:
         ("instance", "configuration", "GPUs", "requests", "kept", "decode", "migration", "switch", "finish"),
         rows,
     )
+    if banded:
+        print_lines([f"KV balance: the worst instance misses the band by {solution.kv_balance_violation * 100:.2f} %"])
     if solution.migrations:
         transfers = sum(move.method == "transfer" for move in solution.migrations)
         print_lines(
-            [f"{len(solution.migrations):,} running requests move: {transfers:,} by transfer, the rest rebuilt"]
+            [
+                f"{len(solution.migrations):,} running requests move: {transfers:,} by transfer,"
+                f" {len(solution.migrations) - transfers:,} rebuilt"
+            ]
         )
 
 

@@ -12,7 +12,7 @@ MOST_FLEETS = 3000
 CELLS = 40_000  # requests times GPUs up to which a problem is small
 LOOKED_AT, CLOSELY = 32, 6
 TRIALS = 5
-ENOUGH = 1e-4  # gap that is none
+ENOUGH = 5e-4  # gap that is none
 
 
 POLISHED = 500_000  # requests times instances up to which a placement is improved

@@ -52,9 +52,15 @@ def gen(
     with reporting_errors():
         if bool(scenario) == example:
             raise ProblemFaults([f"SCENARIO: give one, or --example, got {scenario!r} and --example {example}"])
-        loaded = with_steps(load_scenario(scenario or EXAMPLE), steps)
-        names = chosen_arms([part.strip() for part in arms.split(",") if part.strip()], loaded)
-        outcome = _with_progress(lambda report: run_scenario(loaded, names, _seeds(seeds) or loaded.seeds, report))
+        faults: list[str] = []
+        loaded = _or_faults(faults, lambda: with_steps(load_scenario(scenario or EXAMPLE), steps))
+        names = _or_faults(faults, lambda: chosen_arms(_parts(arms)))
+        numbers = _or_faults(faults, lambda: _seeds(seeds))
+        _or_faults(faults, lambda: _make_folder(plot))
+        if loaded is None or faults:
+            raise ProblemFaults(faults)
+        chosen = names or chosen_arms(loaded.arms)
+        outcome = _with_progress(lambda report: run_scenario(loaded, chosen, numbers or loaded.seeds, report))
         pictures = draw(outcome, plot) if plot else []
     if json:
         print_json(as_json(outcome))
@@ -76,8 +82,30 @@ def _with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) ->
         return work(report)
 
 
+def _or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
+    """What the check returns; None, and its faults among the others, where it finds some."""
+    try:
+        return check()
+    except ProblemFaults as error:
+        faults += error.faults
+        return None
+
+
+def _make_folder(plot: Path | None) -> None:
+    """Before a long run, not after it."""
+    try:
+        if plot is not None:
+            plot.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProblemFaults([f"--plot: {error.strerror}, got {str(plot)!r}"]) from None
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def _seeds(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = _parts(text)
     faults = [
         f"--seeds[{i}]: must be a whole number, got {part!r}" for i, part in enumerate(parts) if not part.isdecimal()
     ]

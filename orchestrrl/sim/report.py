@@ -141,13 +141,12 @@ def _decimals(value: float | None) -> str | None:
 
 def plot(outcome: Outcome, folder: Path) -> list[Path]:
     """Remaining requests over time, all arms in one picture; and for each arm how busy which GPU was. The first seed's
-    last step."""
+    last step. The folder is there."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    folder.mkdir(parents=True, exist_ok=True)
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for run in outcome.arms:
         points = run.seeds[0].remaining

@@ -106,7 +106,7 @@ class Outcome:
         return None if gain is None else min(gain, GEN_BY_TRAIN)
 
 
-def chosen_arms(names: Sequence[str], scenario: Scenario) -> list[str]:
+def chosen_arms(names: Sequence[str]) -> list[str]:
     """In the order in which they are reported. Raises ProblemFaults."""
     faults = [
         f"--arms[{i}]: must be one of {', '.join(ARMS)}, got {name!r}"
@@ -115,8 +115,7 @@ def chosen_arms(names: Sequence[str], scenario: Scenario) -> list[str]:
     ]
     if faults:
         raise ProblemFaults(faults)
-    wanted = set(names or scenario.arms)
-    return [arm for arm in ARMS if arm in wanted]
+    return [arm for arm in ARMS if arm in names]
 
 
 def run_scenario(scenario: Scenario, arms: Sequence[str], seeds: Sequence[int], report: Report) -> Outcome:

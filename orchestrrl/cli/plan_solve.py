@@ -4,7 +4,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import Field
@@ -12,6 +12,7 @@ from pydantic import Field
 from orchestrrl.cli.formats import duration, seconds
 from orchestrrl.cli.groups import RUNNING_DAEMON, group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
+from orchestrrl.cli.plan_example import print_example
 from orchestrrl.cli.problem import ProblemFile, ProblemPart, infeasible, known, read_problem, unique, values_at
 from orchestrrl.errors import path_of, shorten
 
@@ -27,6 +28,8 @@ Reads one JSON problem: `gpus`, `configurations`, the `current` instances, `requ
 tokens, and what moving and switching cost. Prints the decision with a proven lower bound. Nothing is changed.
 
 Example:
+
+    orchestrrl plan solve --print-example > problem.json
 
     orchestrrl plan solve problem.json
 
@@ -159,7 +162,13 @@ def register(app: typer.Typer) -> None:
     plans.command("solve", help=HELP)(solve_problem)
 
 
-def solve_problem(file: ProblemFile, as_json: JsonFlag = False) -> None:
+ExampleFlag = Annotated[
+    bool,
+    typer.Option("--print-example", help="Print an example problem and stop.", callback=print_example, is_eager=True),
+]
+
+
+def solve_problem(file: ProblemFile, as_json: JsonFlag = False, _example: ExampleFlag = False) -> None:
     # Imported here so that no other command waits for them; before the clock starts, which is for solving.
     from planner.makespan import Infeasible, solve
 

@@ -168,3 +168,11 @@ def test_the_contracts_example() -> None:
         pytest.skip(f"{CONTRACT_EXAMPLE} is not there: the contract's examples are kept beside the repository")
     found = json.loads(run(str(CONTRACT_EXAMPLE), "--json").stdout)
     assert found["gap"] < 0.02
+
+
+def test_the_example_is_a_problem_that_pays_to_solve() -> None:
+    shown = run("--print-example")
+    assert shown.exit_code == 0
+    solved = run("-", "--json", document=json.loads(shown.output))
+    assert solved.exit_code == 0
+    assert json.loads(solved.output)["decision"] == "reconfigure"

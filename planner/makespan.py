@@ -35,7 +35,7 @@ FILLINGS = 3  # times for which a fleet is filled anew
 FEW = 10_000  # requests up to which one looks more closely
 CLOSEST = 2  # configurations of which static fleets are filled in all usual ways, where there are many requests
 PROOF = 200_000  # budget from which on a close bound is looked for
-SMALL_WORK, POLISH_WORK = 1_000_000, 150_000  # requests that the local search looks at, where no budget is given
+SMALL_WORK, POLISH_WORK = 800_000, 150_000  # requests that the local search looks at, where no budget is given
 
 
 # Times beyond what a float holds are infinite: never.
@@ -100,7 +100,7 @@ def _chosen(
     if current is not None and not best.makespan_s < current.makespan_s - epsilon_s:
         return best  # and the current one is kept
     most_s = math.inf if current is None else math.nextafter(current.makespan_s - epsilon_s, 0.0)
-    if table.problem.kv_balance is not None:
+    if violation(table, best) > 0:
         limit_s = min(most_s, best.makespan_s + epsilon_s)
         near = [each for each in found if each.makespan_s <= limit_s]
         near.sort(key=lambda placement: (violation(table, placement), placement.makespan_s))
@@ -121,6 +121,7 @@ def _chosen(
             for each in near[: NEAREST if few else 1]
         ),
         key=lambda placement: (
+            violation(table, placement),
             int((placement.fleet.current < 0).sum()),
             moves(table, placement),
             placement.makespan_s,

@@ -11,6 +11,7 @@ from planner.solver.columns import Columns
 from planner.solver.evaluate import Fleet
 
 ANY_KEPT = 3  # instances of a node of which every subset is looked at
+SPANS = 10  # sets of nodes that are looked at for an instance of several
 
 Part = tuple[int, int, tuple[GpuId, ...]]  # configuration, current or -1, GPUs
 
@@ -75,8 +76,10 @@ class _Walk:
                 if len(self.nodes[other]) == self.per_node and GpuId(self.nodes[other][0]) not in taken
             ]
             wanted = self.sizes[configuration] // self.per_node
-            if len(free) >= wanted and free[0] == node:
-                part = tuple(GpuId(gpu) for other in free[:wanted] for gpu in self.nodes[other])
+            if len(free) < wanted or free[0] != node:
+                continue
+            for others in islice(combinations(free[1:], wanted - 1), SPANS if self.running else 1):
+                part = tuple(GpuId(gpu) for other in (node, *others) for gpu in self.nodes[other])
                 yield from self._nodes(node + 1, [*parts, (configuration, -1, part)], taken | set(part), chosen)
 
     def _options(self, gpus: tuple[int, ...], mine: tuple[Part, ...]) -> list[list[Part]]:

@@ -12,6 +12,7 @@ MOST_FLEETS = 3000
 CELLS = 40_000  # requests times GPUs up to which a problem is small
 LOOKED_AT, CLOSELY = 32, 6
 TRIALS = 5
+FEW = 16  # requests up to which every fleet is improved before the promising are chosen
 ENOUGH = 5e-4  # gap that is none
 
 
@@ -82,6 +83,8 @@ def _promising(columns: Columns, orders: Orders) -> list[Fleet]:
             break
         search = Search(columns, members[0], orders)
         if search.insert():
+            if columns.count <= FEW:
+                search.improve()
             scored.append((search.makespan_s, place))
     pools = list(alike.values())
     found: list[Fleet] = []

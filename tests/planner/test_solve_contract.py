@@ -237,6 +237,16 @@ def test_every_figure_of_an_answer_holds(kind: str, seed: int) -> None:
     holds(KINDS[kind](Random(seed)))
 
 
+@pytest.mark.parametrize(("kind", "seed"), [("odd", 5138), ("odd", 5166), ("medium", 16), ("kv_tight", 2)])
+def test_problems_on_which_a_static_fleet_once_was_better(kind: str, seed: int) -> None:
+    holds(KINDS[kind](Random(seed)))
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("few", 20655), ("tiny", 80325), ("cannot_fit", 20190)])
+def test_problems_on_which_the_search_once_fell_short(kind: str, seed: int) -> None:
+    holds_beside_the_best(KINDS[kind](Random(seed)))
+
+
 @FEW_EXAMPLES
 @given(SEEDS)
 def test_the_bound_is_below_and_the_makespan_close_to_the_best_there_is(seed: int) -> None:

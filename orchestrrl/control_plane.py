@@ -501,6 +501,7 @@ def planner_config(
         per_node=config.fleet.gpus.per_node if config.fleet.gpus else 8,
         epsilon_s=slow.epsilon_s,
         cooldown_s=slow.cooldown_s,
+        interval_s=slow.interval_s,
         stale_after_s=slow.stale_after_s,
         bin_tokens=slow.bin_tokens,
         max_output_tokens=slow.max_output_tokens,

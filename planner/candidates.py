@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from planner.live import LiveFleet
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, PlanId
-from planner.problem import NOWHERE, RUNNING, Instance, Migration, Problem, Solution
+from planner.problem import NOWHERE, RUNNING, Instance, Migration, Problem, Requests, Solution
 
 Indices = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -236,6 +236,39 @@ def decode_s(
                 context[span].tolist(), remaining[span].tolist(), int(slots[place]), int(room[place])
             )
         row[filled] = alpha_s[filled] * iterations + work_s
+    return ends_s
+
+
+def ends_if_later_s(
+    fleet: Candidate,
+    now: Candidate,
+    columns: Requests,
+    remaining_tokens: NDArray[np.int64],
+    wait_s: float,
+    correction: float,
+) -> NDArray[np.float64]:
+    """[sample], seconds until all have ended if `now` decodes for `wait_s` more, and `fleet` then takes over what is
+    left: nobody moves who has ended meanwhile, and the others are longer. Where nobody is left, `wait_s` at most.
+
+    `remaining_tokens` is [sample, request]; `correction` multiplies decoding seconds.
+    """
+    context_tokens = columns.context_tokens
+    grown = np.zeros(len(context_tokens), dtype=np.int64)
+    for place, limit in enumerate(now.limits):
+        held = now.requests_of(place)
+        held = held[columns.state[held] == RUNNING]
+        grown[held] = int(wait_s / (limit.step_s(len(held), int(context_tokens[held].sum())) * correction))
+    at, instances = np.repeat(np.arange(len(fleet.instances)), np.diff(fleet.starts)), len(fleet.instances)
+    before = np.bincount(at, context_tokens[fleet.order], minlength=instances)
+    ends_s = np.full(len(remaining_tokens), wait_s)
+    for row, sample in enumerate(remaining_tokens):
+        left = np.maximum(sample - grown, 0)
+        if not left.any():
+            continue
+        context = np.where(left > 0, context_tokens + grown, 0)
+        decoding_s = decode_s(fleet, context, left[None])[0] * correction
+        moved = np.bincount(at, context[fleet.order], minlength=instances) / np.maximum(before, 1.0)
+        ends_s[row] += float((decoding_s + fleet.migration_s * moved + fleet.switch_s).max())
     return ends_s
 
 

@@ -53,6 +53,9 @@ class Proposal:
     inputs_age_s: float | None  # of the oldest input; None: something was never reported
     last_switch_s: float | None = None
     moves: int = 0
+    return_s: float = 0.0  # that the next step may take longer for beginning with what is proposed
+    wait_s: float = 0.0  # until it can be proposed again
+    later_gain_s: float = 0.0  # by which the step ends sooner if this is done only then
     sooner_in: tuple[int, int] | None = None  # samples of the lengths in which it ends sooner, and of how many
     infeasible: str = "no configuration can serve the requests on these GPUs"  # why nothing is proposed, if nothing is
     underway: Hold | None = None  # what earlier plans or the fast loop have not ended yet
@@ -77,20 +80,27 @@ class Limits:
     epsilon_s: float
     cooldown_s: float
     stale_after_s: float
+    rebalance_share: float = 0.0  # of the time until the end, that moving requests alone must gain
+
+    def least_gain_s(self, decision: str, current_s: float) -> float:
+        """What a change must gain, at least, where all would end after `current_s` without it."""
+        return max(self.epsilon_s, self.rebalance_share * current_s) if decision == "rebalance" else self.epsilon_s
 
 
 def judge(proposal: Proposal, limits: Limits, mode: Mode, control: Control) -> Verdict:
     """Act only when new + cost < current - epsilon, on fresh inputs, outside cooldown, as mode and operator allow.
 
     Codes, in the order in which they are looked for: nothing_to_do, stale_telemetry, what is underway, pinned,
-    infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, cooldown, what blocks a change of the
-    deployment, advise_only; to act: gain, overridden. Only a reconfiguration is pinned, cooled down or blocked: moving
-    requests leaves the deployment as it is. An override skips what weighs gain (no_baseline to cooldown), never what
-    protects the fleet.
+    infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, better_later, cooldown, what blocks a change
+    of the deployment, advise_only; to act: gain, overridden. Only a reconfiguration is pinned, cooled down or blocked:
+    moving requests leaves the deployment as it is. An override skips what weighs gain (no_baseline to cooldown), never
+    what protects the fleet.
     """
     control = control.at(proposal.now_s)
     overridden = control.state is ControlState.OVERRIDDEN and proposal.reconfigures
-    hold = _ruled_out(proposal, limits, control) or (None if overridden else _too_weak(proposal, limits))
+    hold = _ruled_out(proposal, limits, control)
+    if hold is None and not overridden:
+        hold = too_weak(proposal, limits) or _too_soon(proposal, limits)
     if hold is None and proposal.reconfigures and proposal.blocked is not None:
         hold = Hold(proposal.blocked.code, f"{proposal.blocked.detail}; {_case(proposal, overridden, control)}")
     if hold is not None:
@@ -123,15 +133,19 @@ def _ruled_out(proposal: Proposal, limits: Limits, control: Control) -> Hold | N
     return None
 
 
-def _too_weak(proposal: Proposal, limits: Limits) -> Hold | None:
+def too_weak(proposal: Proposal, limits: Limits) -> Hold | None:
+    """Why it is not worth it, whoever may do it and whenever."""
     gain_s = proposal.gain_s
     if gain_s is None:
         return Hold("no_baseline", "the deployed configuration is unknown, so no gain can be shown")
-    if not gain_s > limits.epsilon_s:
+    assert proposal.current_makespan_s is not None, "there is a gain over it"
+    least_s = limits.least_gain_s(proposal.decision, proposal.current_makespan_s) + proposal.return_s
+    if not gain_s > least_s:
+        back = f", {proposal.return_s:.2g} s of it for going back" if proposal.return_s else ""
         return Hold(
             "gain_too_small",
             f"{_change(proposal)} would end the step {_sooner(gain_s)}, its cost paid for; "
-            f"epsilon is {limits.epsilon_s:g} s",
+            f"epsilon is {least_s:.3g} s{back}",
         )
     if proposal.sooner_in is not None and proposal.sooner_in[0] < SURE_SHARE * proposal.sooner_in[1]:
         sooner, samples = proposal.sooner_in
@@ -140,6 +154,16 @@ def _too_weak(proposal: Proposal, limits: Limits) -> Hold | None:
             f"{_change(proposal)} would end the step {_sooner(gain_s)} in the mean, "
             f"and sooner in {sooner} of {samples} samples of the lengths; {SURE_SHARE * samples:g} are wanted",
         )
+    if proposal.later_gain_s > 0:
+        return Hold(
+            "better_later",
+            f"{_change(proposal)} would end the step {_sooner(gain_s)}, "
+            f"and another {proposal.later_gain_s:.1f} s sooner if done in {proposal.wait_s:g} s",
+        )
+    return None
+
+
+def _too_soon(proposal: Proposal, limits: Limits) -> Hold | None:
     since_s = None if proposal.last_switch_s is None else proposal.now_s - proposal.last_switch_s
     if proposal.reconfigures and since_s is not None and since_s < limits.cooldown_s:
         return Hold("cooldown", f"the last switch was {since_s:.1f} s ago, cooldown is {limits.cooldown_s:g} s")

@@ -6,13 +6,22 @@ samples: an estimate that packs requests which merely might be long is found out
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.candidates import Candidate, Unusable, as_it_stands, decode_s, longest_first, rebalanced, solved
+from planner.candidates import (
+    Candidate,
+    Unusable,
+    as_it_stands,
+    decode_s,
+    ends_if_later_s,
+    longest_first,
+    rebalanced,
+    solved,
+)
 from planner.lengths import Lengths
 from planner.live import LiveFleet
 from planner.makespan import lower_bound, solve
@@ -33,6 +42,7 @@ class Option:
     decode_s: NDArray[np.float64]  # [sample, instance], corrected
     ends_s: NDArray[np.float64]  # [sample], costs included
     alternative: Alternative
+    later_s: float | None = None  # until the end, in the mean, if engines are changed the next time round instead
 
     @property
     def total_s(self) -> float:
@@ -89,6 +99,15 @@ class _Weigher:
             ),
         )
 
+    def with_later(self, option: Option, current: Option, fleet: LiveFleet, wait_s: float) -> Option:
+        """A change of engines can be made later: then fewer requests move."""
+        if option.fleet.decision != "reconfigure":
+            return option
+        ends_s = ends_if_later_s(
+            option.fleet, current.fleet, fleet.columns, self._lengths.samples, wait_s, self._correction
+        )
+        return replace(option, later_s=float(np.minimum(ends_s, np.maximum(current.ends_s, wait_s)).mean()))
+
 
 def consider(
     fleet: LiveFleet,
@@ -96,8 +115,10 @@ def consider(
     problem: MakeProblem,
     correction: float,
     only: ConfigurationId | None = None,
+    wait_s: float = 0.0,
 ) -> Options:
-    """Every family of fleets; with `only`, those of that one configuration, as far as engines would change."""
+    """Every family of fleets; with `only`, those of that one configuration, as far as engines would change.
+    `wait_s`: so long until they can be considered again; 0: never."""
     weigher = _Weigher(fleet.columns.context_tokens, lengths, correction)
     problems = [problem(tokens) for tokens in _estimates(lengths)]
     current = weigher.weigh(as_it_stands(problems[0], fleet)) if fleet.instances else None
@@ -109,6 +130,8 @@ def consider(
             found.append(best)
         else:
             ruled_out.append(Alternative(configuration, 0, 0.0, 0.0, why, name=name))
+    if current is not None and wait_s > 0:
+        found = [weigher.with_later(option, current, fleet, wait_s) for option in found]
     bounds_s = _bounds_s([problem(tokens) for tokens in lengths.samples])
     bound_s = float(np.mean(bounds_s)) * min(correction, 1.0) if bounds_s else 0.0
     return Options(current, tuple(found), tuple(ruled_out), bound_s)

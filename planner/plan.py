@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from planner.candidates import Candidate, migrations, with_fresh_names
 from planner.forecast import Forecast, forecast
-from planner.gate import FREE, SURE_SHARE, Control, ControlState, Limits, Proposal, judge
+from planner.gate import FREE, Control, ControlState, Limits, Proposal, judge, too_weak
 from planner.lengths import Lengths, averaged, sampled, told
 from planner.live import NO_TRANSFER, LiveFleet, live_fleet, problem_of, words
 from planner.model import (
@@ -44,7 +44,9 @@ class PlannerConfig:
     gpus_count: int
     per_node: int = 8
     epsilon_s: float = 1.0
+    rebalance_share: float = 0.05  # of the time until the end, that moves must gain where lengths are not known
     cooldown_s: float = 60.0
+    interval_s: float = 0.0  # until the next plan, which may change engines as well; 0: there is none
     stale_after_s: float = 5.0
     bin_tokens: int = 256
     max_output_tokens: int = 32768
@@ -61,7 +63,7 @@ class PlannerConfig:
         for name in ("gpus_count", "per_node", "bin_tokens", "max_output_tokens", "scenarios"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("epsilon_s", "cooldown_s", "stale_after_s", "kv_bytes_per_token"):
+        for name in ("epsilon_s", "rebalance_share", "cooldown_s", "interval_s", "stale_after_s", "kv_bytes_per_token"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         ids = [configuration.id for configuration in self.configurations]
@@ -70,7 +72,8 @@ class PlannerConfig:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.epsilon_s, self.cooldown_s, self.stale_after_s)
+        sure = self.knowledge is Knowledge.ORACLE
+        return Limits(self.epsilon_s, self.cooldown_s, self.stale_after_s, 0.0 if sure else self.rebalance_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,9 @@ def make_plan(
     only = control.configuration if control.state is ControlState.OVERRIDDEN else None
     options = NOTHING
     if fleet.requests and fleet.configurations:
-        options = consider(fleet, lengths, partial(_problem, fleet, config), history.correction, only)
+        options = consider(
+            fleet, lengths, partial(_problem, fleet, config), history.correction, only, config.interval_s
+        )
     choice = _choose(options, fleet, snapshot, config, mode, control, history)
     running = sum(request.state is RequestState.RUNNING for request in snapshot.requests)
     wanted, acts = choice.wanted, isinstance(choice.verdict, Act)
@@ -228,35 +233,33 @@ def _choose(
     if overridden and {i.configuration for i in fleet.instances} == {control.configuration}:
         changing = None  # it is deployed already
     in_place = min((o for o in (options.current, moving) if o), key=_total_s, default=None)
-    if changing and in_place and not overridden and not changing.total_s < in_place.total_s - config.epsilon_s:
-        changing = None
     blocked = fleet.blocked if config.can_deploy else NO_DEPLOYER
 
-    def verdict(option: Option | None, mode: Mode) -> Verdict:
-        proposal = _proposal(option, options, fleet, snapshot, history, blocked)
-        return judge(proposal, config.limits, mode, control)
+    def proposal(option: Option | None) -> Proposal:
+        return _proposal(option, options, fleet, snapshot, config, history, blocked)
 
+    def verdict(option: Option | None, mode: Mode) -> Verdict:
+        return judge(proposal(option), config.limits, mode, control)
+
+    def decision(option: Option) -> str:
+        """What the plan is to do; whether that is done is the gate's word."""
+        changes = overridden and option.fleet.decision == "reconfigure"
+        return "keep" if not changes and too_weak(proposal(option), config.limits) else option.fleet.decision
+
+    moves_pay = moving is not None and decision(moving) == "rebalance"
+    instead = moving if moves_pay else options.current
+    if changing and instead and not overridden and not changing.total_s < instead.total_s - config.epsilon_s:
+        changing = None
     if changing is not None:
         found = verdict(changing, Mode.ACT)
         if isinstance(found, Act) or moving is None or not isinstance(verdict(moving, Mode.ACT), Act):
-            return _Choice(_decision(changing, options, config, overridden), verdict(changing, mode), changing)
+            return _Choice(decision(changing), verdict(changing, mode), changing)
         return _Choice("rebalance", verdict(moving, mode), moving, forgone=found)
     if overridden and (options.current is None or in_place is None or not fleet.instances):
         in_place = None
     if overridden and in_place is not None and {i.configuration for i in fleet.instances} != {control.configuration}:
         in_place = None  # the operator's configuration cannot be had
-    decision = "keep" if in_place is None else _decision(in_place, options, config, overridden=False)
-    return _Choice(decision, verdict(in_place, mode), in_place)
-
-
-def _decision(option: Option, options: Options, config: PlannerConfig, overridden: bool) -> str:
-    """What the plan is to do; whether that is done is the gate's word."""
-    if overridden:
-        return option.fleet.decision
-    if options.current is None or not option.total_s < options.current.total_s - config.epsilon_s:
-        return "keep"
-    sooner, samples = _sooner_in(option, options.current)
-    return option.fleet.decision if sooner >= SURE_SHARE * samples else "keep"
+    return _Choice("keep" if in_place is None else decision(in_place), verdict(in_place, mode), in_place)
 
 
 def _proposal(
@@ -264,9 +267,11 @@ def _proposal(
     options: Options,
     fleet: LiveFleet,
     snapshot: Snapshot,
+    config: PlannerConfig,
     history: History,
     blocked: Hold | None,
 ) -> Proposal:
+    later_s = option.later_s if option else None
     return Proposal(
         now_s=snapshot.now_s,
         decision=option.fleet.decision if option else "keep",
@@ -279,11 +284,26 @@ def _proposal(
         inputs_age_s=snapshot.inputs_age_s,
         last_switch_s=history.last_switch_s,
         moves=len(option.fleet.moved) if option else 0,
+        return_s=_return_s(option, fleet, snapshot) if option else 0.0,
+        wait_s=config.interval_s,
+        later_gain_s=option.total_s - later_s if option and later_s is not None else 0.0,
         infeasible=_why_nothing(fleet, options),
         sooner_in=_sooner_in(option, options.current) if option and options.current else None,
         underway=history.underway,
         blocked=blocked,
     )
+
+
+def _return_s(option: Option, fleet: LiveFleet, snapshot: Snapshot) -> float:
+    """The next step begins as this one did, and then wants the fleet that this one began with: what it takes to start
+    its engines again, by the share of the step's requests that have come and gone since."""
+    stays = {instance.id for instance, kept in zip(option.fleet.instances, option.fleet.kept, strict=True) if kept}
+    restart_s = max(
+        (limit.switch_s for i, limit in zip(fleet.instances, fleet.limits, strict=True) if i.id not in stays),
+        default=0.0,
+    )
+    ended = len(snapshot.finished) or len(snapshot.finished_output_tokens)
+    return restart_s * ended / max(1, ended + len(snapshot.requests))
 
 
 def _why_nothing(fleet: LiveFleet, options: Options) -> str:

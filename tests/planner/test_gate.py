@@ -184,3 +184,25 @@ def test_a_larger_gain_never_makes_it_hold(proposal: Proposal, control: Control,
         return
     better = replace(proposal, current_makespan_s=proposal.current_makespan_s + more_s)
     assert isinstance(judge(better, LIMITS, Mode.ACT, control), Act)
+
+
+def test_moves_alone_must_gain_a_share_of_the_time_and_engines_the_way_back() -> None:
+    limits = replace(LIMITS, rebalance_share=0.4)
+    held = judge(MOVES, limits, Mode.ACT, FREE)  # gains 38 s of 100
+    assert held == Hold(
+        "gain_too_small",
+        "moving 7 requests between the engines as they are would end the step 38.0 s sooner, its cost paid for; "
+        "epsilon is 40 s",
+    )
+    assert judge(replace(GOOD, return_s=19.5), limits, Mode.ACT, FREE).code == "gain_too_small"  # gains 20 s
+    assert judge(replace(GOOD, return_s=18.5), limits, Mode.ACT, FREE).code == "gain"
+
+
+def test_what_is_better_done_the_next_time_round_waits_unless_the_operator_wants_it() -> None:
+    later = replace(GOOD, later_gain_s=3.0, wait_s=30.0)
+    held = Hold(
+        "better_later",
+        "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner, and another 3.0 s sooner if done in 30 s",
+    )
+    assert judge(later, LIMITS, Mode.ACT, FREE) == held
+    assert judge(later, LIMITS, Mode.ACT, OVERRIDE).code == "overridden"

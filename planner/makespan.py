@@ -11,15 +11,15 @@ import numpy as np
 
 from planner.model import EngineId
 from planner.problem import NOWHERE, RUNNING, Homogeneous, Infeasible, Migration, Placed, Problem, Solution
-from planner.solver.band import balanced, violation
+from planner.solver.band import violation
 from planner.solver.bound import lower_bound_s as _lower_bound_s
+from planner.solver.choose import chosen
 from planner.solver.columns import Columns, columns
 from planner.solver.dual import tightened_s
 from planner.solver.evaluate import Fleet, Placement, current_fleet, place, with_idle
 from planner.solver.layout import in_a_row
 from planner.solver.packed import packed, soonest_cut
 from planner.solver.search import Work
-from planner.solver.settle import moves, settled
 from planner.solver.small import ENOUGH, best_of_all, is_small, polished
 from planner.solver.spread import MANY, USUAL, least_loaded, least_s, loads, one_by_one, orders
 from planner.solver.whole import raised_s
@@ -28,8 +28,6 @@ __all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "s
 
 
 CLOSE, NEAR, NEAR_ENOUGH = 0.002, 0.01, 0.02  # gap that is not worth a closer look; and not with many requests
-STEADY = 0.002  # share of the makespan, but no more than epsilon, that may be lost where less changes for it
-NEAREST = 4  # placements of which the one with the least change is taken
 STAYING = 0.8  # share of the moves that a fleet which stays is hoped to save
 FILLINGS = 3  # times for which a fleet is filled anew
 FEW = 10_000  # requests up to which one looks more closely
@@ -58,7 +56,7 @@ def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solutio
     found += static
     bound_s = _raised_s(table, bound_s, min((each.makespan_s for each in found), default=0.0))
     found += _searched(table, found, bound_s, stop)
-    best = _chosen(table, current, static, found)
+    best = chosen(table, current, static, found)
     if best is not None and (problem.kv_balance is None or (best.fleet.current >= 0).all()):
         best = with_idle(table, best)
     return _solution(table, current, best, bound_s, homogeneous)
@@ -87,46 +85,6 @@ def _searched(
     if starts and starts[0].makespan_s <= bound_s * (1 + NEAR):
         return []
     return polished(table, starts[:3], work, stop)
-
-
-def _chosen(
-    table: Columns, current: Placement | None, static: Sequence[Placement], found: Sequence[Placement]
-) -> Placement | None:
-    """Of what ends about as soon as the best: what misses equation 2 by least, or else what changes least."""
-    best = min(found, key=lambda placement: placement.makespan_s, default=None)
-    epsilon_s = table.problem.epsilon_s
-    if best is None or not np.isfinite(best.makespan_s):
-        return best
-    if current is not None and not best.makespan_s < current.makespan_s - epsilon_s:
-        return best  # and the current one is kept
-    most_s = math.inf if current is None else math.nextafter(current.makespan_s - epsilon_s, 0.0)
-    if violation(table, best) > 0:
-        limit_s = min(most_s, best.makespan_s + epsilon_s)
-        near = [each for each in found if each.makespan_s <= limit_s]
-        near.sort(key=lambda placement: (violation(table, placement), placement.makespan_s))
-        return min(
-            (balanced(table, each, limit_s) for each in near[:NEAREST]),
-            key=lambda placement: (violation(table, placement), placement.makespan_s),
-        )
-    if current is None:
-        return best
-    static_s = min((each.makespan_s for each in static), default=math.inf)
-    steady_s = best.makespan_s + min(epsilon_s, STEADY * best.makespan_s)
-    limit_s = min(most_s, max(best.makespan_s, min(static_s, steady_s)))
-    near = sorted((each for each in found if each.makespan_s <= limit_s), key=lambda each: each.makespan_s)
-    few = table.count <= MANY
-    return min(
-        (
-            settled(table, each, limit_s) if few else settled(table, each, limit_s, 1)
-            for each in near[: NEAREST if few else 1]
-        ),
-        key=lambda placement: (
-            violation(table, placement),
-            int((placement.fleet.current < 0).sum()),
-            moves(table, placement),
-            placement.makespan_s,
-        ),
-    )
 
 
 @_never

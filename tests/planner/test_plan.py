@@ -444,3 +444,20 @@ def test_a_configuration_checks_itself() -> None:
         PlannerConfig((), gpus_count=0)
     with pytest.raises(ValueError, match="epsilon_s must be >= 0, got nan"):
         PlannerConfig((), gpus_count=1, epsilon_s=float("nan"))
+
+
+def test_engines_change_later_where_fewer_requests_then_have_to_move() -> None:
+    """76 of 80 requests are about to end, and a change now would compute all of them again."""
+    tp8 = replace(TP4, id=ConfigurationId("tp8"), gpus=8, alpha_s=TP4.alpha_s / 2)
+    requests = [request(f"r{i:02}", 12_000, where=f"e{i % 4}") for i in range(80)]
+    known = {view.id: 12_150 if i % 20 else 20_000 for i, view in enumerate(requests)}
+    history = History(known_output_tokens=known)
+    config = replace(CONFIG, configurations=(TP2, tp8), knowledge=Knowledge.ORACLE)
+    at_once = plan_of(snapshot(FLEET, requests), config, history=history)
+    assert (at_once.decision, at_once.verdict.code) == ("reconfigure", "gain")
+    waiting = plan_of(snapshot(FLEET, requests), replace(config, interval_s=10.0), history=history)
+    assert waiting.forgone is not None
+    assert waiting.forgone.code == "better_later"
+    soon_over = [replace(view, generated_tokens=12_149) for i, view in enumerate(requests) if not i % 20]
+    then = plan_of(snapshot(FLEET, soon_over), replace(config, interval_s=10.0), history=history)
+    assert then.decision == "reconfigure"

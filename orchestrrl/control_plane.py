@@ -50,6 +50,8 @@ from planner.series import StepForecast
 logger = logging.getLogger(__name__)
 
 QUIET_POLL_S = 0.25
+# Of the time until the end, that a plan's moves must gain where the fast loop does not pack.
+REBALANCE_SHARE = 0.05
 NICS_ALL_BUT_FREE = 0.995
 
 Offload = Callable[[Callable[[], Plan]], Awaitable[Plan]]
@@ -495,11 +497,15 @@ def planner_config(
 ) -> PlannerConfig:
     """What the planner may choose from."""
     slow = config.slow
+    # The fast loop packs every second by the same lengths: a plan that moves requests as well undoes what that has
+    # settled, unless it knows the lengths (which waives the share).
+    moves_itself = config.fast.policy is not FastPolicy.PACKING
     return PlannerConfig(
         configurations=configurations,
         gpus_count=gpus,
         per_node=config.fleet.gpus.per_node if config.fleet.gpus else 8,
         epsilon_s=slow.epsilon_s,
+        rebalance_share=REBALANCE_SHARE if moves_itself else 1.0,
         cooldown_s=slow.cooldown_s,
         interval_s=slow.interval_s,
         stale_after_s=slow.stale_after_s,

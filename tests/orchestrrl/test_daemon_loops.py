@@ -373,7 +373,7 @@ async def test_a_plan_that_moves_requests_is_carried_out_and_says_what_became_of
 
 
 async def test_a_plan_in_advice_moves_nothing(house: House) -> None:
-    plane = house.start(CONFIG.replace("mode: act", "mode: advise"))
+    plane = house.start(CONFIG.replace("mode: act", "mode: advise").replace("fast: {", "fast: {policy: none, "))
     house.fleet.submit("e0", *[4000] * 12)
     async with house.running() as fleet:
         await house.clock.advance(15.0)

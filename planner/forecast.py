@@ -199,15 +199,6 @@ def conditional_lengths(
     return ConditionalLengths(bin_tokens, max_output_tokens, np.array(rows), tag_rows, method)
 
 
-def survival_curve(
-    output_tokens: Sequence[int], generated_tokens: Sequence[int], bin_tokens: int, max_output_tokens: int
-) -> tuple[Survival, str]:
-    """The distribution of output lengths over bins, and how it was found."""
-    known = [FinishedLength(tokens) for tokens in output_tokens]
-    lengths = conditional_lengths(known, generated_tokens, (), bin_tokens, max_output_tokens)
-    return lengths.survival[0], lengths.method
-
-
 def _common(
     seen: "_Seen",
     finished: Sequence[FinishedLength],

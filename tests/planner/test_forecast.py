@@ -2,6 +2,7 @@
 
 import random
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +15,9 @@ from planner.forecast import (
     MIN_LENGTHS,
     WORTH_SHARES,
     ConditionalLengths,
+    Survival,
     conditional_lengths,
     forecast,
-    survival_curve,
 )
 from planner.model import FinishedLength, RequestView
 from planner.series import LengthCounts, StepForecast
@@ -28,6 +29,15 @@ REQUESTS = st.lists(
     st.builds(lambda generated, limit: request("r", generated, limit=limit), st.integers(0, 250), st.integers(1, 300)),
     max_size=40,
 )
+
+
+def survival_curve(
+    output_tokens: Sequence[int], generated_tokens: Sequence[int], bin_tokens: int, max_output_tokens: int
+) -> tuple[Survival, str]:
+    """Common to all tags, and how it was found."""
+    known = [FinishedLength(tokens) for tokens in output_tokens]
+    lengths = conditional_lengths(known, generated_tokens, (), bin_tokens, max_output_tokens)
+    return lengths.survival[0], lengths.method
 
 
 def limit_of(view: RequestView, cap: int = CAP) -> int:

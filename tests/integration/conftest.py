@@ -2,8 +2,9 @@
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -13,13 +14,22 @@ pytest.register_assert_rewrite("orchestrrl.engines.conformance")
 
 REPOSITORY = Path(__file__).parents[2]
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
+VLLM_PLUGIN = Path(__file__).parent / "vllm_plugin"
 TINY_MODEL_SCRIPT = REPOSITORY / "orchestrrl" / "engines" / "tiny_model.py"
 
 MAX_NUM_SEQS = 4
 # Blocks have 128 tokens. There is KV for one sequence of the longest context: preemption can be had.
 VLLM_ARGUMENTS = ("--max-model-len", "16384", "--num-gpu-blocks-override", "130", "--no-enable-prefix-caching")
 
-StartVllm = Callable[[str], Awaitable[LocalEngine]]
+# A test steps in on requests for so many tokens: they get 50 tokens/s at most, whatever the machine does.
+INTERRUPTED_TOKENS = 10_000
+SLOW_STEPS = f"{INTERRUPTED_TOKENS}:0.02"
+
+
+class StartVllm(Protocol):
+    """Starts one more server like those of `vllm_servers`; `slow_steps` as `slow_steps.py` reads it."""
+
+    async def __call__(self, name: str, slow_steps: str = SLOW_STEPS) -> LocalEngine: ...
 
 
 @pytest.fixture(scope="session")
@@ -54,8 +64,8 @@ async def start_vllm_server(tiny_model: Path, tmp_path: Path) -> AsyncIterator[S
     """A function that starts one more server like those of `vllm_servers`, for a test that will kill it."""
     started: list[LocalEngine] = []
 
-    async def start(name: str) -> LocalEngine:
-        started.append(await _start(name, tiny_model, tmp_path))
+    async def start(name: str, slow_steps: str = SLOW_STEPS) -> LocalEngine:
+        started.append(await _start(name, tiny_model, tmp_path, slow_steps))
         return started[-1]
 
     yield start
@@ -63,7 +73,16 @@ async def start_vllm_server(tiny_model: Path, tmp_path: Path) -> AsyncIterator[S
         await engine.stop()
 
 
-async def _start(name: str, model: Path, log_dir: Path) -> LocalEngine:
+async def _start(name: str, model: Path, log_dir: Path, slow_steps: str = SLOW_STEPS) -> LocalEngine:
     return await start_vllm(
-        name, python=VLLM_PYTHON, model=model, log_dir=log_dir, max_num_seqs=MAX_NUM_SEQS, arguments=VLLM_ARGUMENTS
+        name,
+        python=VLLM_PYTHON,
+        model=model,
+        log_dir=log_dir,
+        max_num_seqs=MAX_NUM_SEQS,
+        arguments=(*VLLM_ARGUMENTS, "--logits-processors", "slow_steps:SlowSteps"),
+        environment={
+            "PYTHONPATH": str(Path(__file__).parent / "vllm_plugin"),
+            "ORCHESTRRL_TEST_SLOW_STEPS": slow_steps,
+        },
     )

@@ -16,7 +16,7 @@ from orchestrrl.gateway.relay import Limits
 from orchestrrl.gateway.server import Server
 from orchestrrl.operations import ItemResult, RequestMove, Route
 from planner.model import EngineId, NodeId, RequestId, RequestState
-from tests.integration.conftest import StartVllm
+from tests.integration.conftest import INTERRUPTED_TOKENS, StartVllm
 from tests.integration.streams import Answer, read_stream, read_whole
 from tests.orchestrrl.gateway.held import HeldEngine
 
@@ -133,7 +133,7 @@ async def test_a_waiting_request_moves_to_a_free_seat(house: House) -> None:
     """e0 has four seats; the fifth request waits there until it is moved."""
     house.gateway.set_routes([Route(EngineId("e0"), house.engines[0].url)])
     path, body = COMPLETION
-    long_body = {**body, "max_tokens": 6000, "logprobs": None}
+    long_body = {**body, "max_tokens": INTERRUPTED_TOKENS, "logprobs": None}
     house.holds.extend([5] * 4)
     long_ones = [asyncio.create_task(house.ask(house.url, path, long_body, f"l{i}", stream=False)) for i in range(4)]
     await asyncio.gather(*(house.until(f"l{i}", 5) for i in range(4)))
@@ -174,7 +174,7 @@ async def test_a_paused_server_freezes_its_requests_and_loses_none(house: House)
 async def test_a_server_killed_in_the_middle_of_a_step_loses_no_request(
     vllm_servers: tuple[LocalEngine, ...], start_vllm_server: StartVllm
 ) -> None:
-    doomed = await start_vllm_server("doomed")
+    doomed = await start_vllm_server("doomed", "1:0.5")  # two tokens a second: it is killed long before it ends any
     async with aiohttp.ClientSession() as http:
         house = House((vllm_servers[0], doomed), http)
         house.url = await house.server.start("127.0.0.1", 0)

@@ -22,7 +22,7 @@ MAX_NUM_SEQS = 4
 VLLM_ARGUMENTS = ("--max-model-len", "16384", "--num-gpu-blocks-override", "130", "--no-enable-prefix-caching")
 
 # A test steps in on requests for so many tokens: they get 50 tokens/s at most, whatever the machine does.
-INTERRUPTED_TOKENS = 10_000
+INTERRUPTED_TOKENS = 1_000
 SLOW_STEPS = f"{INTERRUPTED_TOKENS}:0.02"
 
 

@@ -133,7 +133,7 @@ async def test_a_waiting_request_moves_to_a_free_seat(house: House) -> None:
     """e0 has four seats; the fifth request waits there until it is moved."""
     house.gateway.set_routes([Route(EngineId("e0"), house.engines[0].url)])
     path, body = COMPLETION
-    long_body = {**body, "max_tokens": INTERRUPTED_TOKENS, "logprobs": None}
+    long_body = {**body, "max_tokens": 10 * INTERRUPTED_TOKENS, "logprobs": None}
     house.holds.extend([5] * 4)
     long_ones = [asyncio.create_task(house.ask(house.url, path, long_body, f"l{i}", stream=False)) for i in range(4)]
     await asyncio.gather(*(house.until(f"l{i}", 5) for i in range(4)))

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-ENVIRONMENT = "ORCHESTRRL_TEST_SLOW_STEPS"  # "10000:0.02": 20 ms a step while a request may have 10,000 tokens or more
+ENVIRONMENT = "ORCHESTRRL_TEST_SLOW_STEPS"  # "1000:0.02": 20 ms a step while a request may have 1,000 tokens or more
 
 
 class SlowSteps(LogitsProcessor):

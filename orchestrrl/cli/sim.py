@@ -38,7 +38,7 @@ def gen(
 
     Arms: verl_to (best static TP), verl_lo (widest), partial_rollout; planning, balancing, both (_paper: moves by the
     paper's rule); mean_only (no forecast), oracle (the planner knows all lengths), packed_known (the best static fleet,
-    packed with lengths known).
+    packed with lengths known), prompts_known (the same where only the distribution of each prompt's lengths is known).
 
     Example: `orchestrrl sim gen --example --plot out/sim`
     """

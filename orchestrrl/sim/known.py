@@ -1,19 +1,25 @@
-"""What a static fleet could do if every length were known: a mark beside the arms. Pure.
+"""What a static fleet could do if every length were known, or every prompt: marks beside the arms. Pure.
 
 Requests are spread (longest first onto the least loaded) or packed (contiguous blocks of the descending order, which
-keeps the longest together); of all configurations, the best.
+keeps the longest together); of all configurations, the best. Where a prompt is known, so is the distribution of its
+samples' lengths, and nothing else: more than finished samples of it, in this step or in earlier epochs, can ever tell.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from orchestrrl.sim.engines import EngineKind, homogeneous
 from orchestrrl.sim.scenario import Scenario
-from orchestrrl.sim.static import StaticStep, run_static
+from orchestrrl.sim.static import StaticStep, dealt, run_static
 from orchestrrl.sim.workload import SimRequest
 from planner.cost import Pending, work_s
 from planner.model import Configuration
 
 BISECTIONS = 40
+QUANTILES = (0.5, 0.8, 0.95)
 
 
 def best_known(
@@ -27,6 +33,40 @@ def best_known(
         for place in (spread, packed):
             tried.append((kind, run_static(kind, place(configuration, engines, requests))))
     return min(tried, key=lambda found: found[1].makespan_s)
+
+
+def best_prompts_known(
+    scenario: Scenario,
+    kinds: Sequence[EngineKind],
+    requests: Sequence[SimRequest],
+    redrawn_tokens: NDArray[np.int64],
+) -> tuple[EngineKind, StaticStep]:
+    """The step with the placement that does best in the mean over `redrawn_tokens` ([time, request], lengths that the
+    same prompts might have had). Placements rest on quantiles of each prompt's lengths."""
+    futures = [_with_lengths(requests, tokens) for tokens in redrawn_tokens]
+    of_prompt = redrawn_tokens.reshape(len(redrawn_tokens), -1, scenario.workload.samples)
+    tried = []
+    for kind in kinds:
+        engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
+        configuration = kind.profile.configuration((1.0, max(2.0, len(requests) / engines)))
+        placements = [dealt(requests, engines)]
+        for quantile in QUANTILES:
+            guess = np.quantile(of_prompt, quantile, axis=(0, 2)).astype(np.int64).repeat(scenario.workload.samples)
+            placements += [place(configuration, engines, _with_lengths(requests, guess)) for place in (spread, packed)]
+        for placement in placements:
+            ends_s = [run_static(kind, _placed_like(placement, future)).makespan_s for future in futures]
+            tried.append((float(np.mean(ends_s)), kind, placement))
+    _, kind, placement = min(tried, key=lambda found: found[0])
+    return kind, run_static(kind, _placed_like(placement, requests))
+
+
+def _with_lengths(requests: Sequence[SimRequest], tokens: NDArray[np.int64]) -> list[SimRequest]:
+    return [replace(request, output_tokens=int(length)) for request, length in zip(requests, tokens, strict=True)]
+
+
+def _placed_like(placement: Sequence[Sequence[SimRequest]], requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
+    by_id = {request.id: request for request in requests}
+    return [[by_id[request.id] for request in held] for held in placement]
 
 
 def _pending(request: SimRequest) -> Pending:

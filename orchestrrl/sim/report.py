@@ -69,6 +69,9 @@ def marks(outcome: Outcome) -> Iterator[str]:
     known = outcome.arm("packed_known")
     if known is not None and outcome.gain(known) is not None:
         yield f"static packing, all lengths known: {_decimals(outcome.gain(known))}"
+    prompts = outcome.arm("prompts_known")
+    if prompts is not None and outcome.gain(prompts) is not None:
+        yield f"static placement, each prompt's distribution of lengths known: {_decimals(outcome.gain(prompts))}"
     if outcome.not_knowing is not None:
         yield from _not_knowing_lines(outcome.not_knowing)
     if outcome.contention_s is not None:

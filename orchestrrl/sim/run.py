@@ -8,15 +8,17 @@ from orchestrrl.errors import ProblemFaults
 from orchestrrl.sim.ceiling import Ceiling, ceiling
 from orchestrrl.sim.controlled import ControlledRun, Report
 from orchestrrl.sim.engines import EngineKind, homogeneous, kinds_of
-from orchestrrl.sim.known import best_known
+from orchestrrl.sim.known import best_known, best_prompts_known
 from orchestrrl.sim.results import SeedRun, Span
 from orchestrrl.sim.scenario import ARMS, Scenario
 from orchestrrl.sim.static import StaticStep, dealt, run_partial, run_static
-from orchestrrl.sim.workload import SimRequest, requests_of_step
+from orchestrrl.sim.workload import SimRequest, redrawn, requests_of_step
 from planner.model import ConfigurationId
 
 # Seconds of generation by seconds of training, as the paper measured them (section 2.1).
 GEN_BY_TRAIN = 1.49
+# Draws of a step's lengths that a placement by prompt is judged on.
+FUTURES = 8
 
 Steps = Sequence[Sequence[SimRequest]]
 
@@ -140,6 +142,10 @@ def run_scenario(scenario: Scenario, arms: Sequence[str], seeds: Sequence[int], 
                 runs.append(ArmRun(arm, name, partial))
             case "packed_known":
                 runs.append(ArmRun(arm, "best", [_packed(scenario, kinds, seed, steps[seed]) for seed in seeds]))
+            case "prompts_known":
+                runs.append(
+                    ArmRun(arm, "best", [_prompts(scenario, kinds, seed, steps[seed], report) for seed in seeds])
+                )
             case _:
                 controlled = [ControlledRun(scenario, kinds, initial, arm, seed, steps[seed]) for seed in seeds]
                 runs.append(ArmRun(arm, initial, [one.run(report) for one in controlled]))
@@ -189,6 +195,18 @@ def _static(scenario: Scenario, kind: EngineKind, seed: int, steps: Steps) -> Se
 def _packed(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], seed: int, steps: Steps) -> SeedRun:
     """Each step on the configuration that is best for it."""
     return _static_run(scenario, seed, [best_known(scenario, list(kinds.values()), requests) for requests in steps])
+
+
+def _prompts(
+    scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], seed: int, steps: Steps, report: Report
+) -> SeedRun:
+    """As `_packed`, but of lengths only what each prompt tells is known."""
+    ran = []
+    for step, requests in enumerate(steps):
+        report(f"prompts known, seed {seed}", step, len(steps))
+        lengths = redrawn(scenario.workload, seed, step, FUTURES)
+        ran.append(best_prompts_known(scenario, list(kinds.values()), requests, lengths))
+    return _static_run(scenario, seed, ran)
 
 
 def _best_partial(

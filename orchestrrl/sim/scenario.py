@@ -31,6 +31,7 @@ ARMS = (
     "mean_only",
     "oracle",
     "packed_known",
+    "prompts_known",
 )
 
 # Of a 14B model in bf16: 48 layers, 8 KV heads of 128.

@@ -39,14 +39,8 @@ def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[Si
     """The step's requests in order of submission, a prompt's samples together. Same seed and step, same requests."""
     rng = np.random.default_rng((seed, step))
     prompts, samples = workload.prompts, workload.samples
-    low, high = workload.prompt_tokens
-    prompt_tokens = rng.integers(low, high + 1, size=prompts)
-    of_prompt = rng.standard_normal((prompts, 1))
-    of_sample = rng.standard_normal((prompts, samples))
-    correlation = workload.correlation
-    score = np.sqrt(correlation) * of_prompt + np.sqrt(1 - correlation) * of_sample
-    lengths = quantile_function(workload.lengths)(ndtr(score)) * (1 + workload.drift_per_step) ** step
-    output_tokens = np.clip(np.rint(lengths), 1, workload.max_tokens).astype(np.int64)
+    prompt_tokens, of_prompt = _drawn_prompts(workload, rng)
+    output_tokens = _lengths(workload, of_prompt, rng.standard_normal((prompts, samples)), step)
     return [
         SimRequest(
             RequestId(f"s{step}-p{prompt:05d}-{sample:02d}"),
@@ -59,6 +53,29 @@ def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[Si
         for prompt in range(prompts)
         for sample in range(samples)
     ]
+
+
+def redrawn(workload: WorkloadSection, seed: int, step: int, times: int) -> NDArray[np.int64]:
+    """[time, request]: lengths that the step's requests might as well have had, their prompts being what they are."""
+    _, of_prompt = _drawn_prompts(workload, np.random.default_rng((seed, step)))
+    rng = np.random.default_rng((seed, step, times))
+    shape = (workload.prompts, workload.samples)
+    return np.array([_lengths(workload, of_prompt, rng.standard_normal(shape), step).reshape(-1) for _ in range(times)])
+
+
+def _drawn_prompts(workload: WorkloadSection, rng: np.random.Generator) -> tuple[NDArray[np.int64], Floats]:
+    """[prompt]: its tokens; [prompt, 1]: what it contributes to the lengths of its samples."""
+    low, high = workload.prompt_tokens
+    prompt_tokens = rng.integers(low, high + 1, size=workload.prompts)
+    return prompt_tokens, rng.standard_normal((workload.prompts, 1))
+
+
+def _lengths(workload: WorkloadSection, of_prompt: Floats, of_sample: Floats, step: int) -> NDArray[np.int64]:
+    """[prompt, sample], tokens."""
+    correlation = workload.correlation
+    score = np.sqrt(correlation) * of_prompt + np.sqrt(1 - correlation) * of_sample
+    lengths = quantile_function(workload.lengths)(ndtr(score)) * (1 + workload.drift_per_step) ** step
+    return np.clip(np.rint(lengths), 1, workload.max_tokens).astype(np.int64)
 
 
 def quantile_function(lengths: Lengths) -> Callable[[Floats], Floats]:

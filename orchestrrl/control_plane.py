@@ -25,7 +25,7 @@ from orchestrrl.live_profile import LiveProfile
 from orchestrrl.nodes import Attachment, NodeRegistry
 from orchestrrl.operations import MoveRequests, Operation, OperationResult, RequestMove, Route, SetRoutes
 from orchestrrl.outlook import Outlook
-from orchestrrl.plans import Deployment, DeploymentOutcome, PlanBook
+from orchestrrl.plans import Deployment, DeploymentOutcome, EngineStart, PlanBook
 from orchestrrl.reports import EngineReport, GatewayReport, NodeHello, NodeKind, ReportAck
 from orchestrrl.state import EngineFacts, State, Step
 from orchestrrl.step_lengths import StepLengths
@@ -50,9 +50,12 @@ from planner.series import StepForecast
 logger = logging.getLogger(__name__)
 
 QUIET_POLL_S = 0.25
+STARTS_REMEMBERED = 256
 # Of the time until the end, that a plan's moves must gain where the fast loop does not pack.
 REBALANCE_SHARE = 0.05
 NICS_ALL_BUT_FREE = 0.995
+# A move that could fill a node's NICs has less of them than this only where others want more than there is.
+NICS_CROWDED = 0.5
 
 Offload = Callable[[Callable[[], Plan]], Awaitable[Plan]]
 
@@ -108,6 +111,7 @@ class ControlPlane:
         self.plans.recover()
         self.lengths = self._recovered_lengths()
         self._recover_engines()
+        self._recover_starts()
         operations = self.runner.recover()
         self._note(Kind.DAEMON_STARTED, "", {"mode": self.mode, "open_operations": operations})
 
@@ -117,7 +121,8 @@ class ControlPlane:
         now_s = self.clock.now_s()
         taken = self.state.fold_engine(report, now_s, stream)
         if taken:
-            self.costs.observe(report, self.state.configuration_of(report.engine))
+            crowded = self.nic_share < NICS_CROWDED
+            self.costs.observe(report, self.state.configuration_of(report.engine), crowded_links=crowded)
         if taken and self._health.get(report.engine) is not report.health:
             before = self._health.get(report.engine)
             self._health[report.engine] = report.health
@@ -372,6 +377,7 @@ class ControlPlane:
             outcome = await self.deployment.carry_out(plan, snapshot)
         except OrchestrRLError as error:
             outcome = DeploymentOutcome(False, str(error), self.clock.now_s())
+        self.costs.started(outcome.starts)
         self.plans.deployment_ended(plan.id, outcome)
         self.plans.acted(plan.id, outcome.done, outcome.detail)
 
@@ -392,7 +398,7 @@ class ControlPlane:
         if isinstance(operation.action, MoveRequests):
             self._moves_ended_s = self.clock.now_s()
             self.state.fold_result(result)
-            self.costs.moved(operation.action, result)
+            self.costs.moved(operation.action, result, self.state.configuration_of)
 
     def _route(self, engine: EngineView) -> Route:
         return Route(
@@ -426,6 +432,13 @@ class ControlPlane:
         latest = self.journal.latest(Kind.ROUTES)
         for route in latest.body["routes"] if latest else ():
             self.state.remember_engine(EngineId(route["engine"]), route["url"], self.started_s)
+
+    def _recover_starts(self) -> None:
+        """Engines are started seldom: what starts take is not learnt anew by every daemon."""
+        for entry in self.journal.tail(STARTS_REMEMBERED, (Kind.ENGINE_STARTED,)):
+            if "took_s" in entry.body:
+                name = ConfigurationId(entry.body["configuration"])
+                self.costs.started([EngineStart(name, entry.body["took_s"], entry.body["expected_s"])])
 
     def _note_step_end(self) -> None:
         step = self.state.step

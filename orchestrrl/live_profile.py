@@ -13,11 +13,20 @@ from typing import Any
 
 from orchestrrl.config import Fleet
 from orchestrrl.operations import MoveRequests, OperationResult
-from orchestrrl.profiles.refit import Batch, Refitter, batch_between, given_profile, same_batch
+from orchestrrl.plans import EngineStart
+from orchestrrl.profiles.refit import (
+    Batch,
+    Figure,
+    Refitter,
+    batch_between,
+    given_profile,
+    prefilled_between,
+    same_batch,
+)
 from orchestrrl.reports import EngineReport, EngineSample
 from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, RequestId, Snapshot
 from planner.phases import line_ahead, worth_a_look
-from planner.profile import EngineProfile, MoveCosts, Profile, Source
+from planner.profile import EngineProfile, MoveCosts, Profile, Provenance, Source
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +36,8 @@ LEAST_STEPS = 8
 LEAST_S = 0.5
 # A re-fit that moves step times by less than this share, over the loads seen last, is not taken up.
 NOTABLE = 0.03
+# The same for prefill rates and starts, which scatter more and weigh less in a plan.
+NOTABLE_FIGURE = 0.1
 # Step times this many times off the configured ones are taken up with a warning: they may well be of another engine.
 SUSPECT = 3.0
 # Loads seen last, over which beliefs are compared.
@@ -42,7 +53,7 @@ class Belief:
     """One configuration, for people and metrics."""
 
     profile: EngineProfile
-    refitted: bool
+    refitted: bool  # its step times
     factor: float  # step times against the configured ones, over the loads seen last
     predicted_ratio: float | None  # predicted over measured step time, running; None: nothing was measured
     taken: int  # samples
@@ -54,7 +65,9 @@ class Believed:
     """Every configuration, with what is believed of it."""
 
     profiles: tuple[EngineProfile, ...]
-    as_written: Mapping[ConfigurationId, Configuration]  # those of which nothing else was learnt, to the last digit
+    as_written: Mapping[
+        ConfigurationId, Configuration
+    ]  # where step times are as somebody wrote them: to the last digit
 
     @property
     def straight(self) -> bool:
@@ -93,6 +106,13 @@ class _Known:
     refused: int = 0
     fresh: bool = False  # samples have come since the latest re-fit
 
+    @property
+    def as_written(self) -> Configuration | None:
+        """None once other step times were learnt, or where nobody wrote it out."""
+        if self.written is None or self.held.step is not self.given.step:
+            return None
+        return replace(self.written, prefill_tokens_per_s=self.held.prefill_tokens_per_s, switch_s=self.held.switch_s)
+
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
@@ -118,10 +138,13 @@ class LiveProfile:
 
     # --- learn
 
-    def observe(self, report: EngineReport, configuration: ConfigurationId | None) -> None:
-        """A report that was taken in, of an engine of that configuration."""
+    def observe(
+        self, report: EngineReport, configuration: ConfigurationId | None, *, crowded_links: bool = False
+    ) -> None:
+        """A report that was taken in, of an engine of that configuration. With `crowded_links` its steps may take
+        longer by what others send: passing, and so not the engine's own."""
         sample, watched = report.sample, self._watched.get(report.engine)
-        if configuration is None or configuration not in self._known or sample is None:
+        if configuration is None or configuration not in self._known or sample is None or crowded_links:
             self._watched.pop(report.engine, None)
             return
         if watched is None or watched.configuration != configuration or report.health is not EngineHealth.OK:
@@ -131,23 +154,43 @@ class LiveProfile:
         enough = steps >= LEAST_STEPS and sample.sampled_s - watched.since.sampled_s >= LEAST_S
         if same_batch(watched.since, sample) and not enough:
             return
-        batch = batch_between(watched.since, sample)
+        batch, prefilled = batch_between(watched.since, sample), prefilled_between(watched.since, sample)
         self._watched[report.engine] = _Watched(configuration, sample)
         if batch is not None:
             self._learn(self._known[configuration], batch)
+        if prefilled is not None and self._refitter.observe_prefill(configuration, prefilled):
+            self._known[configuration].fresh = True
 
-    def moved(self, action: MoveRequests, result: OperationResult) -> None:
+    def moved(
+        self,
+        action: MoveRequests,
+        result: OperationResult,
+        configuration_of: Callable[[EngineId], ConfigurationId | None],
+    ) -> None:
         """Finished moves. Those to one engine are prefilled together: their tokens took as long as the last of them."""
         destination = {move.request: move.to_engine for move in action.moves}
         tokens: Counter[EngineId] = Counter()
         seconds: dict[EngineId, float] = {}
         for item in result.items:
             engine = destination.get(RequestId(item.id))
-            if engine is not None and item.done and item.recomputed_tokens:
+            if engine is not None and item.done and item.recomputed_tokens and item.duration_s:
                 tokens[engine] += item.recomputed_tokens
                 seconds[engine] = max(seconds.get(engine, 0.0), item.duration_s)
         for engine, count in sorted(tokens.items()):
-            self._refitter.observe_move("recompute", count, seconds[engine])
+            configuration = configuration_of(engine)
+            self._refitter.observe_move("recompute", count, seconds[engine], configuration)
+            if configuration in self._known:
+                self._known[configuration].fresh = True
+
+    def started(self, starts: Iterable[EngineStart]) -> None:
+        """Engines that a change of the deployment brought up. Those that began under another `switch_s` were started by
+        other means, or elsewhere: the configuration has been corrected since."""
+        for start in starts:
+            known = self._known.get(start.configuration)
+            if known is None or start.expected_s != known.given.switch_s:
+                continue
+            if self._refitter.observe_start(start.configuration, start.took_s):
+                known.fresh = True
 
     def refit(self, engines: Iterable[EngineId]) -> None:
         """Take up what the samples say, where it is notable. `engines`: those that there are."""
@@ -157,19 +200,30 @@ class LiveProfile:
             if known.fresh:
                 known.fresh = False
                 self._take_up(known, self._refitter.profile(configuration))
+                prefill = self._refitter.prefill_tokens_per_s(configuration, known.held.step)
+                self._take_up_figure(known, "prefill_tokens_per_s", prefill)
+                self._take_up_figure(known, "switch_s", self._refitter.switch_s(configuration))
 
     # --- answer
 
     def believed(self) -> "Believed":
         """All of it as of now, to decide with elsewhere while reports come in."""
+        written = {id: known.as_written for id, known in self._known.items()}
         return Believed(
             tuple(known.held for known in self._known.values()),
-            {id: known.written for id, known in self._known.items() if known.written and known.held is known.given},
+            {id: line for id, line in written.items() if line is not None},
         )
 
     def beliefs(self) -> tuple[Belief, ...]:
         return tuple(
-            Belief(known.held, known.held is not known.given, _factor(known), known.ratio, known.taken, known.refused)
+            Belief(
+                known.held,
+                known.held.step is not known.given.step,
+                _factor(known),
+                known.ratio,
+                known.taken,
+                known.refused,
+            )
             for known in self._known.values()
         )
 
@@ -178,8 +232,10 @@ class LiveProfile:
         return self._refitter.moves()
 
     def notes(self) -> tuple[str, ...]:
-        """For a plan's reader: where step times come from, unless they are as somebody wrote them."""
-        return tuple(_said(belief) for belief in self.beliefs() if _worth_saying(belief))
+        """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
+        learnt."""
+        steps = tuple(_said(belief) for belief in self.beliefs() if _worth_saying(belief))
+        return (*steps, *(note for known in self._known.values() for note in _figures_said(known)))
 
     # --- inside
 
@@ -210,12 +266,13 @@ class LiveProfile:
     def _take_up(self, known: _Known, found: EngineProfile) -> None:
         changes = [abs(new_s / old_s - 1) for new_s, old_s in _step_times(known, found, known.held) if old_s > 0]
         change = sum(changes) / len(changes) if changes else 0.0
-        if found is known.held or change < NOTABLE:
+        if found.step is known.held.step or change < NOTABLE:
             return
-        known.held = found
+        known.held = replace(known.held, step=found.step, provenance=found.provenance)
         known.ratio = None  # of another prediction
         factor, provenance = _factor(known), found.provenance
         body = {
+            "figure": "step_s",
             "step_time_factor": factor,
             "changed_by": change,
             "samples": provenance.samples,
@@ -237,6 +294,26 @@ class LiveProfile:
                 "; is it an engine of this configuration?" if suspect else "",
             ),
         )
+
+    def _take_up_figure(self, known: _Known, name: str, found: Figure | None) -> None:
+        before: float = getattr(known.held, name)
+        if found is None or not abs(found.value - before) > NOTABLE_FIGURE * before:
+            return
+        others = {**dict(known.held.others), name: found.provenance}
+        learnt: dict[str, Any] = {name: found.value, "others": tuple(others.items())}
+        known.held = replace(known.held, **learnt)
+        body = {
+            "figure": name,
+            "value": found.value,
+            "before": before,
+            "configured": getattr(known.given, name),
+            "by": found.provenance.detail,
+            "samples": found.provenance.samples,
+            "fit_error_mean": found.provenance.fit_error_mean,
+            "fit_error_max": found.provenance.fit_error_max,
+        }
+        self._note(known.given.id, body)
+        logger.info("%s: %s is %.3g, was %.3g (%s)", known.given.id, name, found.value, before, found.provenance.detail)
 
 
 def _costs_of(fleet: Fleet) -> object:
@@ -278,3 +355,20 @@ def _said(belief: Belief) -> str:
         f"step times of {belief.profile.id}: {belief.factor:.2f} times the configured ones, re-fitted to"
         f" {provenance.samples} batches of its engines, {provenance.date}{error}"
     )
+
+
+def _figures_said(known: _Known) -> tuple[str, ...]:
+    """What was learnt beside step times."""
+    held, given, others = known.held, known.given, dict(known.held.others)
+    said = []
+    if held.prefill_tokens_per_s != given.prefill_tokens_per_s:
+        rates = f"{held.prefill_tokens_per_s:,.0f} tokens/s, configured {given.prefill_tokens_per_s:,.0f}"
+        said.append(f"prefill of {held.id}: {rates}, by {_samples_of(others['prefill_tokens_per_s'])}")
+    if held.switch_s != given.switch_s:
+        times = f"{held.switch_s:.3g} s, configured {given.switch_s:.3g} s"
+        said.append(f"starting {held.id}: {times}, by {_samples_of(others['switch_s'])}")
+    return tuple(said)
+
+
+def _samples_of(provenance: Provenance) -> str:
+    return f"{provenance.samples} samples of {provenance.detail.partition(';')[0]}, {provenance.date}"

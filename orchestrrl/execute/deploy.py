@@ -7,6 +7,7 @@ what still runs goes on, and the gateway sends a request that has waited too lon
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Protocol
 
 from orchestrrl.clock import Clock
@@ -16,7 +17,7 @@ from orchestrrl.execute.moves import run_moves
 from orchestrrl.execute.runner import Runner
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.operations import RequestMove
-from orchestrrl.plans import DeploymentOutcome
+from orchestrrl.plans import DeploymentOutcome, EngineStart
 from orchestrrl.state import EngineFacts, State
 from planner.model import Configuration, ConfigurationId, EngineId, EngineView, GpuId, Plan, PlannedInstance, Snapshot
 
@@ -85,15 +86,18 @@ class FleetDeployment:
         self._tell_routes()
         try:
             moved = await self._move(plan, leaving, starting)
+            began_s = self._plane.clock.now_s()
             stopped = await self._stop(leaving)
         finally:
             self._plane.draining.difference_update(leaving)
         blocked = {gpu for engine in leaving if engine not in stopped for gpu in running[engine].gpus}
-        faults = await asyncio.gather(*(self._start(instance, blocked) for instance in starting))
-        failed = [fault for fault in faults if fault]
+        results = await asyncio.gather(*(self._start(instance, blocked, began_s) for instance in starting))
+        failed = [result for result in results if isinstance(result, str)]
+        starts = tuple(result for result in results if isinstance(result, EngineStart))
         detail = f"{len(stopped)} engines stopped, {len(starting) - len(failed)} started, {moved} requests moved"
         detail = "; ".join([detail, *failed])
-        return DeploymentOutcome(not failed and len(stopped) == len(leaving), detail, self._plane.clock.now_s())
+        done = not failed and len(stopped) == len(leaving)
+        return DeploymentOutcome(done, detail, self._plane.clock.now_s(), starts)
 
     async def _move(self, plan: Plan, leaving: Sequence[EngineId], starting: Sequence[PlannedInstance]) -> int:
         """The plan's moves, as the fleet is now: who was not foreseen on an engine that stops goes where least is."""
@@ -134,8 +138,8 @@ class FleetDeployment:
         self._note(Kind.ENGINE_STOPPED, engine, {"done": gone, "detail": detail})
         return gone
 
-    async def _start(self, instance: PlannedInstance, blocked: set[GpuId]) -> str:
-        """Why it could not be started; empty when it runs."""
+    async def _start(self, instance: PlannedInstance, blocked: set[GpuId], began_s: float) -> EngineStart | str:
+        """What it took since `began_s`, or why it could not be started."""
         if blocked.intersection(instance.gpus):
             return f"{instance.id} was not started: its GPUs are not free"
         fault = ""
@@ -152,9 +156,15 @@ class FleetDeployment:
                 break
             else:
                 self._plane.state.add_engine(self._facts(up))
-                self._note(Kind.ENGINE_STARTED, instance.id, {"done": True, "url": up.url, "gpus": list(up.gpus)})
+                start = EngineStart(
+                    instance.configuration,
+                    self._plane.clock.now_s() - began_s,
+                    self._configurations[instance.configuration].switch_s,
+                )
+                body = {"done": True, "url": up.url, "gpus": list(up.gpus), **asdict(start)}
+                self._note(Kind.ENGINE_STARTED, instance.id, body)
                 self._tell_routes()
-                return ""
+                return start
         self._note(Kind.ENGINE_STARTED, instance.id, {"done": False, "detail": fault})
         return f"{instance.id} was not started: {fault}"
 

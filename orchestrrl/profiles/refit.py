@@ -1,4 +1,4 @@
-"""Follow what engines really take: profiles re-fitted from telemetry, move costs from finished moves.
+"""Follow what engines really take: step times and prefill from telemetry, what moves and starts take from their ends.
 
 No input or output; one `Refitter` for the fleet, bounded in memory. Samples are kept by the load at which they were
 seen, the newest few of each, so that an hour at one load does not wash out what is known of the others; older ones
@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,11 @@ TRUST = 0.01
 LEAST_SAMPLES = 8
 # What a step can be, against what is believed. Beyond is a fault of measuring, not of the profile.
 PLAUSIBLE = 20.0
+# Of the time between two scrapes, what prefill must have taken by the profile's rate: less drowns in decoding.
+PREFILL_SHARE = 0.2
+# Starts take long and come seldom: the median of the newest few, once there are some.
+LEAST_STARTS = 3
+MOST_STARTS = 16
 
 
 class Batch(NamedTuple):
@@ -36,6 +42,33 @@ class Batch(NamedTuple):
     sequences: float
     kv_tokens: float
     step_s: float
+
+
+class Prefilled(NamedTuple):
+    """What an engine did between two scrapes in which it prefilled beside decoding, and never stood idle."""
+
+    tokens: int  # prefilled
+    elapsed_s: float
+    decoded_tokens: int
+    fewest: int  # sequences, at either end
+    most: int
+    kv_tokens: float
+
+    def prefill_s(self, step: StepTime) -> float | None:
+        """What decoding does not account for; None where that is too vague, or nothing."""
+        fewest_s, most_s = (
+            self.decoded_tokens / batch * step.at(batch, self.kv_tokens) for batch in (self.fewest, self.most)
+        )
+        left_s = self.elapsed_s - (fewest_s + most_s) / 2
+        vague = abs(fewest_s - most_s) > PREFILL_SHARE * self.elapsed_s
+        return None if vague or left_s <= 0 else left_s
+
+
+class Figure(NamedTuple):
+    """A figure of a configuration, as it is now believed to be."""
+
+    value: float
+    provenance: Provenance
 
 
 def same_batch(earlier: EngineSample, later: EngineSample) -> bool:
@@ -59,6 +92,23 @@ def batch_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
         return None
     usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
     return Batch(later.running, usage * later.kv_capacity_tokens, later.running * elapsed_s / made)
+
+
+def prefilled_between(earlier: EngineSample, later: EngineSample) -> Prefilled | None:
+    """What was prefilled between two scrapes of an engine; None where its time cannot be told from other time.
+
+    While requests wait, engines differ in when they count a prompt.
+    """
+    elapsed_s = later.sampled_s - earlier.sampled_s
+    tokens = later.prompt_tokens_total - earlier.prompt_tokens_total
+    decoded = later.generation_tokens_total - earlier.generation_tokens_total
+    fewest, most = sorted((earlier.running, later.running))
+    idle_or_queued = fewest < 1 or earlier.waiting or later.waiting
+    same_process = decoded >= 0 and later.preemptions_total == earlier.preemptions_total
+    if idle_or_queued or not same_process or tokens < 1 or elapsed_s <= 0:
+        return None
+    usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
+    return Prefilled(tokens, elapsed_s, decoded, fewest, most, usage * later.kv_capacity_tokens)
 
 
 def given_profile(configurations: Iterable[Configuration], date: str) -> Profile:
@@ -91,6 +141,11 @@ class Refitter:
         self._date = date
         self._windows = {engine.id: _Window() for engine in profile.configurations}
         self._transfers, self._recomputes = _Window(), _Window()
+        self._recomputed_on = {engine.id: _Window() for engine in profile.configurations}
+        self._prefilled = {engine.id: _Window() for engine in profile.configurations}
+        self._starts_s: dict[ConfigurationId, deque[float]] = {
+            engine.id: deque(maxlen=MOST_STARTS) for engine in profile.configurations
+        }
 
     def observe(self, configuration: ConfigurationId, sequences: float, kv_tokens: float, step_s: float) -> bool:
         """Take a sample in. False: it is not one (an unknown configuration, an impossible step)."""
@@ -104,12 +159,34 @@ class Refitter:
         window.add((_cell(sequences), _cell(kv_tokens)), values)
         return True
 
-    def observe_move(self, method: str, context_tokens: int, seconds: float) -> bool:
-        """A finished move of a request: `transfer` or `recompute`. False: it tells nothing."""
+    def observe_move(
+        self, method: str, context_tokens: int, seconds: float, configuration: ConfigurationId | None = None
+    ) -> bool:
+        """A finished move of a request, `transfer` or `recompute`, to an engine of that configuration. False: it tells
+        nothing."""
         window = {"transfer": self._transfers, "recompute": self._recomputes}.get(method)
         if window is None or context_tokens < 1 or not 0 < seconds < math.inf:
             return False
         window.add((_cell(context_tokens),), (context_tokens, seconds))
+        if method == "recompute" and configuration in self._recomputed_on:
+            self._recomputed_on[configuration].add((_cell(context_tokens),), (context_tokens, seconds))
+        return True
+
+    def observe_prefill(self, configuration: ConfigurationId, seen: Prefilled) -> bool:
+        """Prefill beside decoding. False: too little of it to tell, or an unknown configuration."""
+        window = self._prefilled.get(configuration)
+        if window is None or not all(map(math.isfinite, seen)):
+            return False
+        if seen.tokens / self._prior(configuration).prefill_tokens_per_s < PREFILL_SHARE * seen.elapsed_s:
+            return False
+        window.add((_cell(seen.tokens),), seen)
+        return True
+
+    def observe_start(self, configuration: ConfigurationId, seconds: float) -> bool:
+        """An engine that was started. False: it tells nothing."""
+        if configuration not in self._starts_s or not 0 <= seconds < math.inf:
+            return False
+        self._starts_s[configuration].append(seconds)
         return True
 
     def profile(self, configuration: ConfigurationId) -> EngineProfile:
@@ -124,6 +201,40 @@ class Refitter:
         belief = Belief(prior.step, prior.max_sequences, prior.kv_capacity_tokens)
         fitted = refit_step(belief, samples, window.weights(), TRUST)
         return replace(prior, step=fitted.step, provenance=self._telemetry(fitted.error, prior.provenance))
+
+    def prefill_tokens_per_s(self, configuration: ConfigurationId, step: StepTime) -> Figure | None:
+        """The prefill rate as it is now believed to be, where decode steps take `step`; None while little was seen.
+
+        Moves say more than prompts do, part of which a prefix cache may have had: once there are enough, they alone
+        count.
+        """
+        prior, moved = self._prior(configuration), self._recomputed_on[configuration]
+        if len(moved) >= LEAST_SAMPLES:
+            seen, weights, by = [Seen(*values) for values, _ in moved.items()], moved.weights(), "moves"
+        else:
+            window, by = self._prefilled[configuration], "telemetry"
+            told = [(values[0], Prefilled._make(values).prefill_s(step)) for values, _ in window.items()]
+            kept = [place for place, (_, seconds) in enumerate(told) if seconds is not None]
+            seen = [Seen(told[place][0], told[place][1] or 0.0) for place in kept]
+            weights = window.weights()[kept] if kept else np.empty(0)
+        if len(seen) < LEAST_SAMPLES:
+            return None
+        fitted = refit_curve(Curve.line(0.0, 1 / prior.prefill_tokens_per_s), seen, weights, TRUST)
+        largest = max(item.size for item in seen)
+        slope_s = (fitted.curve.at(largest) - fitted.curve.at(0.0)) / largest  # beside what each of them waits
+        if not 1 / PLAUSIBLE < slope_s * prior.prefill_tokens_per_s < PLAUSIBLE:
+            return None
+        return Figure(1 / slope_s, self._telemetry(fitted.error, _provenance_of(prior, "prefill_tokens_per_s"), by))
+
+    def switch_s(self, configuration: ConfigurationId) -> Figure | None:
+        """What starting an engine is now believed to take; None while few were started."""
+        starts_s = self._starts_s[configuration]
+        if len(starts_s) < LEAST_STARTS:
+            return None
+        value = median(starts_s)
+        misses = [abs(value / start_s - 1) for start_s in starts_s if start_s > 0] or [0.0]
+        error = FitError(len(starts_s), sum(misses) / len(misses), max(misses))
+        return Figure(value, self._telemetry(error, _provenance_of(self._prior(configuration), "switch_s"), "starts"))
 
     def moves(self) -> MoveCosts | None:
         """Costs of moving as they are now believed to be; None where the profile began without any."""
@@ -157,9 +268,13 @@ class Refitter:
     def _prior(self, configuration: ConfigurationId) -> EngineProfile:
         return next(engine for engine in self._profile.configurations if engine.id == configuration)
 
-    def _telemetry(self, error: FitError, prior: Provenance | None) -> Provenance:
-        began = f"telemetry; began as {prior.source}, {prior.date}" if prior is not None else "telemetry"
+    def _telemetry(self, error: FitError, prior: Provenance | None, by: str = "telemetry") -> Provenance:
+        began = f"{by}; began as {prior.source}, {prior.date}" if prior is not None else by
         return Provenance(Source.MEASURED, self._date(), began, error.samples, error.mean, error.max)
+
+
+def _provenance_of(profile: EngineProfile, figure: str) -> Provenance:
+    return dict(profile.others).get(figure, profile.provenance)
 
 
 def _cell(size: float) -> int:

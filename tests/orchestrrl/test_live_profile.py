@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from orchestrrl.journal import Journal, JournalReader, Kind
 from orchestrrl.live_profile import LiveProfile
 from orchestrrl.metrics import PlaneCollector
 from orchestrrl.operations import ItemResult, MoveRequests, OperationId, OperationResult, OperationStatus, RequestMove
+from orchestrrl.plans import EngineStart
 from orchestrrl.profiles.store import write_profile
 from orchestrrl.sim.engines import EngineKind, fleet_section, homogeneous, kinds_of
 from orchestrrl.sim.run import steps_of
@@ -263,7 +265,8 @@ def test_moves_to_one_engine_are_prefilled_together(profiled: str) -> None:
             ItemResult("queued", True, "", 0, 5.0),
             ItemResult("lost", False, "gone", 7000, 5.0),
         )
-        bench.costs.moved(action, OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items))
+        done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
+        bench.costs.moved(action, done, lambda engine: None)
     moves = bench.costs.moves()
     assert moves is not None
     assert moves.recompute_s.at(3000) == pytest.approx(1.0, rel=0.05)
@@ -281,6 +284,118 @@ def test_a_bent_curve_follows_the_step_into_its_tail(profiled: str) -> None:
         assert line.step_s(count // 2, 0) == pytest.approx(bent().step.at(count // 2, 0), rel=0.05)
     (note,) = bench.costs.notes()
     assert note == "step times of bent2: imported, 2026-01-01, error 1.5%"
+
+
+def recompute(bench: Bench, tokens: int, seconds: float, to: str = "e0") -> None:
+    """One finished move."""
+    action = MoveRequests((RequestMove(RequestId("r"), EngineId("e2"), EngineId(to)),))
+    items = (ItemResult("r", True, "", tokens, seconds),)
+    done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
+    bench.costs.moved(action, done, lambda engine: ID if engine.startswith("e") else None)
+
+
+@given(st.floats(0.2, 5.0), st.floats(0, 0.3), st.randoms(use_true_random=False))
+def test_prefill_is_learnt_from_moves_beside_what_each_waits(factor: float, waits_s: float, random: Random) -> None:
+    """A tenth of them waited for a seat."""
+    bench = Bench()
+    rate = factor * GIVEN.prefill_tokens_per_s
+    for turn in range(60):
+        tokens = random.randrange(500, 20_000)
+        seconds = (waits_s + tokens / rate) * random.uniform(0.97, 1.03)
+        recompute(bench, tokens, seconds + (20.0 if turn % 10 == 9 else 0.0))
+    line = bench.line
+    notable = abs(factor - 1) > 0.15
+    if notable:
+        assert line.prefill_tokens_per_s == pytest.approx(rate, rel=0.12)
+        ((_, body),) = bench.notes
+        assert (body["figure"], body["configured"]) == ("prefill_tokens_per_s", GIVEN.prefill_tokens_per_s)
+        assert bench.costs.notes()[0].startswith(f"prefill of tp2: {line.prefill_tokens_per_s:,.0f} tokens/s")
+    assert replace(line, prefill_tokens_per_s=GIVEN.prefill_tokens_per_s) == GIVEN  # its steps to the last digit
+
+
+def test_prefill_as_configured_stays_so() -> None:
+    bench = Bench()
+    for turn in range(80):
+        tokens = 500 * (1 + turn % 12)
+        recompute(bench, tokens, tokens / GIVEN.prefill_tokens_per_s * (1.06 if turn % 2 else 0.95))
+        assert bench.line == GIVEN
+    assert bench.notes == []
+    for turn in range(40):
+        recompute(bench, 500 * (1 + turn % 12), 99.0, to="stranger")
+    assert bench.line == GIVEN
+
+
+def test_a_figure_that_no_engine_can_have_is_not_believed() -> None:
+    bench = Bench()
+    for turn in range(40):
+        recompute(bench, 500 * (1 + turn % 12), (1 + turn % 12) * 50.0)
+    assert bench.line == GIVEN
+
+
+def prefill_beside_decoding(
+    bench: Bench, rate: float, turns: int, factor: float = 1.0, waiting: int = 0, random: Random | None = None
+) -> None:
+    """Eight sequences; each second scrape, new prompts have been prefilled in the place of answers that ended."""
+    random = random or Random(1)
+    at_s, decoded, prompts = 0.0, 0, 0
+    fields = {"kv_usage_fraction": 0.3, "kv_capacity_tokens": GIVEN.kv_capacity_tokens}
+    step_s = factor * GIVEN.step_s(8, 30_000)
+    for turn in range(turns):
+        steps, tokens = random.randrange(10, 30), random.randrange(4000, 12_000) if turn % 2 else 0
+        at_s, decoded, prompts = at_s + steps * step_s + tokens / rate, decoded + 8 * steps, prompts + tokens
+        reading = replace(sample(at_s, 8, waiting, decoded, **fields), prompt_tokens_total=prompts)
+        bench.costs.observe(engine_report("e0", turn + 1, reading), ID)
+
+
+@pytest.mark.parametrize("factor", [0.4, 3.0])
+@pytest.mark.parametrize("slower", [1.0, 1.5])
+def test_prefill_is_learnt_from_scrapes_in_which_there_was_much_of_it(factor: float, slower: float) -> None:
+    """Whether steps are as configured or not."""
+    bench = Bench()
+    rate = factor * GIVEN.prefill_tokens_per_s
+    bench.decode(slower, 60, running=8)
+    prefill_beside_decoding(bench, rate, 60, slower)
+    assert bench.line.prefill_tokens_per_s == pytest.approx(rate, rel=0.1)
+    assert bench.notes[-1][1]["figure"] == "prefill_tokens_per_s"
+
+
+def test_prefill_while_requests_wait_tells_nothing() -> None:
+    bench = Bench()
+    prefill_beside_decoding(bench, 3 * GIVEN.prefill_tokens_per_s, 60, waiting=1)
+    assert bench.line == GIVEN
+
+
+def test_moves_say_more_of_prefill_than_prompts_that_a_cache_may_have_had() -> None:
+    bench = Bench()
+    prefill_beside_decoding(bench, 3 * GIVEN.prefill_tokens_per_s, 60)
+    assert bench.line.prefill_tokens_per_s == pytest.approx(3 * GIVEN.prefill_tokens_per_s, rel=0.1)
+    for turn in range(20):
+        recompute(bench, 500 * (1 + turn % 12), 500 * (1 + turn % 12) / (0.5 * GIVEN.prefill_tokens_per_s))
+    assert bench.line.prefill_tokens_per_s == pytest.approx(0.5 * GIVEN.prefill_tokens_per_s, rel=0.1)
+
+
+def test_what_starts_take_is_learnt_from_a_few_of_them() -> None:
+    bench = Bench()
+    for took_s in (41.0, 44.0):
+        bench.costs.started([EngineStart(ID, took_s, GIVEN.switch_s)])
+    bench.costs.started([EngineStart(ConfigurationId("tp9"), 3.0, 1.5), EngineStart(ID, 3.0, 99.0)])
+    assert bench.line == GIVEN
+    bench.costs.started([EngineStart(ID, 300.0, GIVEN.switch_s)])  # one had to fetch its image
+    assert bench.line == replace(GIVEN, switch_s=44.0)
+    bench.costs.started([EngineStart(ID, 45.0, GIVEN.switch_s)])
+    assert bench.line.switch_s == 44.0  # 44.5: no news
+    ((_, body),) = bench.notes
+    assert (body["figure"], body["value"], body["configured"], body["samples"]) == ("switch_s", 44.0, 1.5, 3)
+    assert bench.costs.notes() == ("starting tp2: 44 s, configured 1.5 s, by 3 samples of starts, 2026-01-31",)
+
+
+def test_steps_on_crowded_links_are_not_the_engines_own() -> None:
+    bench = Bench()
+    for sequence in range(1, 100):
+        fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
+        reading = sample(float(sequence), 8, 0, 8 * 20 * sequence, **fields)
+        bench.costs.observe(engine_report("e0", sequence, reading), ID, crowded_links=sequence % 10 != 0)
+    assert bench.costs.beliefs()[0].taken == 0
 
 
 # --- in the daemon
@@ -402,3 +517,22 @@ async def test_a_late_report_teaches_nothing(journal: Journal) -> None:
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
         plane.engine_reported(engine_report("e0", sequence, sample(at_s, 8, 0, total, **fields)), 1)
     assert plane.costs.beliefs()[0].taken == 2
+
+
+async def test_links_that_others_fill_teach_nothing_about_engines(journal: Journal) -> None:
+    plane = ControlPlane(parse_config(CONFIG), journal, VirtualClock(0.0))
+    for sequence in range(1, 40):
+        plane.nic_share = 0.45 if sequence < 20 else 0.55  # more is wanted than there is; there is enough
+        fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
+        plane.engine_reported(engine_report("e0", sequence, sample(float(sequence), 8, 0, 160 * sequence, **fields)), 1)
+    assert plane.costs.beliefs()[0].taken == 19
+
+
+async def test_what_starts_take_is_known_to_the_next_daemon(journal: Journal) -> None:
+    for engine, expected_s in (("e5", 1.5), ("e6", 1.5), ("e7", 1.5), ("e8", 2.0)):
+        body = {"done": True, "configuration": ID, "took_s": 30.0, "expected_s": expected_s}
+        journal.append(0.0, Kind.ENGINE_STARTED, engine, body)
+    journal.append(0.0, Kind.ENGINE_STARTED, "e9", {"done": False, "detail": "no such image"})
+    plane = ControlPlane(parse_config(CONFIG), journal, VirtualClock(0.0))
+    plane.costs.refit([])
+    assert [line.switch_s for line in plane.costs.believed().as_written.values()] == [30.0]

@@ -1,6 +1,7 @@
 """A change of the deployment in virtual time: requests wait at their gateway and go on, whatever goes wrong."""
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from orchestrrl.deployers.base import Deployed
 from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.journal import JournalReader, Kind
 from orchestrrl.sim.controlled import ControlledRun
 from orchestrrl.sim.engines import homogeneous
 from orchestrrl.sim.run import steps_of
@@ -78,6 +80,23 @@ async def test_all_engines_are_replaced_in_the_middle_of_a_step(tmp_path: Path) 
     assert sorted(engine.id for engine in world.plane.state.engines(world.clock.now_s())) == ["w0", "w1"]
     assert world.gateway.tokens_recomputed > 0
     assert not world.plane.draining
+
+
+async def test_what_each_start_took_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From when the engines in its way began to stop."""
+    world = fresh_world(tmp_path / "journal.sqlite")
+    stop = world.deployer.stop
+
+    async def slow(engine: EngineId) -> None:
+        await world.clock.sleep(5.0)
+        await stop(engine)
+
+    monkeypatch.setattr(world.deployer, "stop", slow)
+    await changed(world)
+    with closing(JournalReader(tmp_path / "journal.sqlite")) as reader:
+        started = reader.tail(9, (Kind.ENGINE_STARTED,))
+    assert [(entry.subject, entry.body["configuration"]) for entry in started] == [("w0", "wide"), ("w1", "wide")]
+    assert [(entry.body["took_s"], entry.body["expected_s"]) for entry in started] == [(5.0 + 2.0, 2.0)] * 2
 
 
 async def test_an_engine_that_cannot_be_started_leaves_its_requests_to_the_others(

@@ -79,6 +79,7 @@ class GenerationRequest:
     request_id: str  # unique per attempt: names it for `abort`
     endpoint: Endpoint
     body: Mapping[str, Any]
+    coalesce_tokens: int = 1  # this many tokens in a chunk, but for the first and the last, where the engine can
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,8 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """Stream one request. Closing the iterator early closes the connection, which aborts it on the engine."""
+        """Stream one request. Closing the iterator before a chunk with a finish_reason closes the connection, which
+        aborts it on the engine."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

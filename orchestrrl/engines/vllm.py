@@ -24,8 +24,9 @@ from orchestrrl.engines.base import (
     GenerationRequest,
     PauseMode,
     Refused,
-    TokenLogprob,
 )
+from orchestrrl.engines.exchange import Exchange, Pool
+from orchestrrl.engines.openai_chunks import ChunkReader, StreamError
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 
 RETRY_AFTER_S = 1.0
@@ -33,6 +34,8 @@ SERVER_INFO_TIMEOUT_S = 60.0  # the first answer collects facts about the machin
 BUSY_STATUSES = frozenset({408, 425, 429})
 # What vLLM makes of `X-Request-Id: x`. It ignores ids that it does not know, so both are named.
 ENGINE_ID_FORMS = ("cmpl-{}-0", "chatcmpl-{}")
+# What reading a document of another form raises.
+NOT_OF_VLLM = (ValueError, KeyError, IndexError, TypeError, AttributeError)
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -48,21 +51,20 @@ _SAMPLES = tuple(f"{name}{{" for name in (RUNNING, WAITING, KV_USAGE, GENERATED,
 class _Attempt:
     """A request of ours in flight."""
 
-    response: aiohttp.ClientResponse | None = None
+    exchange: Exchange
     heard: bool = False  # the engine has sent some of it, so it knows the request by its id
-    tokens: int = 0
     abandoned: bool = False  # we closed its connection
 
     def abandon(self) -> None:
         self.abandoned = True
-        if self.response is not None:
-            self.response.close()
+        self.exchange.close()
 
 
 class VllmEngine:
     """A client of the vLLM server at `url`. `timeout_s` bounds connecting and every control call, never a stream.
 
-    `session` is used and left open when it is given; else one is opened at the first call and closed by `close`.
+    Control calls use `session`, which is left open when it is given; else one is opened at the first and closed by
+    `close`.
     """
 
     name = "vllm"
@@ -80,6 +82,7 @@ class VllmEngine:
         self._session = session
         self._owns_session = session is None
         self._headers = dict(headers or {})
+        self._pool: Pool | None = None
         self._attempts: dict[str, _Attempt] = {}
 
     async def capabilities(self) -> Capabilities:
@@ -131,17 +134,46 @@ class VllmEngine:
         return time.monotonic() - started_s
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        attempt = _Attempt()
-        self._attempts[request.request_id] = attempt
+        path = "/v1/completions" if request.endpoint is Endpoint.COMPLETIONS else "/v1/chat/completions"
+        body = json.dumps(_asked(request)).encode()
+        exchange = self._open_pool().exchange(path, body, {"X-Request-Id": request.request_id})
+        attempt = self._attempts[request.request_id] = _Attempt(exchange)
+        tokens, finish_reason = 0, None
         try:
-            async for chunk in self._stream(request, attempt):
-                yield chunk
+            connection = await exchange.begin()
+            if connection.status != 200:
+                text = (await connection.read_all()).decode(errors="replace")
+                exchange.leave()
+                raise _failure(self.url + path, connection.status, text, connection.headers.get("retry-after"))
+            events, reader = sse.Events(), ChunkReader()
+            while data := await connection.read():
+                for event in events.feed(data):
+                    if event == sse.DONE:
+                        # vLLM leaves out the last chunk of a request that was aborted before its first token.
+                        if finish_reason is None and not tokens:
+                            finish_reason = "abort"
+                            yield Chunk(finish_reason=finish_reason)
+                        continue
+                    chunk = self._chunk(path, reader, event)
+                    if chunk is not None:
+                        attempt.heard = True
+                        tokens += len(chunk.token_ids)
+                        finish_reason = finish_reason or chunk.finish_reason
+                        yield chunk
+            if finish_reason is None:
+                raise OutcomeUnknown(
+                    f"{self.url}{path}: the stream of {request.request_id} ended without a finish_reason"
+                )
         except OutcomeUnknown:
             if not attempt.abandoned:
                 raise
             yield Chunk(finish_reason="abort")
         finally:
             self._attempts.pop(request.request_id, None)
+            if finish_reason is not None:
+                exchange.leave()
+            else:
+                exchange.close()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         # An attempt that we have not heard of yet may not be known to the engine either, and would slip through.
@@ -188,59 +220,35 @@ class VllmEngine:
         if self._session is not None and self._owns_session:
             await self._session.close()
             self._session = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # No limit: hundreds of streams live side by side. aiohttp sets TCP_NODELAY. Each exchange has a connection
-            # of its own: vLLM closes kept ones after 5 s, and where its event loop lags, as it does on a busy machine,
-            # it does so before reading what was just sent, and an order is lost.
+            # Each control call has a connection of its own: vLLM closes kept ones after 5 s, and where its event loop
+            # lags, as it does on a busy machine, it does so before reading what was just sent, and an order is lost.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         return self._session
 
-    async def _stream(self, request: GenerationRequest, attempt: _Attempt) -> AsyncIterator[Chunk]:
-        path = "/v1/completions" if request.endpoint is Endpoint.COMPLETIONS else "/v1/chat/completions"
-        body = {**request.body, "stream": True, "return_token_ids": True}
-        headers = {**self._headers, "X-Request-Id": request.request_id}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
-        finish_reason: str | None = None
-        with self._reporting(path, sent=OutcomeUnknown):
-            async with self._open_session().post(
-                self.url + path, json=body, headers=headers, timeout=timeout
-            ) as response:
-                attempt.response = response
-                if attempt.abandoned:
-                    raise OutcomeUnknown("abandoned before it was answered")
-                if response.status != 200:
-                    text = await response.text(errors="replace")
-                    raise _failure(self.url + path, response.status, text, response.headers.get("Retry-After"))
-                async for data in sse.data_of(response.content.iter_any()):
-                    if data == sse.DONE:
-                        # vLLM leaves out the last chunk of a request that was aborted before its first token.
-                        if finish_reason is None and not attempt.tokens:
-                            finish_reason = "abort"
-                            yield Chunk(finish_reason=finish_reason)
-                        continue
-                    chunk = self._chunk(path, data)
-                    if chunk is not None:
-                        attempt.heard = True
-                        attempt.tokens += len(chunk.token_ids)
-                        finish_reason = finish_reason or chunk.finish_reason
-                        yield chunk
-        if finish_reason is None:
-            raise OutcomeUnknown(f"{self.url}{path}: the stream of {request.request_id} ended without a finish_reason")
+    def _open_pool(self) -> Pool:
+        """For requests alone. Raises Permanent where the URL is none."""
+        if self._pool is None:
+            self._pool = Pool(self.url, connect_timeout_s=self._timeout_s, headers=self._headers)
+        return self._pool
 
-    def _chunk(self, path: str, data: str) -> Chunk | None:
-        with self._reading(path):
-            event = json.loads(data)
-            error = event.get("error")
-            if error is None:
-                return parse_chunk(event)
-            status, message = error.get("code"), error.get("message")
-        if isinstance(status, int) and 400 <= status < 500 and status not in BUSY_STATUSES:
-            raise Refused(f"{self.url}{path}: {message}", status, event)
-        # The engine gave up midway, often because it is dying: as good as a cut stream.
-        raise OutcomeUnknown(f"{self.url}{path}: the stream ended with an error: {message}")
+    def _chunk(self, path: str, reader: ChunkReader, data: bytes) -> Chunk | None:
+        try:
+            return reader.read(data)
+        except StreamError as told:
+            status, message = told.error.get("code"), told.error.get("message")
+            if isinstance(status, int) and 400 <= status < 500 and status not in BUSY_STATUSES:
+                raise Refused(f"{self.url}{path}: {message}", status, told.event) from told
+            # The engine gave up midway, often because it is dying: as good as a cut stream.
+            raise OutcomeUnknown(f"{self.url}{path}: the stream ended with an error: {message}") from told
+        except NOT_OF_VLLM as error:
+            raise self._nonsense(path, error) from error
 
     async def _models(self) -> dict[str, int | None]:
         """Longest context of each model by its name, the served model first."""
@@ -299,46 +307,11 @@ class VllmEngine:
         """An answer that does not look like vLLM's is Permanent."""
         try:
             yield
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise Permanent(f"{self.url}{path}: not an answer of {self.name}: {error!r}") from error
+        except NOT_OF_VLLM as error:
+            raise self._nonsense(path, error) from error
 
-
-def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
-    """A `/v1/completions` or `/v1/chat/completions` stream event as a Chunk; None for one without a choice (usage)."""
-    if not event["choices"]:
-        return None
-    choice = event["choices"][0]
-    token_ids = tuple(choice.get("token_ids") or ())
-    prompt_ids = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
-    return Chunk(
-        token_ids=token_ids,
-        text=(choice["delta"].get("content") or "") if "delta" in choice else choice["text"],
-        prompt_token_ids=None if prompt_ids is None else tuple(prompt_ids),
-        logprobs=parse_logprobs(choice.get("logprobs"), len(token_ids)),
-        finish_reason=choice.get("finish_reason"),
-        stop_reason=choice.get("stop_reason"),
-        raw=choice,
-    )
-
-
-def parse_logprobs(logprobs: Mapping[str, Any] | None, tokens: int) -> tuple[TokenLogprob, ...] | None:
-    """Both formats as one; the last `tokens` entries, since `echo` puts the prompt's before them."""
-    if logprobs is None:
-        return None
-    if "content" in logprobs:
-        content = logprobs["content"] or ()
-        entries = [
-            TokenLogprob(
-                item["token"], item["logprob"], tuple((top["token"], top["logprob"]) for top in item["top_logprobs"])
-            )
-            for item in content[len(content) - tokens :]
-        ]
-    else:
-        first = len(logprobs["tokens"]) - tokens
-        tops = logprobs["top_logprobs"] or [{}] * len(logprobs["tokens"])
-        rows = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
-        entries = [TokenLogprob(token, logprob, tuple((top or {}).items())) for token, logprob, top in rows][first:]
-    return tuple(entries)
+    def _nonsense(self, path: str, error: Exception) -> Permanent:
+        return Permanent(f"{self.url}{path}: not an answer of {self.name}: {error!r}")
 
 
 def parse_metrics(text: str) -> EngineMetrics:
@@ -364,6 +337,15 @@ def parse_metrics(text: str) -> EngineMetrics:
         prompt_tokens_total=int(sum(values[PROMPT])),
         preemptions_total=int(sum(values[PREEMPTIONS])),
     )
+
+
+def _asked(request: GenerationRequest) -> dict[str, Any]:
+    """The body of an attempt."""
+    body = {**request.body, "stream": True, "return_token_ids": True}
+    if request.coalesce_tokens > 1:
+        # Servers that do not know it ignore it.
+        body.setdefault("stream_interval", request.coalesce_tokens)
+    return body
 
 
 def _failure(where: str, status: int, text: str, retry_after: str | None) -> OrchestrRLError:

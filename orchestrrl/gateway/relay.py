@@ -7,7 +7,6 @@ Whatever it ended by, the record keeps every token, and the next attempt goes on
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,8 +22,6 @@ from orchestrrl.operations import ItemResult
 from planner.model import EngineId, RequestState
 
 logger = logging.getLogger(__name__)
-
-STREAM_END_S = 5.0  # between an answer's last token and the end of its stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +326,6 @@ class Relay:
             await self._learn_context_length(slot)
         # The protocol has it that the iterator can be closed.
         stream = cast("AsyncGenerator[Chunk, None]", slot.engine.generate(request))
-        finished = False
         try:
             async for chunk in stream:
                 text = chunk.text if seam is None else await seam.text(chunk)
@@ -341,10 +337,7 @@ class Relay:
                 if finished or given_up:
                     return finished
         finally:
-            if finished:
-                self._fleet.in_background(_read_to_the_end(stream))
-            else:
-                await stream.aclose()
+            await stream.aclose()
         raise OutcomeUnknown(f"{slot.id}: the stream of {request.request_id} ended without a finish_reason")
 
     def _take(self, slot: Slot, endpoint: Endpoint, chunk: Chunk, text: str) -> None:
@@ -429,14 +422,6 @@ class Relay:
         self._hung_on.add(slot.id)
         self._failures += 1
         task.cancel()
-
-
-async def _read_to_the_end(stream: AsyncGenerator[Chunk, None]) -> None:
-    """A stream that was read to its end leaves its connection for the next request."""
-    with suppress(OrchestrRLError, TimeoutError):
-        async with asyncio.timeout(STREAM_END_S), aclosing(stream):
-            async for _ in stream:
-                pass
 
 
 def _unfinished(chunk: Chunk) -> Chunk:

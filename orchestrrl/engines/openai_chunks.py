@@ -1,0 +1,124 @@
+"""What OpenAI-compatible engines stream, as Chunks. Pure.
+
+The events of one stream are alike but for a text and its tokens. Once one has been parsed, those that equal it around
+these two are read by their place, at a third of the price; whatever looks different is parsed.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrrl.engines.base import Chunk, TokenLogprob
+
+_TEXTS = (b'"text":"', b'"text": "', b'"content":"', b'"content": "')
+_TOKENS = (b'"token_ids":[', b'"token_ids": [')
+
+
+class StreamError(Exception):
+    """The event is an error object: `event`, and within it `error`."""
+
+    def __init__(self, event: Mapping[str, Any]) -> None:
+        super().__init__(event["error"])
+        self.event = event
+        self.error: Mapping[str, Any] = event["error"]
+
+
+class ChunkReader:
+    """Reads one stream's events, in order."""
+
+    def __init__(self) -> None:
+        # What stands before the text, between it and the tokens, and after them.
+        self._frame: tuple[bytes, bytes, bytes] | None = None
+        self._tries = 8  # to find a frame: the first event may hold more than the rest
+
+    def read(self, data: bytes) -> Chunk | None:
+        """As `parse_chunk`, but for `raw`, which is left out where it would tell nothing more. Raises StreamError, and
+        what `parse_chunk` raises."""
+        if self._frame is not None:
+            head, middle, tail = self._frame
+            if data.startswith(head) and data.endswith(tail):
+                text_at = len(head)
+                text_stop = data.find(b'"', text_at)
+                ids_at = text_stop + len(middle)
+                ids = data[ids_at : len(data) - len(tail)]
+                if data.startswith(middle, text_stop) and ids.isdigit() and (ids[0] != 48 or ids == b"0"):
+                    try:
+                        text = data[text_at:text_stop].decode()
+                    except UnicodeDecodeError:
+                        text = "\\"
+                    # Escapes and control characters are for the parser.
+                    if "\\" not in text and text.isprintable():
+                        return Chunk((int(ids),), text)
+        event = json.loads(data)
+        if event.get("error") is not None:
+            raise StreamError(event)
+        chunk = parse_chunk(event)
+        if self._tries and chunk is not None and chunk.token_ids and plain(chunk):
+            self._tries -= 1
+            self._frame = _frame(data)
+        return chunk
+
+
+def _frame(data: bytes) -> tuple[bytes, bytes, bytes] | None:
+    """How an event is written around its text and its tokens; None where it does not become a plain event when both are
+    replaced."""
+    text_at = next((at + len(name) for name in _TEXTS if (at := data.find(name)) >= 0), -1)
+    text_stop = data.find(b'"', text_at)
+    ids_at = next((at + len(name) for name in _TOKENS if (at := data.find(name, text_stop)) >= 0), -1)
+    ids_stop = data.find(b"]", ids_at)
+    if min(text_at, text_stop, ids_at, ids_stop) < 0:
+        return None
+    head, middle, tail = data[:text_at], data[text_stop:ids_at], data[ids_stop:]
+    try:
+        event = json.loads(b"%bx%b7%b" % (head, middle, tail))
+        chunk = parse_chunk(event)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return None
+    if chunk is None or "error" in event or not plain(chunk) or (chunk.text, chunk.token_ids) != ("x", (7,)):
+        return None
+    return head, middle, tail
+
+
+def plain(chunk: Chunk) -> bool:
+    """Whether it tells of a text and its tokens, and of nothing else."""
+    parsed = (chunk.raw or {}).get("delta") or {}
+    told = (chunk.prompt_token_ids, chunk.logprobs, chunk.finish_reason, chunk.stop_reason)
+    return told == (None,) * 4 and not any(parsed[name] for name in parsed.keys() - {"role", "content"})
+
+
+def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
+    """A `/v1/completions` or `/v1/chat/completions` stream event as a Chunk; None for one without a choice (usage)."""
+    if not event["choices"]:
+        return None
+    choice = event["choices"][0]
+    token_ids = tuple(choice.get("token_ids") or ())
+    prompt_ids = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
+    return Chunk(
+        token_ids=token_ids,
+        text=(choice["delta"].get("content") or "") if "delta" in choice else choice["text"],
+        prompt_token_ids=None if prompt_ids is None else tuple(prompt_ids),
+        logprobs=parse_logprobs(choice.get("logprobs"), len(token_ids)),
+        finish_reason=choice.get("finish_reason"),
+        stop_reason=choice.get("stop_reason"),
+        raw=choice,
+    )
+
+
+def parse_logprobs(logprobs: Mapping[str, Any] | None, tokens: int) -> tuple[TokenLogprob, ...] | None:
+    """Both formats as one; the last `tokens` entries, since `echo` puts the prompt's before them."""
+    if logprobs is None:
+        return None
+    if "content" in logprobs:
+        content = logprobs["content"] or ()
+        entries = [
+            TokenLogprob(
+                item["token"], item["logprob"], tuple((top["token"], top["logprob"]) for top in item["top_logprobs"])
+            )
+            for item in content[len(content) - tokens :]
+        ]
+    else:
+        first = len(logprobs["tokens"]) - tokens
+        tops = logprobs["top_logprobs"] or [{}] * len(logprobs["tokens"])
+        rows = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
+        entries = [TokenLogprob(token, logprob, tuple((top or {}).items())) for token, logprob, top in rows][first:]
+    return tuple(entries)

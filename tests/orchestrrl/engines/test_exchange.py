@@ -1,0 +1,320 @@
+"""The streaming HTTP client: every cut of the network gives the same answer, and connections are kept with care."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.engines import exchange
+from orchestrrl.engines.exchange import ChunkedBody, Connection, Pool, read_head, written
+from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+DEADLINE_S = 30
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40)), st.booleans(), st.lists(st.integers(0, 400)))
+def test_a_chunked_body_is_the_same_however_it_is_cut(pieces: list[bytes], trailers: bool, cuts: list[int]) -> None:
+    end = b"0;x=y\r\nTrailer: x\r\n\r\n" if trailers else b"0\r\n\r\n"
+    written_body = b"".join(b"%X\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + end
+    edges = sorted({0, len(written_body), *(cut for cut in cuts if cut < len(written_body))})
+    body, content = ChunkedBody(), b""
+    for start, stop in itertools.pairwise(edges):
+        assert not body.ended
+        content += b"".join(body.feed(written_body[start:stop]))
+    assert body.ended
+    assert content == b"".join(pieces)
+
+
+@pytest.mark.parametrize("body", [b"-1\r\n", b"1_0\r\n", b"\r\n", b"x\r\n", b"1\r\nab\r\n", b"0\r\n\r\nmore"])
+def test_what_is_no_chunked_body_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r"chunk|body|literal"):
+        ChunkedBody().feed(body)
+
+
+def test_heads() -> None:
+    head = b"HTTP/1.1 503 Too Busy\r\nRetry-After: 7\r\nX: a:b"
+    assert read_head(head) == (b"HTTP/1.1", 503, {"retry-after": "7", "x": "a:b"})
+    for nonsense in (b"HTTP/2 200", b"HTTP/1.1 abc", b"HTTP/1.1 200 OK\r\nno colon"):
+        with pytest.raises(ValueError, match=r"HTTP|header"):
+            read_head(nonsense)
+
+
+def test_a_header_stays_in_its_line() -> None:
+    assert written({"A": "b"}) == b"A: b\r\n"
+    with pytest.raises(ValueError, match="line"):
+        written({"A": "b\r\nEvil: c"})
+
+
+@pytest.mark.parametrize("url", ["", "h:1", "http://", "ftp://h", "http://h:x", "http://[::1"])
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(Permanent):
+        Pool(url, connect_timeout_s=1, headers={})
+
+
+# --- against a server that does what it is told ---
+
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Serve = Callable[[Script], Awaitable[Pool]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    servers: list[asyncio.Server] = []
+    pools: list[Pool] = []
+
+    async def start(script: Script) -> Pool:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await script(reader, writer)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+            finally:
+                writer.close()
+
+        servers.append(await asyncio.start_server(handle, "127.0.0.1", 0))
+        port = servers[-1].sockets[0].getsockname()[1]
+        pools.append(Pool(f"http://user:pass@127.0.0.1:{port}/base/", connect_timeout_s=5, headers={"K": "v"}))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.close()
+    for server in servers:
+        server.close()
+
+
+async def request(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    return head + await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
+
+
+async def answer(pool: Pool) -> tuple[int, bytes]:
+    asked = pool.exchange("/p", b"{}", {"X-Request-Id": "r"})
+    connection = await asked.begin()
+    body = await connection.read_all()
+    asked.leave()
+    return connection.status, body
+
+
+async def test_one_connection_serves_what_ends_well(serve: Serve) -> None:
+    seen: list[bytes] = []
+    connections: list[object] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while True:
+            seen.append(await request(reader))
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" + CHUNKED + b"2\r\nab\r\n1\r\nc\r\n0\r\n\r\n")
+            seen.append(await request(reader))
+            writer.write(OK + b"Content-Length: 2\r\n\r\nxy")
+
+    pool = await serve(script)
+    assert [await answer(pool) for _ in range(4)] == [(200, b"abc"), (200, b"xy")] * 2
+    assert len(connections) == 1
+    assert seen[0].startswith(b"POST /base/p HTTP/1.1\r\nHost: 127.0.0.1:")
+    for line in (b"K: v", b"X-Request-Id: r", b"Authorization: Basic dXNlcjpwYXNz", b"Content-Type: application/json"):
+        assert line + b"\r\n" in seen[0]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        OK + b"Connection: close\r\nContent-Length: 1\r\n\r\nx",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx",
+        OK + b"\r\nx",
+    ],
+)
+async def test_connections_that_the_engine_ends_are_not_kept(serve: Serve, reply: bytes) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(reply)
+
+    pool = await serve(script)
+    assert await answer(pool) == (200, b"x")
+    assert await answer(pool) == (200, b"x")
+
+
+async def test_a_kept_connection_that_the_engine_gave_up_is_tried_anew(serve: Serve) -> None:
+    served: list[bytes] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(await request(reader))
+        writer.write(OK + b"Content-Length: 1\r\n\r\nx")
+        await request(reader)  # read, and never answered: it had been given up
+
+    pool = await serve(script)
+    assert await answer(pool) == (200, b"x")
+    assert await answer(pool) == (200, b"x")
+    assert len(served) == 2
+
+
+async def test_a_fresh_connection_that_breaks_is_not(serve: Serve) -> None:
+    served: list[bytes] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(await request(reader))
+
+    with pytest.raises(OutcomeUnknown):
+        await answer(await serve(script))
+    assert len(served) == 1
+
+
+@pytest.mark.parametrize("partial", [CHUNKED + b"5\r\nab", OK + b"Content-Length: 5\r\n\r\nab", OK[:-4]])
+async def test_an_answer_that_breaks_off_has_an_unknown_outcome(serve: Serve, partial: bytes) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(partial)
+
+    with pytest.raises(OutcomeUnknown):
+        await answer(await serve(script))
+
+
+@pytest.mark.parametrize("nonsense", [b"220 mail\r\n", CHUNKED + b"zz\r\n", OK + b"Content-Length: x\r\n\r\n"])
+async def test_what_is_not_http_is_permanent(serve: Serve, nonsense: bytes) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(nonsense)
+        await reader.read()
+
+    with pytest.raises(Permanent):
+        await answer(await serve(script))
+
+
+async def test_closing_before_the_end_tells_the_engine(serve: Serve) -> None:
+    gone = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(CHUNKED + b"1\r\na\r\n")
+        await reader.read()
+        gone.set()
+
+    pool = await serve(script)
+    asked = pool.exchange("/p", b"{}", {})
+    connection = await asked.begin()
+    assert await connection.read() == b"a"
+    reading = asyncio.create_task(connection.read())
+    await asyncio.sleep(0)
+    asked.close()
+    with pytest.raises(OutcomeUnknown):
+        await reading
+    async with asyncio.timeout(DEADLINE_S):
+        await gone.wait()
+
+
+async def test_closing_before_it_is_sent_or_answered(serve: Serve) -> None:
+    asked_for = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await request(reader)
+        asked_for.set()
+        await reader.read()
+
+    pool = await serve(script)
+    early = pool.exchange("/p", b"{}", {})
+    early.close()
+    with pytest.raises(OutcomeUnknown):
+        await early.begin()
+    late = pool.exchange("/p", b"{}", {})
+    beginning = asyncio.create_task(late.begin())
+    await asked_for.wait()
+    late.close()
+    with pytest.raises(OutcomeUnknown):
+        await beginning
+
+
+async def test_the_end_of_an_answer_that_was_left_is_read_and_its_connection_kept(serve: Serve) -> None:
+    connections: list[object] = []
+    left = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while True:
+            await request(reader)
+            writer.write(CHUNKED + b"4\r\nlast\r\n")
+            await left.wait()
+            writer.write(b"4\r\nDONE\r\n0\r\n\r\n")
+
+    pool = await serve(script)
+    for _ in range(2):
+        left.clear()
+        asked = pool.exchange("/p", b"{}", {})
+        connection = await asked.begin()
+        assert await connection.read() == b"last"
+        asked.leave()
+        left.set()
+        async with asyncio.timeout(DEADLINE_S):
+            while not connection.ended:
+                await asyncio.sleep(0.01)
+    assert len(connections) == 1
+
+
+async def test_an_answer_that_was_left_and_does_not_end_is_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "STREAM_END_S", 0.01)
+    gone = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(CHUNKED + b"4\r\nlast\r\n")
+        await reader.read()
+        gone.set()
+
+    pool = await serve(script)
+    asked = pool.exchange("/p", b"{}", {})
+    assert await (await asked.begin()).read() == b"last"
+    asked.leave()
+    async with asyncio.timeout(DEADLINE_S):
+        await gone.wait()
+
+
+async def test_connections_that_nobody_uses_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "KEEP_IDLE_S", 0.01)
+    gone = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(OK + b"Content-Length: 1\r\n\r\nx")
+        await reader.read()
+        gone.set()
+
+    assert await answer(await serve(script)) == (200, b"x")
+    async with asyncio.timeout(DEADLINE_S):
+        await gone.wait()
+
+
+async def test_an_engine_is_held_back_while_nobody_reads(serve: Serve) -> None:
+    megabytes = 64
+    wrote: list[int] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(OK + b"Content-Length: %d\r\n\r\n" % (megabytes << 20))
+        for number in range(megabytes):
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+            wrote.append(number)
+        await reader.read()
+
+    pool = await serve(script)
+    asked = pool.exchange("/p", b"{}", {})
+    connection: Connection = await asked.begin()
+    before = -1
+    while len(wrote) != before:  # until it cannot write any more
+        before = len(wrote)
+        await asyncio.sleep(0.2)
+    assert len(wrote) < megabytes
+    assert len(await connection.read_all()) == megabytes << 20
+    asked.leave()
+
+
+async def test_nobody_there_is_retryable(unused_tcp_port: int) -> None:
+    pool = Pool(f"http://127.0.0.1:{unused_tcp_port}", connect_timeout_s=5, headers={})
+    with pytest.raises(Retryable):
+        await pool.exchange("/p", b"{}", {}).begin()

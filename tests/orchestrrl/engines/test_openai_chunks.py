@@ -1,0 +1,107 @@
+"""Reading events by their place gives what parsing them gives."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from orchestrrl.engines.base import Chunk
+from orchestrrl.engines.openai_chunks import ChunkReader, StreamError, parse_chunk
+
+TEXTS = st.one_of(st.text(), st.sampled_from(["", " the", '"', "\\", '","token_ids":[3]', "\x7f", "é", "漢", "\u200b"]))
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=3)
+
+
+@st.composite
+def choices(draw: st.DrawFn, chat: bool) -> dict[str, Any]:
+    """A choice as vLLM writes one: most are plain, the first and the last tell more, others may."""
+    content: dict[str, Any] = {"delta": {"content": draw(TEXTS)}} if chat else {"text": draw(TEXTS)}
+    if chat and draw(st.integers(0, 5)) == 0:
+        content["delta"] |= draw(
+            st.sampled_from([{"role": "assistant"}, {"reasoning": "x"}, {"tool_calls": [{"index": 0}]}])
+        )
+    choice = {"index": 0, **content, "logprobs": None, "finish_reason": None, "stop_reason": None}
+    choice |= {"prompt_token_ids": None, "token_ids": draw(IDS)}
+    told: dict[str, Any] = {"finish_reason": "stop", "stop_reason": 7, "prompt_token_ids": [1, 2]}
+    if draw(st.integers(0, 5)) == 0:
+        name = draw(st.sampled_from(sorted(told)))
+        choice[name] = told[name]
+    for name in draw(st.sets(st.sampled_from(["logprobs", "prompt_token_ids", "stop_reason"]))):
+        if choice[name] is None:
+            del choice[name]
+    return choice
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> list[bytes]:
+    chat = draw(st.booleans())
+    head = {"id": draw(st.sampled_from(["cmpl-a~1", 'a"text":"b'])), "created": 1, "model": "m"}
+    separators = draw(st.sampled_from([(",", ":"), (", ", ": ")]))
+    ascii_only = draw(st.booleans())
+    return [
+        json.dumps({**head, "choices": [choice]}, separators=separators, ensure_ascii=ascii_only).encode(
+            errors="surrogatepass"
+        )
+        for choice in draw(st.lists(choices(chat), min_size=1, max_size=12))
+    ]
+
+
+def parsed(event: bytes) -> Chunk | type[Exception] | None:
+    try:
+        chunk = parse_chunk(json.loads(event))
+    except ValueError:  # text that is no UTF-8
+        return ValueError
+    return None if chunk is None else replace(chunk, raw=None)
+
+
+def read(reader: ChunkReader, event: bytes) -> Chunk | type[Exception] | None:
+    try:
+        chunk = reader.read(event)
+    except ValueError:
+        return ValueError
+    return None if chunk is None else replace(chunk, raw=None)
+
+
+@given(streams())
+def test_every_event_of_a_stream_reads_as_it_parses(events: list[bytes]) -> None:
+    reader = ChunkReader()
+    assert [read(reader, event) for event in events] == [parsed(event) for event in events]
+
+
+PLAIN = b'{"choices":[{"index":0,"text":"a","finish_reason":null,"token_ids":[5]}]}'
+
+
+@given(st.binary(max_size=12), st.integers(0, len(PLAIN)), st.integers(0, 12))
+@example(b"07", PLAIN.index(b"5"), 1)
+@example(b"b\x01", PLAIN.index(b'a"'), 1)
+def test_nothing_that_the_parser_refuses_or_reads_otherwise_slips_through(junk: bytes, at: int, dropped: int) -> None:
+    reader = ChunkReader()
+    reader.read(PLAIN)
+    event = PLAIN[:at] + junk + PLAIN[at + dropped :]
+    outcomes: list[Any] = []
+    for call in (lambda: parse_chunk(json.loads(event)), lambda: reader.read(event)):
+        try:
+            chunk = call()
+            outcomes.append(chunk and replace(chunk, raw=None))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            outcomes.append("refused")
+    assert outcomes[0] == outcomes[1]
+
+
+def test_fields_that_are_only_passed_on_are_kept() -> None:
+    reader = ChunkReader()
+    for delta in ({"content": "a"}, {"content": "a"}, {"content": "a", "reasoning": "b"}):
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": [5]}
+        chunk = reader.read(json.dumps({"choices": [choice]}).encode())
+        assert chunk is not None
+        assert "reasoning" not in delta or chunk.raw == choice
+
+
+def test_an_error_is_told_as_one() -> None:
+    event = {"error": {"message": "dying", "code": 500}}
+    with pytest.raises(StreamError) as raised:
+        ChunkReader().read(json.dumps(event).encode())
+    assert raised.value.event == event

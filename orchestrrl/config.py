@@ -168,8 +168,19 @@ class EngineSettings(Section):
         return tuple(GpuId(gpu) for gpu in self.gpus)
 
 
+class KvTransfer(Section):
+    """Engines can hand the KV of a running request over to each other. What is left out here, the profile's `moves` has
+    to say."""
+
+    inter_node_gbps_per_gpu: PositiveFloat | None = None
+    intra_node_gbps_per_gpu: PositiveFloat | None = None  # by default as between nodes
+    latency_s: NonNegativeFloat | None = None
+    kv_bytes_per_token: PositiveFloat | None = None
+
+
 class Fleet(Section):
     gpus: Gpus | None = None
+    kv_transfer: KvTransfer | None = None  # None: moved requests are prefilled again
     profile: Name | None = None  # path of a profile file, from the configuration's own folder
     configurations: tuple[ConfigurationSettings, ...] = Field(default=(), strict=False)  # beside the profile's
     engines: tuple[EngineSettings, ...] = Field(default=(), strict=False)
@@ -265,6 +276,7 @@ def _cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[s
         if entry.get("id") in profiled:
             path = f"fleet.configurations[{index}].id"
             faults.append(f"{path}: is the id of a configuration of fleet.profile already, got {entry['id']!r}")
+    faults += _transfer_faults(fleet, profile)
     known = sorted({str(entry["id"]) for _, entry in configurations if "id" in entry}.union(profiled))
     for index, engine in engines:
         wanted = engine.get("configuration")
@@ -273,6 +285,15 @@ def _cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[s
             path = f"fleet.engines[{index}].configuration"
             faults.append(f"{path}: is not one of fleet.configurations (known: {listing}), got {wanted!r}")
     return faults + _gpu_faults(fleet, engines)
+
+
+def _transfer_faults(fleet: dict[Any, Any], profile: "Profile | None") -> list[str]:
+    section = fleet.get("kv_transfer")
+    if not isinstance(section, dict) or (profile is not None and profile.moves is not None):
+        return []
+    missing = [name for name in ("inter_node_gbps_per_gpu", "kv_bytes_per_token") if section.get(name) is None]
+    without = "must be given where fleet.profile says nothing of moves, got nothing"
+    return [f"fleet.kv_transfer.{name}: {without}" for name in missing]
 
 
 def _entries(section: dict[Any, Any], key: str) -> list[tuple[int, dict[Any, Any]]]:
@@ -388,6 +409,10 @@ slow:
 fleet:
   gpus: {count: 8, per_node: 8}
   profile: null                 # a file of `orchestrrl profile measure` or `import`: its configurations join these
+  # Only where engines hand the KV of running requests over to each other, which none does yet but the simulator's;
+  # without it plans prefill moved requests again. Anything left out is as the profile's `moves` has it:
+  # {inter_node_gbps_per_gpu: 200.0, intra_node_gbps_per_gpu: 1600.0, latency_s: 0.002, kv_bytes_per_token: 196608.0}
+  kv_transfer: null
   configurations:
     # One decode iteration over b sequences that hold K KV tokens takes alpha_s + beta_s*b + gamma_s*K.
     - {id: tp2, gpus: 2, alpha_s: 0.0184, beta_s: 0.000081, gamma_s: 4.1e-8, kv_capacity_tokens: 582885,

@@ -217,6 +217,7 @@ class ControlPlane:
         gpus, costs, cost_notes = gpus_count(self.config, snapshot), self.costs.believed(), self.costs.notes()
         worth = costs.worth(snapshot, gpus, overriding)
         settings = planner_config(self.config, (), gpus, can_deploy=self.deployment is not None)
+        settings = replace(settings, **self.costs.moving(self.nic_share)._asdict())
         lengths = self.lengths
 
         def decide() -> Plan:

@@ -6,10 +6,10 @@ this outlives the daemon: a restarted one begins with the configured profile and
 """
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrrl.config import Fleet
 from orchestrrl.operations import MoveRequests, OperationResult
@@ -26,6 +26,7 @@ from orchestrrl.profiles.refit import (
 from orchestrrl.reports import EngineReport, EngineSample
 from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, RequestId, Snapshot
 from planner.phases import line_ahead, worth_a_look
+from planner.problem import Transfer
 from planner.profile import EngineProfile, MoveCosts, Profile, Provenance, Source
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,13 @@ class Believed:
         return worth_a_look(self.profiles, snapshot, gpus_count, always)
 
 
+class Moving(NamedTuple):
+    """What moving a running request is believed to cost, as plans take it."""
+
+    transfer: Transfer
+    kv_bytes_per_token: float
+
+
 @dataclass(slots=True)
 class _Known:
     """What is known of one configuration."""
@@ -129,10 +137,12 @@ class LiveProfile:
         self._note = note
         self._today = today
         self._watched: dict[EngineId, _Watched] = {}
+        self._links = fleet.kv_transfer
         self._begin(fleet)
 
     def configured(self, fleet: Fleet) -> None:
         """Take over a reloaded configuration. What was learnt stays, unless what it rests on has changed."""
+        self._links = fleet.kv_transfer
         if _costs_of(fleet) != self._costs:
             self._begin(fleet)
 
@@ -169,17 +179,17 @@ class LiveProfile:
     ) -> None:
         """Finished moves. Those to one engine are prefilled together: their tokens took as long as the last of them."""
         destination = {move.request: move.to_engine for move in action.moves}
-        tokens: Counter[EngineId] = Counter()
+        tokens: dict[EngineId, list[int]] = {}
         seconds: dict[EngineId, float] = {}
         for item in result.items:
             engine = destination.get(RequestId(item.id))
             if engine is not None and item.done and item.recomputed_tokens and item.duration_s:
-                tokens[engine] += item.recomputed_tokens
+                tokens.setdefault(engine, []).append(item.recomputed_tokens)
                 seconds[engine] = max(seconds.get(engine, 0.0), item.duration_s)
-        for engine, count in sorted(tokens.items()):
+        for engine, contexts in sorted(tokens.items()):
+            self._refitter.observe_move("recompute", sum(contexts), seconds[engine])
             configuration = configuration_of(engine)
-            self._refitter.observe_move("recompute", count, seconds[engine], configuration)
-            if configuration in self._known:
+            if configuration and self._refitter.observe_recompute(configuration, contexts, seconds[engine]):
                 self._known[configuration].fresh = True
 
     def started(self, starts: Iterable[EngineStart]) -> None:
@@ -230,6 +240,21 @@ class LiveProfile:
     def moves(self) -> MoveCosts | None:
         """What moving is now believed to cost; None where no profile says anything of it."""
         return self._refitter.moves()
+
+    def moving(self, nic_share: float = 1.0) -> "Moving":
+        """The same for a plan. KV is handed over only where the configuration says that engines can; between nodes with
+        that share of the NICs."""
+        moves, links = self._refitter.moves(), self._links
+        rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
+        if links is None:
+            return Moving(Transfer(0.0, 0.0, 0.0, rebuilt_tokens), 0.0)
+        across_gbps = links.inter_node_gbps_per_gpu or (moves.transfer_gbps if moves is not None else 0.0)
+        latency_s = links.latency_s
+        if latency_s is None:
+            latency_s = moves.transfer_s.at(0.0) if moves is not None else 0.0
+        inside_gbps = links.intra_node_gbps_per_gpu or across_gbps
+        kv_bytes = links.kv_bytes_per_token or (moves.kv_bytes_per_token if moves is not None else 0.0)
+        return Moving(Transfer(across_gbps * nic_share, inside_gbps, latency_s, rebuilt_tokens), kv_bytes)
 
     def notes(self) -> tuple[str, ...]:
         """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was

@@ -18,6 +18,7 @@ from planner.hardware import Gpu
 from planner.model import ConfigurationId
 from planner.models import Model
 from planner.profile import (
+    USUAL_PROMPT_TOKENS,
     Curve,
     EngineProfile,
     MoveCosts,
@@ -47,8 +48,6 @@ from planner.roofline import (
 
 Floats = NDArray[np.float64]
 
-# A rate is given for prompts of this length; longer ones take more for each token.
-USUAL_PROMPT_TOKENS = 2048
 TRANSFER_LATENCY_S = 2e-3
 RECOMPUTE_KNOTS = (256, 1024, 4096, 16384, 32768, 65536, 131072)
 

@@ -10,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, RequestId
+from planner.profile import Curve
+
+Floats = NDArray[np.float64]
 
 NOWHERE = -1
 
@@ -18,11 +21,22 @@ RUNNING, WAITING, NEW = 0, 1, 2  # values of Requests.state
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What moving KV costs: per-GPU rates between and within nodes, and a fixed part. A rate of 0: no such link."""
+    """What moving KV costs: per-GPU rates between and within nodes, and a fixed part. A rate of 0: no such link.
+
+    And what rebuilding it costs: as many tokens at an engine's prefill rate, or as `rebuilt_tokens` has it.
+    """
 
     inter_node_gbps_per_gpu: float
     intra_node_gbps_per_gpu: float
     latency_s: float
+    rebuilt_tokens: Curve | None = None  # over a context's tokens, see MoveCosts; None: as many
+
+    def recompute_s(
+        self, context_tokens: NDArray[np.float64], tokens_per_s: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """[request], by engines that prefill at that rate."""
+        rebuilt = context_tokens if self.rebuilt_tokens is None else self.rebuilt_tokens.over(context_tokens)
+        return rebuilt / tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.model import Configuration, ConfigurationId
 
@@ -60,6 +61,15 @@ class Curve:
         right = min(max(bisect_right(xs, x), 1), len(xs) - 1)
         slope = (ys[right] - ys[right - 1]) / (xs[right] - xs[right - 1])
         return max(0.0, ys[right - 1] + slope * (x - xs[right - 1]))
+
+    def over(self, xs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`at`, of many at once."""
+        if len(self.xs) == 1:
+            return np.full(len(xs), self.ys[0])
+        knots, ys = np.array(self.xs), np.array(self.ys)
+        right = np.clip(np.searchsorted(knots, xs, side="right"), 1, len(knots) - 1)
+        slopes = (ys[right] - ys[right - 1]) / (knots[right] - knots[right - 1])
+        return np.asarray(np.maximum(0.0, ys[right - 1] + slopes * (xs - knots[right - 1])), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +171,36 @@ def affine_fit(curve: Curve, low: float, high: float, points: int = 33) -> tuple
     return float(alpha), float(beta)
 
 
+# Of the prompts that prefill rates are told for.
+USUAL_PROMPT_TOKENS = 2048
+
+
 @dataclass(frozen=True, slots=True)
 class MoveCosts:
     """Seconds that it takes to bring a request's tokens to another engine (appendix A of the paper)."""
 
     kv_bytes_per_token: float
-    transfer_s: Curve  # over bytes
+    transfer_s: Curve  # over bytes, between two GPUs of two nodes
     recompute_s: Curve  # over tokens
     provenance: Provenance | None = None  # None: a caller's own figures
+
+    @property
+    def transfer_gbps(self) -> float:
+        """Of large transfers; 0 where the curve says nothing of sizes."""
+        xs, ys = self.transfer_s.xs, self.transfer_s.ys
+        rises = len(xs) > 1 and ys[-1] > ys[-2]
+        return (xs[-1] - xs[-2]) * 8 / (ys[-1] - ys[-2]) / 1e9 if rises else 0.0
+
+    def rebuilt_tokens(self) -> Curve | None:
+        """Over the tokens of a context: those of usual prompts that take as long to prefill. Attention makes long
+        contexts dearer than an engine's rate says. What every request waits is left out: those that move together wait
+        at once. None where the curve says nothing of sizes."""
+        first_s = self.recompute_s.at(0.0)
+        usual_s = (self.recompute_s.at(USUAL_PROMPT_TOKENS) - first_s) / USUAL_PROMPT_TOKENS
+        if not usual_s > 0:
+            return None
+        knots = sorted({0.0, float(USUAL_PROMPT_TOKENS), *(x for x in self.recompute_s.xs if x > 0)})
+        return Curve(tuple(knots), tuple(max(0.0, self.recompute_s.at(x) - first_s) / usual_s for x in knots))
 
 
 @dataclass(frozen=True, slots=True)

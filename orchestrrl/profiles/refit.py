@@ -7,7 +7,7 @@ fade. The profile that it began with pulls a little everywhere, and stays what i
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from statistics import median
@@ -159,17 +159,22 @@ class Refitter:
         window.add((_cell(sequences), _cell(kv_tokens)), values)
         return True
 
-    def observe_move(
-        self, method: str, context_tokens: int, seconds: float, configuration: ConfigurationId | None = None
-    ) -> bool:
-        """A finished move of a request, `transfer` or `recompute`, to an engine of that configuration. False: it tells
-        nothing."""
+    def observe_move(self, method: str, context_tokens: int, seconds: float) -> bool:
+        """A finished move of a request: `transfer` or `recompute`. False: it tells nothing."""
         window = {"transfer": self._transfers, "recompute": self._recomputes}.get(method)
         if window is None or context_tokens < 1 or not 0 < seconds < math.inf:
             return False
         window.add((_cell(context_tokens),), (context_tokens, seconds))
-        if method == "recompute" and configuration in self._recomputed_on:
-            self._recomputed_on[configuration].add((_cell(context_tokens),), (context_tokens, seconds))
+        return True
+
+    def observe_recompute(self, configuration: ConfigurationId, context_tokens: Sequence[int], seconds: float) -> bool:
+        """Requests that moved to an engine of that configuration at once, and what it took until the last had its
+        context again. False: it tells nothing."""
+        window = self._recomputed_on.get(configuration)
+        tokens = sum(map(self._as_usual, context_tokens))
+        if window is None or tokens < 1 or not 0 < seconds < math.inf:
+            return False
+        window.add((_cell(tokens),), (tokens, seconds))
         return True
 
     def observe_prefill(self, configuration: ConfigurationId, seen: Prefilled) -> bool:
@@ -264,6 +269,11 @@ class Refitter:
             return None
         seen = [Seen(tokens * units_per_token, seconds) for (tokens, seconds), _ in window.items()]
         return refit_curve(prior, seen, window.weights(), TRUST)
+
+    def _as_usual(self, context_tokens: int) -> float:
+        """Tokens of usual prompts that take as long to prefill, by the profile that this began with."""
+        rebuilt = self._profile.moves.rebuilt_tokens() if self._profile.moves is not None else None
+        return rebuilt.at(context_tokens) if rebuilt is not None else float(context_tokens)
 
     def _prior(self, configuration: ConfigurationId) -> EngineProfile:
         return next(engine for engine in self._profile.configurations if engine.id == configuration)

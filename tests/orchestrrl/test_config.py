@@ -155,6 +155,22 @@ class TestProfile:
             "fleet.profile: bad.yaml: configurations[0].switch_s: must be >= 0, got -1",
         ]
 
+    def test_what_handing_kv_over_costs_is_given_or_the_profile_knows(self, tmp_path: Path) -> None:
+        moves = "moves: {kv_bytes_per_token: 196608, transfer_s: {bytes: [0, 1.0e+10], seconds: [0.01, 0.41]}, \
+recompute_s: {tokens: [0, 8192], seconds: [0.0, 0.46]}}"
+        (tmp_path / "p.yaml").write_text(f"{PROFILE}{moves}\n")
+        assert parse_config("fleet: {profile: p.yaml, kv_transfer: {}}", tmp_path).fleet.kv_transfer is not None
+        (tmp_path / "q.yaml").write_text(PROFILE)
+        with pytest.raises(ProblemFaults) as caught:
+            parse_config("fleet: {profile: q.yaml, kv_transfer: {latency_s: -1.0}}", tmp_path)
+        missing = "must be given where fleet.profile says nothing of moves, got nothing"
+        assert caught.value.faults == [
+            "fleet.kv_transfer.latency_s: must be >= 0, got -1.0",
+            f"fleet.kv_transfer.inter_node_gbps_per_gpu: {missing}",
+            f"fleet.kv_transfer.kv_bytes_per_token: {missing}",
+        ]
+        assert parse_config("").fleet.kv_transfer is None
+
     def test_a_missing_file_is_a_fault(self, tmp_path: Path) -> None:
         with pytest.raises(ProblemFaults, match=r"^fleet\.profile: .*absent\.yaml: No such file"):
             parse_config("fleet: {profile: absent.yaml}", tmp_path)

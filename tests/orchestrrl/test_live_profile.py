@@ -27,6 +27,7 @@ from orchestrrl.sim.run import steps_of
 from orchestrrl.sim.scenario import Scenario, parse_scenario
 from orchestrrl.sim.world import World
 from orchestrrl.state import State
+from planner.live import NO_TRANSFER
 from planner.model import (
     Configuration,
     ConfigurationId,
@@ -274,6 +275,21 @@ def test_moves_to_one_engine_are_prefilled_together(profiled: str) -> None:
     assert moves.provenance.samples == 10
 
 
+def test_kv_is_handed_over_only_where_the_configuration_says_so(profiled: str) -> None:
+    transfer, kv_bytes = Bench().costs.moving()
+    assert (transfer, kv_bytes) == (NO_TRANSFER, 0.0)
+    transfer, _ = Bench(profiled).costs.moving()
+    assert (transfer.inter_node_gbps_per_gpu, transfer.intra_node_gbps_per_gpu) == (0.0, 0.0)
+    assert transfer.rebuilt_tokens == Curve((0.0, 2048.0, 9000.0), (0.0, 2048.0, 9000.0))
+    told = profiled.replace("gpus:", "kv_transfer: {intra_node_gbps_per_gpu: 900.0, kv_bytes_per_token: 4.0}, gpus:")
+    bench = Bench(told)
+    transfer, kv_bytes = bench.costs.moving(nic_share=0.5)
+    assert transfer.inter_node_gbps_per_gpu == pytest.approx(4.0)  # half of what the profile has
+    assert (transfer.intra_node_gbps_per_gpu, transfer.latency_s, kv_bytes) == (900.0, 0.0, 4.0)
+    bench.costs.configured(parse_config(profiled).fleet)
+    assert bench.costs.moving().transfer.intra_node_gbps_per_gpu == 0.0
+
+
 def test_a_bent_curve_follows_the_step_into_its_tail(profiled: str) -> None:
     bench = Bench(profiled)
     believed = bench.costs.believed()
@@ -503,6 +519,27 @@ async def test_engines_as_their_profile_says_are_left_as_they_are(tmp_path: Path
     assert not belief.refitted
     assert belief.predicted_ratio == pytest.approx(1.0, abs=0.03)
     assert belief.taken > 20
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+async def test_plans_transfer_only_between_engines_that_can(tmp_path: Path, hands_over: bool) -> None:
+    """All requests begin on one engine of four, and plans alone spread them."""
+    scenario = parse_scenario(SCENARIO.replace("mode: act", "mode: act\n  fast: {policy: none}"))
+    kinds = kinds_of(scenario)
+    (name,) = kinds
+    fleet = fleet_section(scenario, kinds)
+    if hands_over:
+        fleet["kv_transfer"] = {"inter_node_gbps_per_gpu": 200.0, "kv_bytes_per_token": 200_000.0}
+    world = World(scenario.daemon_config(fleet), kinds, scenario, tmp_path / "journal.sqlite")
+    (requests,) = steps_of(scenario, 1)
+    world.know({one.id: one.output_tokens for one in requests})
+    world.deploy(name, homogeneous(kinds[name], scenario.gpus, scenario.gpus_per_node))
+    async with world:
+        await world.run_step(requests[:16], [EngineId("e0")] * 16)
+    reader = JournalReader(tmp_path / "journal.sqlite")
+    methods = {move["method"] for entry in reader.since(0, (Kind.PLAN,)) for move in entry.body["moves"]}
+    reader.close()
+    assert methods == ({"transfer"} if hands_over else {"recompute"})
 
 
 @pytest.fixture

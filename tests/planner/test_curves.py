@@ -1,12 +1,15 @@
 """Curves go through their knots and straight on; the affine fit of a line is that line, with no part negative."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.model import ConfigurationId
-from planner.profile import Curve, EngineProfile, Parallelism, Provenance, Source, StepTime, affine_fit
+from planner.problem import Transfer
+from planner.profile import Curve, EngineProfile, MoveCosts, Parallelism, Provenance, Source, StepTime, affine_fit
 
 sizes = st.floats(min_value=0, max_value=1e4)
 seconds = st.floats(min_value=0, max_value=10)
@@ -39,6 +42,37 @@ def test_beyond_its_knots_a_curve_goes_straight_on(curve: Curve, further: float)
     (x0, x1), (y0, y1) = curve.xs[-2:], curve.ys[-2:]
     expected = y1 + (y1 - y0) / (x1 - x0) * further
     assert curve.at(x1 + further) == pytest.approx(max(0.0, expected), abs=1e-6)
+
+
+@given(curves(), st.lists(sizes, max_size=9))
+def test_many_at_once_are_as_one_by_one(curve: Curve, xs: list[float]) -> None:
+    assert curve.over(np.array(xs)).tolist() == pytest.approx([curve.at(x) for x in xs], rel=1e-9, abs=1e-9)
+
+
+@given(st.floats(0, 1), st.floats(1e-6, 1e-2), st.floats(0, 1e-7), st.floats(64, 2e5))
+def test_what_is_rebuilt_counts_as_usual_prompts(waits_s: float, token_s: float, attention_s: float, x: float) -> None:
+    """A prefill that grows with the square of its length, as attention's share does."""
+
+    def prefill_s(tokens: float) -> float:
+        return waits_s + token_s * tokens + attention_s * tokens**2
+
+    knots = (0.0, *(float(2**k) for k in range(4, 19)))
+    moves = MoveCosts(1.0, Curve.line(0.0, 1e-9), Curve(knots, tuple(map(prefill_s, knots))))
+    rebuilt = moves.rebuilt_tokens()
+    assert rebuilt is not None
+    per_usual_s = (prefill_s(2048) - waits_s) / 2048
+    assert rebuilt.at(x) * per_usual_s == pytest.approx(prefill_s(x) - waits_s, rel=0.15, abs=1e-6)
+    by_rate = Transfer(0.0, 0.0, 0.0).recompute_s(np.array([x]), np.array([1 / per_usual_s]))
+    bent = Transfer(0.0, 0.0, 0.0, rebuilt).recompute_s(np.array([x]), np.array([1 / per_usual_s]))
+    assert by_rate.tolist() == [x / (1 / per_usual_s)]
+    assert (bent >= by_rate * (1 - 1e-9)).all() if x >= 2048 else (bent <= by_rate * (1 + 1e-9)).all()
+
+
+def test_a_curve_that_knows_no_sizes_rebuilds_nothing() -> None:
+    moves = MoveCosts(1.0, Curve((0.0,), (0.01,)), Curve((5.0,), (0.3,)))
+    assert moves.rebuilt_tokens() is None
+    assert moves.transfer_gbps == 0.0
+    assert replace(moves, transfer_s=Curve((0.0, 1e10), (0.01, 0.41))).transfer_gbps == pytest.approx(200.0)
 
 
 @given(st.floats(min_value=1e-4, max_value=1), st.floats(min_value=0, max_value=1e-2), st.floats(2, 1000))

@@ -22,6 +22,7 @@ from planner.solver.packed import packed, soonest_cut
 from planner.solver.search import Work
 from planner.solver.small import ENOUGH, best_of_all, is_small, polished
 from planner.solver.spread import MANY, USUAL, least_loaded, least_s, loads, one_by_one, orders
+from planner.solver.waves import sooner
 from planner.solver.whole import raised_s
 
 __all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "solve"]
@@ -33,6 +34,7 @@ FILLINGS = 3  # times for which a fleet is filled anew
 FEW = 10_000  # requests up to which one looks more closely
 CLOSEST = 2  # configurations of which static fleets are filled in all usual ways, where there are many requests
 PROOF = 200_000  # budget from which on a close bound is looked for
+WAVES_WORK, WAVES_EACH = 60_000, 4  # the same for orders of admission: altogether, and for each request
 SMALL_WORK, POLISH_WORK = 800_000, 150_000  # requests that the local search looks at, where no budget is given
 
 
@@ -55,6 +57,7 @@ def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solutio
     static += _spread(table, min((each.makespan_s for each in found), default=math.inf))
     found += static
     bound_s = _raised_s(table, bound_s, min((each.makespan_s for each in found), default=0.0))
+    found += _readmitted(table, found, bound_s)
     found += _searched(table, found, bound_s, stop)
     best = chosen(table, current, static, found)
     if best is not None and (problem.kv_balance is None or (best.fleet.current >= 0).all()):
@@ -69,6 +72,13 @@ def _raised_s(table: Columns, bound_s: float, high_s: float) -> float:
         return bound_s
     tight_s = tightened_s(table, bound_s, high_s) if high_s > bound_s * (1 + NEAR) else bound_s
     return raised_s(table, tight_s, high_s, tight_s > bound_s)
+
+
+def _readmitted(table: Columns, candidates: Sequence[Placement], bound_s: float) -> list[Placement]:
+    """Those of the best candidates that admit in waves, admitted in a better order and evened out."""
+    budget = table.problem.work_budget
+    work = Work(WAVES_WORK + WAVES_EACH * table.count if budget is None else budget // 2)
+    return sooner(table, candidates, bound_s * (1 + ENOUGH), work)
 
 
 def _searched(

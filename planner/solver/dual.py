@@ -14,10 +14,11 @@ from ortools.linear_solver import pywraplp
 from planner.solver.bound import SAFETY, Option, options_of, units
 from planner.solver.columns import Columns, Floats, Ints
 
-CLASSES = 16
-ROUNDS = 4
+BY_TOKENS, BY_LENGTH = 8, 16  # classes of lengths
+ROUNDS = 6
+CLOSE = 0.002  # gain that is not worth another round
 SAMPLE = 2048  # requests that the program looks at
-STEPS = (0.0005, 0.003, 0.01, 0.03)  # how far below the sample's bound the whole may lie, tried in turn
+STEPS = (0.0005, 0.0015, 0.003, 0.006, 0.01, 0.02)  # how far below the sample's bound the whole may lie, tried in turn
 
 Weights = dict[tuple[int, int], tuple[float, float, float]]  # by (option, class)
 
@@ -72,21 +73,24 @@ def tightened_s(columns: Columns, bound_s: float, high_s: float) -> float:
     every = max(1, columns.count // SAMPLE)
     sample = _Shares(columns, every)
     edges = _edges(sample.remaining)
-    low_s, trial_s = bound_s, (bound_s + 3 * high_s) / 4
+    low_s = bound_s
     best: Weights = {}
     for limit in ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
         weights = {(place, level): limit for place in range(len(sample.options)) for level in range(len(edges))}
         found_s = _highest(sample, weights, edges, low_s, high_s)
         if found_s > low_s:
             low_s, best = found_s, weights
+    # Weights refuse most near the makespan that they were found for: from one that is refused on it goes upwards.
+    step_s = (high_s - low_s) / 2
     for _ in range(ROUNDS):
-        weights = _weights(sample, trial_s, edges)
+        weights = _weights(sample, low_s + step_s, edges)
         found_s = _highest(sample, weights, edges, low_s, high_s)
+        gained_s = found_s - low_s
         if found_s > low_s:
-            best = weights
-        if found_s < low_s * 1.002:
+            low_s, best = found_s, weights
+        if gained_s < low_s * CLOSE and step_s <= low_s * 2 * CLOSE:
             break
-        low_s, trial_s = found_s, found_s * 1.002
+        step_s = min(step_s / 3, high_s - low_s) if gained_s < low_s * CLOSE else low_s * CLOSE
     if not best or low_s < bound_s * 1.002:
         return bound_s
     if every == 1:
@@ -115,9 +119,11 @@ def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, hig
 
 
 def _edges(remaining: Floats) -> Floats:
-    """Ends of classes that generate about as many tokens each."""
+    """Ends of classes: of some that generate about as many tokens each, and of some as long as each other."""
     share = np.cumsum(remaining) / remaining.sum()
-    places = np.searchsorted(share, np.linspace(0, 1, CLASSES + 1)[1:])
+    by_tokens = np.searchsorted(share, np.linspace(0, 1, BY_TOKENS + 1)[1:])
+    by_length = np.searchsorted(remaining, np.linspace(0, remaining[-1], BY_LENGTH + 1)[1:])
+    places = np.concatenate((by_tokens, by_length))
     edges: Floats = np.unique(remaining[np.minimum(places, len(remaining) - 1)])
     edges[-1] = np.inf  # whatever a sample leaves out belongs to the last
     return edges

@@ -4,16 +4,13 @@ Whatever the order of admission, an instance takes alpha for each iteration plus
 decides the number of iterations alone, and only where not all fit at once.
 """
 
-import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from itertools import accumulate
 
 import numpy as np
 
 from planner.model import GpuId
+from planner.solver.admission import admit
 from planner.solver.columns import Columns, Floats, Ints, node_of
 
 
@@ -177,25 +174,3 @@ def _iterations(columns: Columns, fleet: Fleet, order: Ints, starts: Ints, at: I
             remaining[part].tolist(), footprint[part].tolist(), int(capacity[instance]), int(slots[instance])
         )
     return iterations
-
-
-def admit(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int) -> float:
-    """Iterations until the last ends, first come first served: a walk over admissions and completions."""
-    if max(footprint) > capacity:
-        return math.inf
-    held = list(accumulate(footprint))
-    first = min(bisect_right(held, capacity), slots)
-    free = capacity - held[first - 1]
-    ends = list(zip(remaining[:first], footprint, strict=False))  # (iteration at which it ends, footprint)
-    heapify(ends)
-    now, last = 0, max(remaining[:first])
-    for left, room in zip(remaining[first:], footprint[first:], strict=True):
-        while room > free or len(ends) >= slots:
-            now, freed = heappop(ends)
-            free += freed
-        end = now + left
-        heappush(ends, (end, room))
-        free -= room
-        if end > last:
-            last = end
-    return float(last)

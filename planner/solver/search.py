@@ -11,8 +11,9 @@ from itertools import permutations
 
 import numpy as np
 
+from planner.solver.admission import admit
 from planner.solver.columns import Columns, Ints
-from planner.solver.evaluate import Fleet, Placement, admit, evaluate, moves_s
+from planner.solver.evaluate import Fleet, Placement, evaluate, moves_s
 
 ALL_ORDERS = 5  # requests up to which every order of admission is tried
 

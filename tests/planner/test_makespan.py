@@ -15,12 +15,13 @@ from planner.cost import Pending
 from planner.makespan import alternatives, evaluate_placement, lower_bound, solve
 from planner.model import Configuration, EngineId, GpuId, RequestId
 from planner.problem import NEW, NOWHERE, RUNNING, WAITING, Infeasible, Instance, KvBalance, Problem, Requests, Transfer
+from planner.solver.admission import admit
 from planner.solver.band import balanced, violation
 from planner.solver.bound import lower_bound_s
 from planner.solver.columns import columns
 from planner.solver.cut import Cutter
 from planner.solver.dual import tightened_s
-from planner.solver.evaluate import admit, current_fleet, place
+from planner.solver.evaluate import current_fleet, place
 from planner.solver.layout import in_a_row, lay_out
 from planner.solver.settle import moves, settled
 from planner.solver.whole import raised_s

@@ -1,0 +1,218 @@
+"""Placements whose instances admit in several waves, for want of KV room or of sequences: quicker orders of admission,
+and requests moved from the instance that ends last to those that end first.
+
+Only the instance that ends last is looked at, so that work goes where the makespan is.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.solver.admission import ENOUGH, admit, least, orders
+from planner.solver.columns import Columns, Floats
+from planner.solver.evaluate import Placement, evaluate, moves_s
+from planner.solver.search import Work
+
+LOOKED_AT, LEVELLED = 6, 2  # placements of which orders are tried, and between whose instances requests move
+TRIES = 3  # orders of admission tried of an instance to or from which a request moves
+TO, WHICH = 3, 3  # instances, and requests for each, tried of the instance that ends last
+STEP = 1e-6  # share of the makespan that a move has to gain
+
+
+def sooner(columns: Columns, candidates: Sequence[Placement], enough_s: float, work: Work) -> list[Placement]:
+    """The best of the candidates, as far as they admit in waves, each with a quicker order of admission; the best of
+    those evened out."""
+    found: list[Waves] = []
+    seen = set()
+    for start in sorted(candidates, key=lambda each: each.makespan_s)[: 2 * LOOKED_AT]:
+        ends = (len(start.fleet), start.makespan_s)
+        if len(found) == LOOKED_AT or work.left <= 0 or not np.isfinite(start.makespan_s):
+            break
+        if ends in seen or not _in_waves(columns, start).any():
+            continue
+        seen.add(ends)
+        waves = Waves(columns, start, work)
+        waves.reorder(enough_s)
+        found.append(waves)
+    found.sort(key=lambda waves: waves.makespan_s)
+    best = found[:LEVELLED]
+    left = work.left
+    for waves in best:
+        waves.work = Work(left // len(best))
+        waves.level(enough_s)
+    return [waves.placement() for waves in best]
+
+
+def _in_waves(columns: Columns, placement: Placement) -> NDArray[np.bool_]:
+    """[instance] whether not all run at once."""
+    fleet, counts = placement.fleet, np.diff(placement.starts)
+    at = np.repeat(np.arange(len(fleet)), counts)
+    held = np.bincount(at, weights=columns.footprint[placement.order], minlength=len(fleet))
+    waves: NDArray[np.bool_] = (counts > columns.slots[fleet.configuration]) | (
+        held > columns.capacity[fleet.configuration]
+    )
+    return waves
+
+
+class Waves:
+    """The requests of each instance and the best order of admission known of them."""
+
+    def __init__(self, columns: Columns, placement: Placement, work: Work) -> None:
+        self.columns, self.fleet, self.work = columns, placement.fleet, work
+        fleet = placement.fleet
+        self.remaining: list[int] = columns.remaining.tolist()
+        self.footprint: list[int] = columns.footprint.tolist()
+        self.capacity: list[int] = columns.capacity[fleet.configuration].tolist()
+        self.slots: list[int] = columns.slots[fleet.configuration].tolist()
+        self.alpha_s: list[float] = columns.alpha_s[fleet.configuration].tolist()
+        self.order = [placement.requests(instance).tolist() for instance in range(len(fleet))]
+        at = np.repeat(np.arange(len(fleet)), np.diff(placement.starts))
+        work_s = np.bincount(at, weights=columns.work_s[fleet.configuration[at], placement.order], minlength=len(fleet))
+        self.fixed_s: list[float] = (placement.switch_s + placement.migration_s + work_s).tolist()  # all but alpha
+        told = (placement.decode_s - work_s) / np.maximum(columns.alpha_s[fleet.configuration], 1e-300)
+        self.iterations: list[float] = np.rint(told).tolist()
+        for instance in np.flatnonzero(columns.alpha_s[fleet.configuration] == 0).tolist():
+            self.iterations[instance] = self._admitted(instance, self.order[instance])
+        self.finish_s: list[float] = placement.finish_s.tolist()
+        self._tries: list[Iterator[tuple[float, list[int]]] | None] = [None] * len(fleet)
+        self._done = [False] * len(fleet)  # whether no other order is worth a try
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.finish_s, default=0.0)
+
+    def reorder(self, enough_s: float) -> None:
+        """Until the instance that ends last ends by `enough_s` or there is no other order to try."""
+        while self.work.left > 0 and self.makespan_s > enough_s and self._reordered(self._last()):
+            pass
+
+    def level(self, enough_s: float) -> None:
+        """The same, with requests moved as well."""
+        while self.work.left > 0 and self.makespan_s > enough_s:
+            last = self._last()
+            if not self._reordered(last) and not self._relieved(last):
+                return
+
+    def _last(self) -> int:
+        return max(range(len(self.finish_s)), key=self.finish_s.__getitem__)
+
+    def placement(self) -> Placement:
+        starts = np.concatenate(([0], np.cumsum([len(order) for order in self.order]))).astype(np.int64)
+        order = np.array([request for order in self.order for request in order], dtype=np.int64)
+        return evaluate(self.columns, self.fleet, order, starts)
+
+    # --- one instance
+
+    def _costs_s(self, instance: int, requests: Sequence[int]) -> Floats:
+        """[request] work and move."""
+        held = np.array(requests, dtype=np.int64)
+        configuration = int(self.fleet.configuration[instance])
+        costs_s: Floats = self.columns.work_s[configuration, held] + moves_s(
+            self.columns, self.fleet, held, np.full(len(held), instance)
+        )
+        return costs_s
+
+    def _admitted(self, instance: int, order: Sequence[int]) -> float:
+        remaining, footprint = self._sizes(order)
+        if len(order) <= self.slots[instance] and sum(footprint) <= self.capacity[instance]:
+            return float(max(remaining, default=0))
+        self.work.spend(len(order))
+        return admit(remaining, footprint, self.capacity[instance], self.slots[instance])
+
+    def _sizes(self, order: Sequence[int]) -> tuple[list[int], list[int]]:
+        return [self.remaining[each] for each in order], [self.footprint[each] for each in order]
+
+    def _longest_first(self, order: Sequence[int]) -> list[int]:
+        return sorted(order, key=lambda each: (-self.remaining[each], each))
+
+    def _reordered(self, instance: int) -> bool:
+        """One more order tried; False where there is none that is worth it."""
+        if self._done[instance] or not self.order[instance]:
+            return False
+        order = self._longest_first(self.order[instance])
+        sizes = self._sizes(order)
+        if self._tries[instance] is None:
+            floor = least(*sizes, self.capacity[instance], self.slots[instance])
+            if self.iterations[instance] <= floor * ENOUGH:
+                self._done[instance] = True
+                return False
+            self._tries[instance] = orders(*sizes, self.capacity[instance], self.slots[instance])
+        found = next(self._tries[instance] or iter(()), None)
+        self.work.spend(2 * len(order))
+        if found is None:
+            self._done[instance] = True
+            return False
+        if found[0] < self.iterations[instance]:
+            self._take(instance, [order[place] for place in found[1]], found[0], self.fixed_s[instance])
+        return True
+
+    def _take(self, instance: int, order: list[int], iterations: float, fixed_s: float) -> None:
+        self.order[instance], self.iterations[instance], self.fixed_s[instance] = order, iterations, fixed_s
+        self.finish_s[instance] = fixed_s + self.alpha_s[instance] * iterations
+
+    def _quickest(self, instance: int, requests: Sequence[int], limit: float) -> tuple[float, list[int]]:
+        """Iterations and order of `requests` there, by a few tries, until it is no more than `limit`."""
+        if not requests:
+            return 0.0, []
+        order = self._longest_first(requests)
+        sizes, capacity, slots = self._sizes(order), self.capacity[instance], self.slots[instance]
+        best, best_order = self._admitted(instance, order), order
+        if (len(order) <= slots and sum(sizes[1]) <= capacity) or least(*sizes, capacity, slots) > limit:
+            return best, best_order
+        for tried, (iterations, places) in enumerate(orders(*sizes, capacity, slots)):
+            if best <= limit or tried == TRIES:
+                break
+            self.work.spend(2 * len(order))
+            if iterations < best:
+                best, best_order = iterations, [order[place] for place in places]
+        return best, best_order
+
+    # --- two instances
+
+    def _relieved(self, last: int) -> bool:
+        """A request less on the instance that ends last, where that makes it end sooner."""
+        by_end = sorted(range(len(self.finish_s)), key=self.finish_s.__getitem__)
+        for other in by_end[:TO]:
+            if other == last or self.finish_s[other] >= self.finish_s[last] * (1 - STEP):
+                break
+            for request in self._fitting(last, other):
+                if self.work.left <= 0:
+                    return False
+                if self._moved(request, last, other):
+                    return True
+        return False
+
+    def _fitting(self, last: int, other: int) -> list[int]:
+        """Requests whose going closes about half of the distance between the two."""
+        held = np.array([each for each in self.order[last] if self.footprint[each] <= self.capacity[other]], np.int64)
+        if not len(held):
+            return []
+        columns, kind = self.columns, int(self.fleet.configuration[other])
+        share = np.maximum(columns.footprint[held] / columns.capacity[kind], 1 / columns.slots[kind])
+        more_s = self._costs_s(other, held.tolist()) + columns.alpha_s[kind] * columns.remaining[held] * share
+        apart_s = self.finish_s[last] - self.finish_s[other]
+        near = np.argsort(np.abs(more_s - apart_s / 2), kind="stable")[:WHICH]
+        chosen: list[int] = held[near[more_s[near] < apart_s]].tolist()
+        return chosen
+
+    def _moved(self, request: int, source: int, destination: int) -> bool:
+        limit_s = self.finish_s[source] * (1 - STEP)
+        rest = [each for each in self.order[source] if each != request]
+        more = [*self.order[destination], request]
+        found = []
+        for instance, requests in ((destination, more), (source, rest)):
+            fixed_s = float(self._costs_s(instance, requests).sum())
+            if self.fleet.current[instance] < 0:
+                fixed_s += float(self.columns.switch_s[self.fleet.configuration[instance]])
+            limit = (limit_s - fixed_s) / self.alpha_s[instance] if self.alpha_s[instance] > 0 else np.inf
+            if limit <= 0:
+                return False
+            iterations, order = self._quickest(instance, requests, limit)
+            if iterations > limit:
+                return False
+            found.append((instance, order, iterations, fixed_s))
+        for each in found:
+            self._take(*each)
+            self._tries[each[0]], self._done[each[0]] = None, False
+        return True

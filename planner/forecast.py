@@ -52,16 +52,19 @@ class ConditionalLengths:
         self, generated_tokens: ArrayLike, q: ArrayLike, rows: ArrayLike = 0, limit_tokens: ArrayLike = 0
     ) -> Tokens:
         """Remaining tokens, at least 1, that the output does not exceed with probability `q` (0 to 1)."""
+        alike = np.ndim(q) == 0
         generated, q, rows, limits = np.broadcast_arrays(generated_tokens, q, rows, limit_tokens)
         limits, done, last = self._reach(generated, limits)
         ends = np.empty(done.shape, dtype=np.int64)
         for row in np.unique(rows):
             here = rows == row
-            falling = -self.survival[row]
-            start = falling[done[here]]
+            falling, outlived = -self.survival[row], done[here]
+            if alike:
+                found = np.searchsorted(falling, falling * (1.0 - q.flat[0]))[outlived]
+            else:
+                found = np.searchsorted(falling, falling[outlived] * (1.0 - q[here]))
             # Past every bin in which nothing ends: no quantile lies there.
-            first = np.searchsorted(falling, start, side="right")
-            ends[here] = np.maximum(np.searchsorted(falling, start * (1.0 - q[here])), first)
+            ends[here] = np.maximum(found, np.searchsorted(falling, falling, side="right")[outlived])
         remaining: Tokens = np.maximum(np.minimum(np.minimum(ends, last) * self.bin_tokens, limits) - generated, 1)
         return remaining
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from planner.model import RequestId, RequestView
 
@@ -21,7 +21,7 @@ LONG_QUANTILE = 0.8
 class Quantiles(Protocol):
     """A forecast, as far as samples are drawn from it."""
 
-    def remaining_at(self, quantiles: NDArray[np.float64]) -> NDArray[np.int64]: ...
+    def remaining_at(self, quantiles: ArrayLike) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ def sampled(expected: Quantiles, requests: int, count: int, seed: int) -> Length
     for row in samples:
         row[:] = expected.remaining_at(rng.random(requests))
     middles = (np.arange(MEAN_POINTS) + 0.5) / MEAN_POINTS
-    means = np.mean([expected.remaining_at(np.full(requests, u)) for u in middles], axis=0)
-    return Lengths(samples, _whole(means), expected.remaining_at(np.full(requests, LONG_QUANTILE)))
+    means = np.mean([expected.remaining_at(u) for u in middles], axis=0)
+    return Lengths(samples, _whole(means), expected.remaining_at(LONG_QUANTILE))
 
 
 def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_output_tokens: int) -> Lengths:

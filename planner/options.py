@@ -16,12 +16,13 @@ from planner.candidates import (
     Candidate,
     Unusable,
     as_it_stands,
-    decode_s,
-    ends_if_later_s,
+    homogeneous,
+    longest,
     longest_first,
     rebalanced,
     solved,
 )
+from planner.ends import decode_s, ends_if_later_s
 from planner.lengths import Lengths
 from planner.live import LiveFleet
 from planner.makespan import lower_bound, solve
@@ -147,11 +148,13 @@ def _families(
     fleet: LiveFleet, problems: Sequence[Problem], only: ConfigurationId | None
 ) -> Iterator[tuple[str, ConfigurationId | None, Sequence[Try]]]:
     """Name, configuration where there is but one, and the ways to find a good member."""
+    ordered = [(made, longest(made)) for made in problems]
     if fleet.instances:
-        yield REBALANCED, None, [partial(rebalanced, made, fleet) for made in problems]
+        yield REBALANCED, None, [partial(rebalanced, made, fleet, order) for made, order in ordered]
     for configuration in fleet.configurations:
         if only in (None, configuration.id):
-            tries = [partial(longest_first, made, fleet, configuration) for made in problems]
+            instances = homogeneous(problems[0], configuration)
+            tries = [partial(longest_first, made, fleet, order, configuration, instances) for made, order in ordered]
             yield f"{configuration.id} spread", configuration.id, tries
     if only is None and fleet.configurations:
         yield MIXED, None, [partial(_mixed, made, fleet) for made in problems]

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.candidates import Candidate, migrations, with_fresh_names
+from planner.candidates import Candidate, moves_of, with_fresh_names
 from planner.forecast import Forecast, forecast
 from planner.gate import FREE, Control, ControlState, Limits, Proposal, judge, too_weak
 from planner.lengths import Lengths, averaged, sampled, told
@@ -25,7 +25,6 @@ from planner.model import (
     Plan,
     PlanId,
     PlannedInstance,
-    PlannedMove,
     RequestId,
     RequestState,
     Snapshot,
@@ -120,7 +119,7 @@ def make_plan(
     deployed = {instance.configuration for instance in fleet.instances}
     target = with_fresh_names(wanted.fleet, plan_id) if wanted else None
     best_s = min((option.total_s for option in options.found), default=None)
-    moves = _moves(_problem(fleet, config, lengths.expected), target) if acts and target else ()
+    moves = moves_of(_problem(fleet, config, lengths.expected), target) if acts and target else ()
     return Plan(
         id=plan_id,
         created_s=snapshot.now_s,
@@ -341,22 +340,3 @@ def _planned(wanted: Option, target: Candidate, fleet: LiveFleet, named: bool) -
         )
         for place, instance in enumerate(target.instances)
     )
-
-
-def _moves(problem: Problem, target: Candidate) -> tuple[PlannedMove, ...]:
-    """Running requests with their costs, then waiting ones."""
-    ids, at = problem.requests.ids, problem.requests.instance
-    where = {
-        int(request): instance.id
-        for place, instance in enumerate(target.instances)
-        for request in target.requests_of(place)
-    }
-    paid = [
-        PlannedMove(ids[move.request], move.source, where[move.request], move.method, move.cost_s)
-        for move in migrations(problem, target)
-    ]
-    queued = [
-        PlannedMove(ids[int(request)], problem.current[int(at[request])].id, where[int(request)], "queue", 0.0)
-        for request in target.moved[len(paid) :]
-    ]
-    return (*paid, *queued)

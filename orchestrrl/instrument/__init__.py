@@ -1,0 +1,5 @@
+"""What is loaded INTO the process of an engine or a trainer. Standard library, torch and what that process brings.
+
+Such a process has an environment of its own, without OrchestrRL: this folder is put on its PYTHONPATH, so the modules
+in it are found by their bare names there.
+"""

@@ -11,13 +11,14 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import linear_regression, median
 from typing import NamedTuple
 
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Capabilities, Endpoint, Engine, GenerationRequest, Refused
 from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
+from orchestrrl.profiles.spill import Spill, overfills, spill_of
 from planner.fit import FitError, Seen, StepSample, TooFewSamples, fit_curve, fit_rate, fit_step
 from planner.model import ConfigurationId
 from planner.profile import Curve, EngineProfile, MoveCosts, Parallelism, Provenance, Source
@@ -33,8 +34,10 @@ LONGEST_CONTEXT_TOKENS = 16384
 FIRST_CONTEXT_TOKENS = 32
 LONGEST_UNKNOWN_TOKENS = 4096  # where the engine does not tell its longest context
 QUIET_WITHIN_S = 30.0
+PATIENCE = 1.5  # times what prefill should take, until a batch beyond the KV cache all runs, or never will
 LARGE_BYTES = 1e10  # a line of transfer times is drawn through this size
 POLL_S = 0.05
+NO_SPILL = Spill(0.0, 0, FitError(0, 0.0, 0.0))
 # Token ids that are tried in turn, to learn how large a vocabulary is: prompts of a few ids would load few experts.
 VOCABULARIES = (100_000, 30_000, 8_000, 1_000, 400, 100)
 
@@ -93,7 +96,7 @@ class Measured:
     engine: EngineProfile
     model: str
     engine_name: str
-    samples: tuple[StepSample, ...]
+    samples: tuple[StepSample, ...]  # within the KV cache
     prefill: tuple[Seen, ...]
     skipped: tuple[str, ...]  # points without a sample, and why
 
@@ -204,7 +207,7 @@ class _Run:
 
     async def measure(self, capabilities: Capabilities, on_step: OnStep) -> Measured:
         points = grid(self._limits)
-        total = len(points) + 1
+        total = len(points) + 2
         on_step(Step(0, total, "prefill"))
         await self._learn_vocabulary()
         prefill = await self._prefill()
@@ -222,15 +225,22 @@ class _Run:
                 samples.append(sample)
             else:
                 skipped.append(f"{_named(point)}: {sample}")
+        on_step(Step(total - 1, total, "beyond the KV cache"))
+        beyond = await self._beyond(rate, point_s)
         on_step(Step(total, total, "done"))
-        engine = self._profile(capabilities, samples, prefill, skipped)
+        engine = self._profile(capabilities, samples, prefill, skipped, beyond)
         return Measured(engine, self._limits.model, capabilities.engine, tuple(samples), tuple(prefill), tuple(skipped))
 
     async def close(self) -> None:
         await self._stop(list(self._tasks))
 
     def _profile(
-        self, capabilities: Capabilities, samples: list[StepSample], prefill: list[Seen], skipped: list[str]
+        self,
+        capabilities: Capabilities,
+        samples: list[StepSample],
+        prefill: list[Seen],
+        skipped: list[str],
+        beyond: list[StepSample],
     ) -> EngineProfile:
         wanted, limits = self._wanted, self._limits
         try:
@@ -251,15 +261,19 @@ class _Run:
             word = Provenance(Source.GIVEN, wanted.date, "command line")
             others.append((name, word if told else Provenance(Source.MEASURED, wanted.date, f"{detail}, its own word")))
         others.append(("switch_s", Provenance(Source.GIVEN, wanted.date, wanted.switch_detail)))
+        spill = spill_of(beyond, fitted.step, limits.kv_capacity_tokens) or NO_SPILL
+        if spill is not NO_SPILL:
+            others += [("spill_s_per_token", seen(spill.error)), ("spill_capacity_tokens", seen(spill.error))]
         return EngineProfile(
             id=wanted.id,
             parallelism=wanted.parallelism,
-            step=fitted.step,
+            step=replace(fitted.step, spill_s_per_token=spill.s_per_token),
             prefill_tokens_per_s=rate,
             kv_capacity_tokens=limits.kv_capacity_tokens,
             max_sequences=limits.max_sequences,
             switch_s=wanted.switch_s,
             provenance=seen(fitted.error),
+            spill_capacity_tokens=spill.capacity_tokens,
             others=tuple(others),
         )
 
@@ -288,14 +302,32 @@ class _Run:
             seen.append(Seen(length, max(stream.arrived[0][0] - sent_s, 1e-6)))
         return seen
 
-    async def _point(self, point: Point, point_s: float) -> StepSample | str:
-        """The step time of this batch, or why there is none."""
-        room = int(self._limits.kv_capacity_tokens / point.sequences) - point.context_tokens
-        most_tokens = min(room, self._limits.max_model_len_tokens - point.context_tokens)
+    async def _beyond(self, rate: float, point_s: float) -> list[StepSample]:
+        """Batches that hold more KV than there is room for; none from the first on that the engine does not run whole,
+        or that the budget has no time for."""
+        limits, samples = self._limits, []
+        capacity_tokens, longest = limits.kv_capacity_tokens, limits.max_model_len_tokens
+        for point in itertools.starmap(Point, overfills(capacity_tokens, limits.max_sequences, longest, MOST_STEPS)):
+            patience_s = PATIENCE * _work(point) / rate + point_s
+            if self._clock.now_s() + patience_s + 2 * point_s > self._end_s:
+                break
+            sample = await self._point(point, point_s, patience_s)
+            if not isinstance(sample, StepSample):
+                break
+            samples.append(sample)
+        return samples
+
+    async def _point(self, point: Point, point_s: float, patience_s: float | None = None) -> StepSample | str:
+        """The step time of this batch, or why there is none. `patience_s`: for a batch that may never run whole."""
+        most_tokens = self._limits.max_model_len_tokens - point.context_tokens
+        if patience_s is None:
+            room = int(self._limits.kv_capacity_tokens / point.sequences) - point.context_tokens
+            most_tokens = min(room, most_tokens)
+        give_up_s = self._end_s if patience_s is None else self._clock.now_s() + patience_s
         before = await self._engine.metrics()
         streams = [self._start(point.context_tokens, most_tokens) for _ in range(point.sequences)]
         try:
-            if not await self._until(lambda: all(stream.tokens for stream in streams), streams):
+            if not await self._until(lambda: all(stream.tokens for stream in streams), streams, give_up_s):
                 return self._why_not(streams)
             began_s, first = self._clock.now_s(), min(stream.tokens for stream in streams)
 
@@ -303,7 +335,7 @@ class _Run:
                 steps = min(stream.tokens for stream in streams) - first
                 return steps >= MOST_STEPS or (steps >= LEAST_STEPS and self._clock.now_s() - began_s >= point_s)
 
-            await self._until(enough, streams)
+            await self._until(enough, streams, self._end_s)
             after = await self._engine.metrics()
         finally:
             await self._stop([stream.id for stream in streams])
@@ -317,10 +349,10 @@ class _Run:
             return failed
         return "not all sequences ran at once for long enough" if self._clock.now_s() < self._end_s else "budget over"
 
-    async def _until(self, condition: Callable[[], bool], streams: Sequence[_Stream]) -> bool:
-        """Wait while all streams go on and the budget lasts; whether the condition came true."""
+    async def _until(self, condition: Callable[[], bool], streams: Sequence[_Stream], give_up_s: float) -> bool:
+        """Wait while all streams go on; whether the condition came true."""
         while not condition():
-            if any(stream.ended for stream in streams) or self._clock.now_s() > self._end_s:
+            if any(stream.ended for stream in streams) or self._clock.now_s() > give_up_s:
                 return False
             await self._clock.sleep(POLL_S)
         return True

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,10 @@ from virtual_engine import VirtualEngine, in_virtual_time
 from orchestrrl.clock import VirtualClock, WallClock
 from orchestrrl.engines.base import Capabilities, Endpoint, GenerationRequest
 from orchestrrl.engines.simulated import SimulatedEngine, SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated_core import EngineShape
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.profiles.measure import KV_FILL, Limits, Measured, Step, Wanted, grid, measure, sample_of
+from orchestrrl.profiles.spill import overfills
 from planner.model import ConfigurationId
 from planner.profile import Parallelism, Source
 
@@ -66,6 +69,55 @@ async def test_it_finds_what_the_engine_is_made_of(engine: VirtualEngine, clock:
     assert profile.provenance.fit_error_mean < 0.01
     assert steps[-1].done == steps[-1].total
     assert not found.skipped
+
+
+class Spilling(SimulatedOptions):
+    """An engine that keeps KV in CPU memory beyond what its GPU holds."""
+
+    spill_tokens: int
+    spill_s_per_token: float
+
+    @property
+    def shape(self) -> EngineShape:
+        spill = {"spill_capacity_tokens": self.spill_tokens, "spill_s_per_token": self.spill_s_per_token}
+        return replace(super().shape, **spill)
+
+
+@pytest.mark.parametrize(("spill_tokens", "seen_least"), [(20_000, 15_000), (65_536, 29_000), (10**6, 29_000)])
+async def test_what_spilling_takes_is_measured_where_the_engine_goes_on(
+    clock: VirtualClock, spill_tokens: int, seen_least: int
+) -> None:
+    """Twelve sequences of 8,192 tokens come to one and a half times its KV cache."""
+    price_s = 5e-6
+    engine = VirtualEngine(
+        Spilling(**OPTIONS.model_dump(), spill_tokens=spill_tokens, spill_s_per_token=price_s), clock
+    )
+    found, _ = await measured(engine, clock, wanted())
+    profile = found.engine
+    assert profile.step.spill_s_per_token == pytest.approx(price_s, rel=0.05)
+    assert seen_least <= profile.spill_capacity_tokens <= spill_tokens
+    others = dict(profile.others)
+    assert others["spill_s_per_token"].source is others["spill_capacity_tokens"].source is Source.MEASURED
+    truth_s = OPTIONS.alpha_s + OPTIONS.beta_s * 10 + OPTIONS.gamma_s * 75_000 + price_s * (75_000 - 65_536)
+    assert profile.step.at(10, 75_000, profile.kv_capacity_tokens) == pytest.approx(truth_s, rel=0.03)
+    assert engine.runtime.running == engine.runtime.waiting == 0
+    await engine.close()
+
+
+async def test_of_an_engine_that_lets_requests_wait_nothing_is_said(engine: VirtualEngine, clock: VirtualClock) -> None:
+    found, _ = await measured(engine, clock, wanted())
+    assert (found.engine.step.spill_s_per_token, found.engine.spill_capacity_tokens) == (0.0, 0)
+    assert not [name for name, _ in found.engine.others if name.startswith("spill")]
+    assert not found.skipped
+    assert engine.runtime.running == engine.runtime.waiting == 0
+
+
+@given(st.integers(64, 10**7), st.integers(1, 1024), st.integers(32, 131_072))
+def test_batches_beyond_the_cache_are_beyond_it_and_fit_the_engine(capacity: int, slots: int, longest: int) -> None:
+    for sequences, context in overfills(capacity, slots, longest, 256):
+        assert 1 <= sequences <= slots
+        assert sequences * context >= int(1.15 * capacity)
+        assert context + 256 <= longest
 
 
 async def test_it_leaves_the_engine_idle_and_repeats_no_prompt(engine: VirtualEngine, clock: VirtualClock) -> None:

@@ -14,7 +14,7 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := .venv-vllm/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm
+.PHONY: help demo test test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -76,6 +76,11 @@ lock: $(VENV_STAMP)  ## renew the lock files from pyproject.toml
 
 bench: $(VENV_STAMP)  ## ratios measured side by side in one run
 	@$(BIN)/orchestrrl bench
+
+# Other people's routers, for the benchmark of the gateway alone. They live apart, as they pin what they like.
+venv-routers:  ## .venv-routers with vllm-router and sglang-router, which make bench then measures too
+	@test -x .venv-routers/bin/python || $(PYTHON) -m venv .venv-routers
+	@.venv-routers/bin/$(PIP_INSTALL) vllm-router==0.1.17 sglang-router==0.3.2
 
 clean:  ## what the targets made, environments excepted
 	@rm -rf out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

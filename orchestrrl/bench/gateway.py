@@ -1,142 +1,199 @@
-"""What the gateway costs: its CPU time and the latency that it adds, beside a plain proxy and beside no proxy at all.
+"""What the gateway costs: its CPU time and the latency that it adds, beside plain proxies, routers, and no proxy.
 
-One simulated engine serves all three, in turn. The gateway does more than a proxy: it asks the engine for a stream of
-token ids, keeps them, and gives each attempt a connection of its own.
+One engine that costs next to nothing serves all ways, in turn. The gateway does more than a proxy: it asks the engine
+for a stream of token ids, keeps every token of every request, and could continue each of them elsewhere at any moment.
 """
 
 import asyncio
 import time
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
-
-import aiohttp
 
 from orchestrrl.bench.figure import Figure
-from orchestrrl.bench.processes import Served, serving
+from orchestrrl.bench.plain_client import Answer, Lanes, all_at_once, request
+from orchestrrl.bench.processes import Served
+from orchestrrl.bench.ways import DIRECT, OURS, PLAIN, Ways, started
 from orchestrrl.errors import Permanent
 
-BODY_BYTES = 1_024
-PATH = "/v1/completions"
-# A token every few milliseconds, and each is sent before the next is made: one chunk per token.
-ENGINE = ("--alpha-s", "0.004", "--beta-s", "0", "--gamma-s", "0", "--tick-s", "0.002", "--max-num-seqs", "256")
-WHOLE, STREAMED = {"max_tokens": 1}, {"max_tokens": 192, "ignore_eos": True, "stream": True}
+STREAM_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """How much is asked. The defaults give 10 ms of CPU time or more for every number that is reported."""
 
-    rounds: int = 5
-    whole_requests: int = 200
-    streams: int = 12
+    rounds: int = 3
+    whole_requests: int = 300
     in_flight: int = 16
-    lone_requests: int = 300
+    streams: int = 16
+    lone_requests: int = 150
+    bursts: tuple[int, ...] = (256, 1024)  # streams that open at once
 
 
 @dataclass(slots=True)
 class _Spent:
-    """Of one way to the engine, by round: CPU seconds per 1,000 of each, and all latencies of lone requests."""
+    """Of one way to the engine, by round."""
 
-    whole_s: list[float] = field(default_factory=list)
-    chunks_s: list[float] = field(default_factory=list)
-    latency_s: list[float] = field(default_factory=list)
+    served: Served
+    whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
+    wall_s: list[float] = field(default_factory=list)  # seconds per 1,000 requests
+    chunks_us: list[float] = field(default_factory=list)  # CPU microseconds per chunk
+    chunks_per_read: list[float] = field(default_factory=list)
+    latency_s: list[float] = field(default_factory=list)  # of requests that are alone
+    first_p99_s: dict[int, float] = field(default_factory=dict)  # by streams at once
+    burst_s: dict[int, float] = field(default_factory=dict)  # until all are complete
+    burst_us: dict[int, float] = field(default_factory=dict)  # CPU microseconds per chunk
+    burst_per_read: dict[int, float] = field(default_factory=dict)
 
-    def percentile_s(self, percent: int) -> float:
+    def latency_percentile_s(self, percent: int) -> float:
         return quantiles(self.latency_s, n=100)[percent - 1]
 
 
 def gateway_cpu(log_dir: Path, load: Load = Load()) -> list[Figure]:
-    direct, proxy, gateway = asyncio.run(_measure(log_dir, load))
-    plain = "plain aiohttp proxy"
-    figures = [
+    """Raises Permanent where an answer is not complete."""
+    spent, left_out = asyncio.run(_measure(log_dir, load))
+    missing = "".join(f"; {name} left out: {reason}" for name, reason in left_out.items())
+    return [*_cpu_figures(spent, missing), *_time_figures(spent), *_burst_figures(spent, load)]
+
+
+def _cpu_figures(spent: dict[str, _Spent], missing: str) -> list[Figure]:
+    """Ours by each other's."""
+    ours = spent[OURS]
+    figures = []
+    for other, theirs in spent.items():
+        if other in (DIRECT, OURS):
+            continue
+        against = "" if other == PLAIN else f"_{other.replace('-', '_')}"
+        note = missing if other == PLAIN else ""
+        reads = f"{median(ours.chunks_per_read):.2f} chunks per read, theirs {median(theirs.chunks_per_read):.2f}"
+        figures += [
+            Figure(
+                f"gateway_cpu_whole{against}",
+                median(ours.whole_s),
+                "CPU s per 1,000 requests",
+                other,
+                median(theirs.whole_s),
+                f"1 KB in, one token out{note}",
+            ),
+            Figure(
+                f"gateway_cpu_streamed{against}",
+                median(ours.chunks_us),
+                "CPU us per chunk",
+                other,
+                median(theirs.chunks_us),
+                f"a token in each chunk, chunks counted as delivered; {reads}",
+            ),
+        ]
+    return figures
+
+
+def _time_figures(spent: dict[str, _Spent]) -> list[Figure]:
+    direct, ours, plain = spent[DIRECT], spent[OURS], spent[PLAIN]
+    direct_wall_s = median(direct.wall_s)
+    shares = ", ".join(
+        f"{name} {direct_wall_s / median(way.wall_s):.0%}" for name, way in spent.items() if name != DIRECT
+    )
+    rate = Figure(
+        "gateway_wall_whole",
+        median(ours.wall_s),
+        "s per 1,000 requests",
+        "asking directly",
+        direct_wall_s,
+        f"requests/s relative to direct: {shares}",
+    )
+    added = [
         Figure(
-            f"gateway_cpu_{name}",
-            median(ours),
-            f"CPU s per 1,000 {unit}",
-            plain,
-            median(theirs),
-            f"{note}; of the engine itself, asked directly: {median(engine):.2g} s",
+            f"gateway_added_p{percent}",
+            1e3 * (ours.latency_percentile_s(percent) - (direct_s := direct.latency_percentile_s(percent))),
+            "ms",
+            PLAIN,
+            1e3 * (plain.latency_percentile_s(percent) - direct_s),
+            f"latency beyond the {1e3 * direct_s:.2g} ms of asking directly, one at a time",
         )
-        for name, unit, ours, theirs, engine, note in (
-            ("whole", "requests", gateway.whole_s, proxy.whole_s, direct.whole_s, "1 KB in, one token out"),
-            ("streamed", "chunks", gateway.chunks_s, proxy.chunks_s, direct.chunks_s, "a token in each chunk"),
-        )
+        for percent in (50, 99)
     ]
-    for percent in (50, 99):
-        direct_s = direct.percentile_s(percent)
+    return [rate, *added]
+
+
+def _burst_figures(spent: dict[str, _Spent], load: Load) -> list[Figure]:
+    figures = []
+    for streams in load.bursts:
+        each = "; ".join(
+            f"{name} {1e3 * way.first_p99_s[streams]:.0f} ms, all in {way.burst_s[streams]:.1f} s, "
+            f"{way.burst_us[streams]:.0f} us per chunk, {way.burst_per_read[streams]:.1f} chunks per read"
+            for name, way in spent.items()
+        )
         figures.append(
             Figure(
-                f"gateway_added_p{percent}",
-                1e3 * (gateway.percentile_s(percent) - direct_s),
-                "ms",
-                plain,
-                1e3 * (proxy.percentile_s(percent) - direct_s),
-                f"latency beyond the {1e3 * direct_s:.1f} ms of asking directly, one at a time",
+                f"gateway_first_chunk_{streams}",
+                1e3 * spent[OURS].first_p99_s[streams],
+                "ms, p99",
+                PLAIN,
+                1e3 * spent[PLAIN].first_p99_s[streams],
+                f"{streams} streams of {STREAM_TOKENS} chunks at 5 ms that open at once, all complete: {each}",
             )
         )
     return figures
 
 
-async def _measure(log_dir: Path, load: Load) -> tuple[_Spent, _Spent, _Spent]:
-    async with AsyncExitStack() as servers:
-
-        async def start(name: str, module: str, *arguments: str) -> Served:
-            return await servers.enter_async_context(serving(module, *arguments, log_path=log_dir / f"{name}.log"))
-
-        engine = await start("engine", "orchestrrl", "engine", "simulated", *ENGINE)
-        proxy = await start("proxy", "orchestrrl.bench.proxy", engine.url)
-        flags = ("--listen", "127.0.0.1:0", "--engine-kind", "simulated", "--engine", f"e0={engine.url}")
-        gateway = await start("gateway", "orchestrrl", "gateway", *flags, "--log-level", "warning")
-        session = await servers.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        client = _Client(session, load)
-        ways = [(way, _Spent()) for way in (engine, proxy, gateway)]
-        for way, _ in ways:
-            await client.round(way, _Spent())
-        for _ in range(load.rounds):
-            for way, spent in ways:
-                await client.round(way, spent)
+async def _measure(log_dir: Path, load: Load) -> tuple[dict[str, _Spent], dict[str, str]]:
+    async with started(log_dir) as ways:
+        spent = {name: _Spent(served) for name, served in ways.served.items()}
+        lanes = await _open(ways, load)
+        for round_number in range(-1, load.rounds):
+            for name, way in spent.items():
+                await _round(_Spent(way.served) if round_number < 0 else way, lanes[name], load)
         for _ in range(load.lone_requests):
-            for way, spent in ways:
-                spent.latency_s.append(await client.latency_s(way))
-    return ways[0][1], ways[1][1], ways[2][1]
+            for name, way in spent.items():
+                asked = request(way.served.url, max_tokens=1, stream=False)
+                way.latency_s.append((await lanes[name].lanes[0].ask(asked)).whole_s)
+        for some in lanes.values():
+            some.close()
+        for streams in load.bursts:
+            for way in spent.values():
+                await _burst(way, streams)
+    return spent, ways.left_out
 
 
-class _Client:
-    def __init__(self, session: aiohttp.ClientSession, load: Load) -> None:
-        self._session = session
-        self._load = load
-        self._turns = asyncio.Semaphore(load.in_flight)
-
-    async def round(self, way: Served, spent: _Spent) -> None:
-        for kind, requests, results in (
-            (WHOLE, self._load.whole_requests, spent.whole_s),
-            (STREAMED, self._load.streams, spent.chunks_s),
-        ):
-            before_s = way.cpu_s()
-            counts = await asyncio.gather(*(self._in_turn(way, kind) for _ in range(requests)))
-            results.append(1_000 * (way.cpu_s() - before_s) / sum(counts))
-
-    async def latency_s(self, way: Served) -> float:
-        started_s = time.perf_counter()
-        await self._ask(way, WHOLE)
-        return time.perf_counter() - started_s
-
-    async def _in_turn(self, way: Served, kind: Mapping[str, Any]) -> int:
-        async with self._turns:
-            return await self._ask(way, kind)
-
-    async def _ask(self, way: Served, kind: Mapping[str, Any]) -> int:
-        """How many answers, or chunks of a streamed one, came back. Raises Permanent for anything but an answer."""
-        async with self._session.post(way.url + PATH, json={**_BODY, **kind}) as answer:
-            text = await answer.read()
-            if answer.status != 200 or b'"error"' in text:
-                raise Permanent(f"{way.url}{PATH}: {answer.status}: {text[:300]!r}")
-        return text.count(b'data: {"id"') if "stream" in kind else 1
+async def _open(ways: Ways, load: Load) -> dict[str, Lanes]:
+    lanes = {name: Lanes(served.url) for name, served in ways.served.items()}
+    for some in lanes.values():
+        await some.open(load.in_flight)
+    return lanes
 
 
-_HEAD = {"model": "simulated", "temperature": 0, "prompt": ""}
-_BODY = {**_HEAD, "prompt": ("a request of one kilobyte " * 64)[: BODY_BYTES - len(str(_HEAD))]}
+async def _round(way: _Spent, lanes: Lanes, load: Load) -> None:
+    asked = request(way.served.url, max_tokens=1, stream=False)
+    before_s, started_s = way.served.cpu_s(), time.perf_counter()
+    await lanes.ask_in_turn(asked, load.whole_requests)
+    way.whole_s.append(1e3 * (way.served.cpu_s() - before_s) / load.whole_requests)
+    way.wall_s.append(1e3 * (time.perf_counter() - started_s) / load.whole_requests)
+    asked = request(way.served.url, max_tokens=STREAM_TOKENS, stream=True)
+    before_s = way.served.cpu_s()
+    answers = await lanes.ask_in_turn(asked, load.streams)
+    chunks = _counted(answers)
+    way.chunks_us.append(1e6 * (way.served.cpu_s() - before_s) / chunks)
+    way.chunks_per_read.append(chunks / sum(answer.reads for answer in answers))
+
+
+async def _burst(way: _Spent, streams: int) -> None:
+    asked = request(way.served.url, max_tokens=STREAM_TOKENS, stream=True)
+    before_s, started_s = way.served.cpu_s(), time.perf_counter()
+    answers = await all_at_once(way.served.url, asked, streams)
+    way.burst_s[streams] = time.perf_counter() - started_s
+    chunks = _counted(answers)
+    way.burst_us[streams] = 1e6 * (way.served.cpu_s() - before_s) / chunks
+    way.burst_per_read[streams] = chunks / sum(answer.reads for answer in answers)
+    way.first_p99_s[streams] = quantiles((answer.first_s for answer in answers), n=100)[98]
+
+
+def _counted(answers: Sequence[Answer]) -> int:
+    """Chunks of all of them. Raises Permanent where one lacks some."""
+    lacking = [answer.chunks for answer in answers if answer.chunks != STREAM_TOKENS]
+    if lacking:
+        raise Permanent(
+            f"{len(lacking)} of {len(answers)} streams had other than {STREAM_TOKENS} chunks: {lacking[:8]}"
+        )
+    return STREAM_TOKENS * len(answers)

@@ -1,0 +1,128 @@
+"""An engine that costs next to nothing: what stands behind everything that is measured. Run as a module.
+
+It speaks as much of vLLM's HTTP as routers use. A whole answer and a single token come at once; a longer stream gets a
+token, as a chunk of its own, every `CHUNK_S`, all streams at the same moment.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+CHUNK_S = 0.005
+PROMPT_TOKENS = 200
+MODEL = "plain"
+
+_HEAD = {"id": "cmpl-plain", "object": "text_completion", "created": 1_700_000_000, "model": MODEL}
+_OK = b"HTTP/1.1 200 OK\r\n"
+_STREAM_HEAD = _OK + b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+_STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+_MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 32_768}]}
+_ABOUT = {"model_path": MODEL, "served_model_name": MODEL, "tp_size": 1, "dp_size": 1, "status": "ok", **_MODELS}
+
+
+def _whole(value: Mapping[str, Any]) -> bytes:
+    text = json.dumps(value, separators=(",", ":")).encode()
+    return b"%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (_OK, len(text), text)
+
+
+def _event(*, ids: bool, first: bool = False, finish_reason: str | None = None) -> bytes:
+    """A stream's event with one token, as an HTTP chunk. `ids`: the tokens' ids were asked for, as vLLM gives them."""
+    choice = {"index": 0, "text": " token", "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
+    if ids:
+        choice["prompt_token_ids"] = list(range(1000, 1000 + PROMPT_TOKENS)) if first else None
+        choice["token_ids"] = [4711]
+    text = b"data: %b\n\n" % json.dumps({**_HEAD, "choices": [choice]}, separators=(",", ":")).encode()
+    return b"%x\r\n%b\r\n" % (len(text), text)
+
+
+_FIRST = {ids: _event(ids=ids, first=True) for ids in (False, True)}
+_NEXT = {ids: _event(ids=ids) for ids in (False, True)}
+_LAST = {ids: _event(ids=ids, finish_reason="length") for ids in (False, True)}
+_ONLY = {ids: _event(ids=ids, first=True, finish_reason="length") for ids in (False, True)}
+_ANSWER = _whole(
+    {
+        **_HEAD,
+        "choices": [{"index": 0, "text": " token", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        "usage": {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": 1, "total_tokens": PROMPT_TOKENS + 1},
+    }
+)
+_OTHER = _whole(_ABOUT)
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, pace: "_Pace") -> None:
+        self._pace = pace
+        self._read = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._read += data
+        head, found, body = self._read.partition(b"\r\n\r\n")
+        if not found:
+            return
+        lowered = head.lower()
+        at = lowered.find(b"\r\ncontent-length:")
+        length = int(lowered[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+        if b"\r\ntransfer-encoding: chunked" in lowered:
+            if not body.endswith(b"0\r\n\r\n"):
+                return
+            body = b"".join(body.split(b"\r\n")[1::2])
+        elif len(body) < length:
+            return
+        self._read = b""
+        self._answer(head, body)
+
+    def _answer(self, head: bytes, body: bytes) -> None:
+        if not head.startswith(b"POST /v1/completions"):
+            self.transport.write(_OTHER)
+            return
+        asked = json.loads(body)
+        ids, tokens = bool(asked.get("return_token_ids")), asked["max_tokens"]
+        if not asked.get("stream"):
+            self.transport.write(_ANSWER)
+        elif tokens == 1:
+            self.transport.write(_STREAM_HEAD + _ONLY[ids] + _STREAM_END)
+        else:
+            self.transport.write(_STREAM_HEAD)
+            self._pace.add(self.transport, [_LAST[ids] + _STREAM_END, *[_NEXT[ids]] * (tokens - 2), _FIRST[ids]])
+
+
+class _Pace:
+    """Gives every stream its next chunk, each time."""
+
+    def __init__(self) -> None:
+        self._streams: list[tuple[asyncio.Transport, list[bytes]]] = []
+
+    def add(self, transport: asyncio.Transport, chunks: list[bytes]) -> None:
+        """The next chunk is the last."""
+        self._streams.append((transport, chunks))
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        next_s = loop.time()
+        while True:
+            next_s = max(next_s + CHUNK_S, loop.time())  # what it could not keep up with is not made good
+            await asyncio.sleep(next_s - loop.time())
+            streams, self._streams = self._streams, []
+            for transport, chunks in streams:
+                transport.write(chunks.pop())
+                if chunks and not transport.is_closing():
+                    self._streams.append((transport, chunks))
+
+
+async def serve() -> None:
+    """Until it is ended; its URL is the first line of output."""
+    pace = _Pace()
+    server = await asyncio.get_running_loop().create_server(lambda: _Connection(pace), "127.0.0.1", 0, backlog=4096)
+    sys.stdout.write(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}\n")
+    sys.stdout.flush()
+    await pace.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve())

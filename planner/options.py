@@ -8,6 +8,7 @@ samples: an estimate that packs requests which merely might be long is found out
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from planner.candidates import (
     Candidate,
     Unusable,
+    added_s,
     as_it_stands,
     homogeneous,
     longest,
@@ -30,6 +32,10 @@ from planner.model import Alternative, ConfigurationId, FleetPart
 from planner.problem import Infeasible, Problem
 
 REBALANCED, MIXED = "rebalanced", "mixed"
+# Requests up to which the solver is asked with every estimate of the lengths, and with every configuration.
+SOLVED_BY_ALL = 2_048
+# Times the GPU time of the best configuration, beyond which one is left out where there are more requests.
+FAR_MORE = 1.1
 
 MakeProblem = Callable[[NDArray[np.int64]], Problem]
 Try = Callable[[], Candidate]
@@ -61,6 +67,23 @@ class Options:
     bound_s: float
 
 
+class _Member(NamedTuple):
+    """A fleet of one family, and its seconds to the end, roughly."""
+
+    screened_s: float
+    estimate: int  # of the lengths that it was dealt by
+    fleet: Candidate
+
+
+class _Family(NamedTuple):
+    """What the tries for one kind of fleet came to."""
+
+    name: str
+    configuration: ConfigurationId | None  # None where there are several
+    members: Sequence[_Member]
+    why_none: str
+
+
 class _Weigher:
     """Judges candidates on the same samples. `correction` multiplies decoding seconds, never costs."""
 
@@ -73,6 +96,18 @@ class _Weigher:
         """Seconds to the end, roughly: enough to tell the members of one family apart."""
         ends_s = decode_s(fleet, self._context, self._lengths.samples, roughly=True) * self._correction
         return float((ends_s + fleet.migration_s + fleet.switch_s).max(axis=1, initial=0.0).mean())
+
+    def tried(self, name: str, configuration: ConfigurationId | None, tries: Sequence[Try]) -> _Family:
+        """A family, from tries that each make a member of it, or say why they cannot."""
+        members, why = list[_Member](), ""
+        for estimate, attempt in enumerate(tries):
+            try:
+                fleet = attempt()
+            except (Unusable, Infeasible) as error:
+                why = why or str(error)
+            else:
+                members.append(_Member(self.screen(fleet), estimate, fleet))
+        return _Family(name, configuration, members, why)
 
     def weigh(self, fleet: Candidate) -> Option:
         ends_s = decode_s(fleet, self._context, self._lengths.samples) * self._correction
@@ -123,14 +158,18 @@ def consider(
     weigher = _Weigher(fleet.columns.context_tokens, lengths, correction)
     problems = [problem(tokens) for tokens in _estimates(lengths)]
     current = weigher.weigh(as_it_stands(problems[0], fleet)) if fleet.instances else None
+    families = [weigher.tried(*family) for family in _dealt(fleet, problems, only)]
+    if only is None and fleet.configurations:
+        dealt = min((member for family in families for member in family.members), key=_screened_s, default=None)
+        asked = _for_the_solver(problems, dealt, correction)
+        families.append(weigher.tried(MIXED, None, [partial(_mixed, made, fleet) for made in asked]))
     found = [] if current is None else [current]
-    ruled_out: list[Alternative] = []
-    for name, configuration, tries in _families(fleet, problems, only):
-        best, why = _best(weigher, tries)
-        if best is not None:
-            found.append(best)
+    ruled_out = []
+    for family in families:
+        if family.members:
+            found.append(weigher.weigh(min(family.members, key=_screened_s).fleet))
         else:
-            ruled_out.append(Alternative(configuration, 0, 0.0, 0.0, why, name=name))
+            ruled_out.append(Alternative(family.configuration, 0, 0.0, 0.0, family.why_none, name=family.name))
     if current is not None and wait_s > 0:
         found = [weigher.with_later(option, current, fleet, wait_s) for option in found]
     bounds_s = _bounds_s([problem(tokens) for tokens in lengths.samples])
@@ -144,10 +183,10 @@ def _estimates(lengths: Lengths) -> list[NDArray[np.int64]]:
     return [lengths.expected, lengths.long, lengths.samples[0]]
 
 
-def _families(
+def _dealt(
     fleet: LiveFleet, problems: Sequence[Problem], only: ConfigurationId | None
 ) -> Iterator[tuple[str, ConfigurationId | None, Sequence[Try]]]:
-    """Name, configuration where there is but one, and the ways to find a good member."""
+    """The families that take no solver: name, configuration where there is but one, and a try for each estimate."""
     ordered = [(made, longest(made)) for made in problems]
     if fleet.instances:
         yield REBALANCED, None, [partial(rebalanced, made, fleet, order) for made, order in ordered]
@@ -156,25 +195,44 @@ def _families(
             instances = homogeneous(problems[0], configuration)
             tries = [partial(longest_first, made, fleet, order, configuration, instances) for made, order in ordered]
             yield f"{configuration.id} spread", configuration.id, tries
-    if only is None and fleet.configurations:
-        yield MIXED, None, [partial(_mixed, made, fleet) for made in problems]
+
+
+def _for_the_solver(problems: Sequence[Problem], dealt: _Member | None, correction: float) -> Sequence[Problem]:
+    """With few requests, every estimate. Else the one by which the best of the other fleets was `dealt`, with the
+    configurations alone that pay for some request: from the same estimate the solver either does a little better, or
+    packs requests that merely might be long, and so it does from each of the others."""
+    if len(problems) == 1 or dealt is None or len(problems[0].requests.ids) <= SOLVED_BY_ALL:
+        return problems
+    return [_narrowed(problems[dealt.estimate], dealt.screened_s / correction)]
+
+
+def _narrowed(problem: Problem, within_s: float) -> Problem:
+    """Without configurations on which every request takes far more GPU time than on another one: the room it takes
+    until `within_s`, as the solver's lower bound counts it."""
+    requests = problem.requests
+    context, remaining = requests.context_tokens, requests.remaining_tokens
+    footprint, shares = context + remaining, []
+    for kind in problem.configurations:
+        alone_s = kind.alpha_s * remaining
+        seats = np.maximum(footprint / kind.kv_capacity_tokens, 1 / kind.max_sequences)
+        work_s = kind.gpus * (added_s(kind.beta_s, kind.gamma_s, context, remaining) + alone_s * seats)
+        usable = (footprint <= kind.kv_capacity_tokens) & (alone_s < within_s)
+        shares.append(np.where(usable, work_s / np.where(usable, within_s - alone_s, 1.0), np.inf))
+    share = np.array(shares)
+    pays = ((share <= FAR_MORE * share.min(axis=0)) & np.isfinite(share)).any(axis=1)
+    deployed = {instance.configuration for instance in problem.current}
+    kept = tuple(
+        kind for kind, wanted in zip(problem.configurations, pays, strict=True) if wanted or kind.id in deployed
+    )
+    return replace(problem, configurations=kept) if pays.any() else problem
 
 
 def _mixed(problem: Problem, fleet: LiveFleet) -> Candidate:
     return solved(MIXED, problem, fleet, solve(problem))
 
 
-def _best(weigher: _Weigher, tries: Sequence[Try]) -> tuple[Option | None, str]:
-    """The best member of a family; or why there is none."""
-    members, why = list[Candidate](), ""
-    for attempt in tries:
-        try:
-            members.append(attempt())
-        except (Unusable, Infeasible) as error:
-            why = why or str(error)
-    if not members:
-        return None, why
-    return weigher.weigh(members[0] if len(members) == 1 else min(members, key=weigher.screen)), why
+def _screened_s(member: _Member) -> float:
+    return member.screened_s
 
 
 def _bounds_s(problems: Sequence[Problem]) -> list[float]:

@@ -1,12 +1,16 @@
-"""An instance decoding one iteration at a time, and the best of every way to spread few requests over equal ones."""
+"""An instance decoding: one iteration at a time, and, for many requests, from one change of its batch to the next."""
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from itertools import permutations, product
+from heapq import heappop, heappush
+from typing import NamedTuple
 
-from planner.cost import Pending
+from planner.cost import Pending, work_s
 from planner.model import Configuration
 from planner.profile import EngineProfile
+
+
+class DoesNotFit(ValueError):
+    """A request that an instance of this configuration could never admit."""
 
 
 def step_by_step_s(configuration: Configuration, requests: Sequence[Pending]) -> float:
@@ -45,16 +49,87 @@ def along_the_curve_s(profile: EngineProfile, requests: Sequence[Pending]) -> fl
     return elapsed_s
 
 
-def best_s(configuration: Configuration, instances: int, requests: Sequence[Pending]) -> float:
-    """The soonest end over every spread of few requests over equal instances, admitted in every order."""
+def decode_s(configuration: Configuration, requests: Sequence[Pending]) -> float:
+    """Seconds until the last of `requests` ends, admitted strictly in the order given.
 
-    @cache
-    def alone_s(held: tuple[Pending, ...]) -> float:
-        return min(step_by_step_s(configuration, order) for order in permutations(held))
+    One is admitted when fewer than `max_sequences` run and its footprint fits beside theirs. Raises DoesNotFit.
+    """
+    iterations = _iterations(configuration, requests)
+    return configuration.alpha_s * iterations + sum(work_s(configuration, pending) for pending in requests)
 
-    def spreads() -> Iterator[list[tuple[Pending, ...]]]:
-        for places in product(range(instances), repeat=len(requests)):
-            dealt = list(zip(sorted(requests), places, strict=True))
-            yield [tuple(pending for pending, at in dealt if at == place) for place in range(instances)]
 
-    return min(max(alone_s(held) for held in spread) for spread in spreads())
+def _iterations(configuration: Configuration, requests: Sequence[Pending]) -> int:
+    """Decode iterations until all have ended: a walk over admissions and completions."""
+    ends: list[tuple[int, int]] = []  # heap of (iteration at which it ends, footprint)
+    now = free_tokens = 0
+    free_tokens = configuration.kv_capacity_tokens
+    last = 0
+    for pending in requests:
+        footprint = pending.footprint_tokens
+        if footprint > configuration.kv_capacity_tokens:
+            raise DoesNotFit(
+                f"a request of {footprint} tokens does not fit into a KV cache of {configuration.kv_capacity_tokens}"
+            )
+        while len(ends) >= configuration.max_sequences or footprint > free_tokens:
+            now, freed = heappop(ends)
+            free_tokens += freed
+        end = now + pending.remaining_tokens
+        heappush(ends, (end, footprint))
+        free_tokens -= footprint
+        last = max(last, end)
+    return last
+
+
+def curve_decode_s(profile: EngineProfile, requests: Sequence[Pending]) -> float:
+    """As `decode_s`, with the step time's own curve, and with KV tokens beyond the capacity spilled or made to wait.
+
+    A request is admitted where its footprint fits beside the others into GPU and CPU memory. Raises DoesNotFit.
+    """
+    step, capacity = profile.step, profile.kv_capacity_tokens
+    total_s = 0.0
+    for stretch in _stretches(capacity + profile.spill_capacity_tokens, profile.max_sequences, requests):
+        total_s += stretch.iterations * step.base_s.at(stretch.sequences)
+        total_s += step.kv_s_per_token * stretch.read_tokens()
+        total_s += step.spill_s_per_token * stretch.read_tokens(beyond=capacity)
+    return total_s
+
+
+class _Stretch(NamedTuple):
+    """Iterations during which nobody joins or leaves."""
+
+    iterations: int
+    sequences: int
+    kv_tokens: int  # before the first one
+
+    def read_tokens(self, beyond: int = 0) -> float:
+        """KV tokens beyond that many, summed over the iterations: each adds one token for each sequence."""
+        started = max(0, -(-(beyond - self.kv_tokens) // self.sequences))  # the first iteration with any
+        count = max(0, self.iterations - started)
+        first = self.kv_tokens + started * self.sequences - beyond
+        return count * first + self.sequences * count * (count - 1) / 2
+
+
+def _stretches(room_tokens: int, max_sequences: int, requests: Sequence[Pending]) -> Iterator[_Stretch]:
+    """A walk over admissions, strictly in order, and completions."""
+    running: list[tuple[int, int]] = []  # heap of (iteration at which it ends, footprint)
+    now = held_tokens = kv_tokens = 0
+    waiting = list(reversed(requests))
+    while waiting or running:
+        while waiting and len(running) < max_sequences:
+            footprint = waiting[-1].footprint_tokens
+            if footprint > room_tokens:
+                raise DoesNotFit(f"a request of {footprint} tokens does not fit into a KV cache of {room_tokens}")
+            if footprint + held_tokens > room_tokens:
+                break
+            context, remaining = waiting.pop()
+            heappush(running, (now + remaining, footprint))
+            held_tokens += footprint
+            kv_tokens += context
+        iterations, sequences = running[0][0] - now, len(running)
+        yield _Stretch(iterations, sequences, kv_tokens)
+        now += iterations
+        kv_tokens += iterations * sequences
+        while running and running[0][0] == now:
+            _, footprint = heappop(running)
+            held_tokens -= footprint
+            kv_tokens -= footprint

@@ -1,11 +1,12 @@
 """Lines follow the batches that are left, straight curves keep their own, and what runs is always among the choices."""
 
 import pytest
+from decode_oracle import curve_decode_s, decode_s
 from hypothesis import given
 from hypothesis import strategies as st
 from planner_builders import engine, request, snapshot
 
-from planner.cost import Pending, curve_decode_s, decode_s
+from planner.cost import Pending
 from planner.layouts import Phase, biased
 from planner.model import ConfigurationId
 from planner.phases import FEW, iterations_ahead, line_ahead, worth_a_look

@@ -122,6 +122,7 @@ class Desk:
         self._wishes: dict[str, Wish] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._loading: set[str] = set()
+        self._stale: set[str] = set()
         self._saves: list[SaveJob] = []
         self._loads: list[LoadJob] = []
 
@@ -214,11 +215,12 @@ class Desk:
         more than weights and token ids.
         """
         wish = self._wishes.pop(request_id, None)
+        here = portable and request_id not in self._loading and request_id not in self._stale
+        self._stale.discard(request_id)
         if request_id in self._waiting:
             self._give_up(request_id, "the request is over")
         if wish is None or wish.save is None or not aborted:
             return False
-        here = portable and request_id not in self._loading
         count = min(computed, len(token_ids), len(block_ids) * self._block_tokens) if here else 0
         blocks = -(-count // self._block_tokens)
         if blocks and not self._keeper.reserve(blocks * self._bytes_per_block):
@@ -228,11 +230,10 @@ class Desk:
         self._saves.append(SaveJob(request_id, wish.save, contents, tuple(block_ids[:blocks])))
         return blocks > 0
 
-    def weights_changed(self) -> None:
-        """The engine's caches were told to forget: what is running now no longer has the KV of one version."""
-        for request_id, wish in self._wishes.items():
-            if wish.save is not None:
-                self._wishes[request_id] = Wish(wish.weights, None, wish.load, wish.wait_s)
+    def caches_cleared(self) -> None:
+        """The engine was told to forget its caches, as for new weights: what runs now has no KV of one known version,
+        and says so when it is moved."""
+        self._stale.update(self._wishes)
 
     def jobs(self) -> tuple[list[SaveJob], list[LoadJob]]:
         """What the workers are to do with the next step. Each is told once."""

@@ -173,7 +173,7 @@ class Store:
             with self.file(entry, rank).open("rb") as file:
                 try:
                     contents, layout = _read_head(file)
-                except (ValueError, KeyError, TypeError, struct.error) as error:
+                except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
                     raise Unusable(f"{file.name} is torn or not ours: {error}") from error
                 yield contents, layout, file
         except OSError as error:
@@ -270,7 +270,7 @@ def _head(contents: Contents, layout: Layout) -> bytes:
 
 
 def _read_head(file: io.BufferedReader) -> tuple[Contents, Layout]:
-    """Raises ValueError, KeyError, TypeError or struct.error for anything that `_head` did not write."""
+    """Raises ValueError, KeyError, TypeError, ArithmeticError or struct.error for what `_head` did not write."""
     magic, header_bytes, tokens = PREAMBLE.unpack(file.read(PREAMBLE.size))
     size = os.fstat(file.fileno()).st_size
     if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or 4 * tokens > size:

@@ -125,7 +125,7 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
         return Jobs(*self._desk.jobs())
 
     def reset_cache(self) -> bool:
-        self._desk.weights_changed()
+        self._desk.caches_cleared()
         return True
 
     # The workers' half.

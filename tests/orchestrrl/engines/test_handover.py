@@ -1,0 +1,47 @@
+"""What the gateway writes into a body is what the engine's side reads, and it can be loaded where OrchestrRL is not."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.engines import handover
+from orchestrrl.instrument.kv_desk import Wish, read_wish
+from orchestrrl.instrument.kv_entries import is_entry_id
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    entry, next_entry = handover.entry_id("gateway", "r", 1), handover.entry_id("gateway", "r", 2)
+    assert read_wish(handover.saving("v1", entry)["kv_transfer_params"]) == Wish("v1", save=entry)
+    body = handover.loading("v1", entry, next_entry, wait_s=0.5)
+    assert read_wish(json.loads(json.dumps(body))["kv_transfer_params"]) == Wish("v1", next_entry, entry, 0.5)
+    with pytest.raises(ValueError, match="weights"):
+        handover.saving("", entry)
+
+
+def test_entry_ids_are_plain_and_unique() -> None:
+    names = [("a", "b/..", 1), ("a", "b/..", 2), ("ab", "/..", 1), ("a/b", "..", 1)]
+    ids = {handover.entry_id(*name) for name in names}
+    assert len(ids) == len(names)
+    assert all(is_entry_id(entry) for entry in ids)
+
+
+def test_the_command_line_names_a_module_that_is_there(tmp_path: Path) -> None:
+    option, text = handover.vllm_arguments(tmp_path, max_age_s=5.0)
+    config = json.loads(text)
+    assert option == "--kv-transfer-config"
+    assert config["kv_connector_extra_config"] == {"shared_storage_path": str(tmp_path), "max_age_s": 5.0}
+    source = (handover.MODULE_FOLDER / f"{config['kv_connector_module_path']}.py").read_text()
+    assert config["kv_connector"] in {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
+def test_its_parts_load_without_orchestrrl() -> None:
+    """As in vLLM's process: bare names, and nothing but the standard library."""
+    script = "import sys; import kv_desk, kv_entries; print(kv_desk.Desk.__module__, 'orchestrrl' in sys.modules)"
+    environment = {"PYTHONPATH": str(handover.MODULE_FOLDER)}
+    command = [sys.executable, "-S", "-c", script]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["kv_desk", "False"]

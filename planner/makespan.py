@@ -34,7 +34,7 @@ FILLINGS = 3  # times for which a fleet is filled anew
 FEW = 10_000  # requests up to which one looks more closely
 CLOSEST = 2  # configurations of which static fleets are filled in all usual ways, where there are many requests
 PROOF = 200_000  # budget from which on a close bound is looked for
-WAVES_WORK, WAVES_EACH = 60_000, 4  # the same for orders of admission: altogether, and for each request
+WAVES_WORK, WAVES_EACH, WAVES_EACH_OF_MANY = 60_000, 4, 2  # the same for orders of admission: and for each request
 SMALL_WORK, POLISH_WORK = 800_000, 150_000  # requests that the local search looks at, where no budget is given
 
 
@@ -77,7 +77,8 @@ def _raised_s(table: Columns, bound_s: float, high_s: float) -> float:
 def _readmitted(table: Columns, candidates: Sequence[Placement], bound_s: float) -> list[Placement]:
     """Those of the best candidates that admit in waves, admitted in a better order and evened out."""
     budget = table.problem.work_budget
-    work = Work(WAVES_WORK + WAVES_EACH * table.count if budget is None else budget // 2)
+    each = WAVES_EACH if table.count <= MANY else WAVES_EACH_OF_MANY
+    work = Work(WAVES_WORK + each * table.count if budget is None else budget // 2)
     return sooner(table, candidates, bound_s * (1 + ENOUGH), work)
 
 

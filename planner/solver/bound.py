@@ -16,6 +16,8 @@ from planner.solver.columns import Columns, Floats, Ints
 SAFETY = 1e-9  # sums in another order than a makespan's own may differ in the last places
 PRECISION = 5e-5
 ROUNDS = 40
+MOST_PARTS = 8  # into which KV room is cut
+WORTH = 1.02  # times as much room as without cutting it, from which on that is looked at
 
 
 def lower_bound_s(columns: Columns) -> float:
@@ -112,3 +114,24 @@ def units(columns: Columns) -> int:
     nodes, rest = divmod(columns.problem.gpus_count, columns.problem.per_node)
     unit = _unit(columns)
     return nodes * (columns.problem.per_node // unit) + rest // unit
+
+
+def room_shares(columns: Columns, configuration: int, requests: Ints) -> list[Floats]:
+    """[request] shares of the instance's KV room such that those of requests that run at once are at most 1 together.
+
+    Of footprint over capacity this holds, which comes first, and of what dual feasible functions make of it (Fekete
+    and Schepers 2001): of two requests larger than half of the room, say, each takes all. Of these the one comes
+    second that the requests take most by, if it is more.
+    """
+    capacity = int(columns.capacity[configuration])
+    footprint = columns.footprint[requests]
+    remaining = columns.remaining[requests]
+    plain: Floats = footprint / capacity
+    best, most = plain, float((remaining * plain).sum()) * WORTH
+    for parts in range(2, MOST_PARTS + 1):
+        whole, rest = np.divmod(np.minimum(footprint, capacity) * parts, capacity)
+        shares = np.where(rest == 0, plain, whole / (parts - 1))
+        total = float((remaining * shares).sum())
+        if total > most:
+            best, most = shares, total
+    return [plain] if best is plain else [plain, best]

@@ -1,17 +1,17 @@
 """The bound where KV room or sequences are short: prices from a linear program, then checked request by request.
 
-An instance that ends by T and whose longest request has L tokens meets three limits: the work of its requests leaves
-time for L iterations; for as many as their KV footprints take (remaining times footprint, over the capacity); and for
-as many as its sequences take (remaining, over max_sequences). Whatever weights the three are given, they price each
-request's share of the instance, as in `bound`. The program, over configurations and classes of lengths, says which
-weights refuse most; that they refuse is computed from the requests themselves, so nothing rests on its rounding or on
-its classes.
+An instance that ends by T and whose longest request has L tokens meets several limits: the work of its requests leaves
+time for L iterations; for as many as their KV footprints take (remaining times their share of the room, by footprint or
+as `room_shares` counts it otherwise); and for as many as its sequences take (remaining, over max_sequences). Whatever
+weights the limits are given, they price each request's share of the instance, as in `bound`. The program, over
+configurations and classes of lengths, says which weights refuse most; that they refuse is computed from the requests
+themselves, so nothing rests on its rounding or on its classes.
 """
 
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from planner.solver.bound import SAFETY, Option, options_of, units
+from planner.solver.bound import SAFETY, Option, options_of, room_shares, units
 from planner.solver.columns import Columns, Floats, Ints
 
 BY_TOKENS, BY_LENGTH = 8, 16  # classes of lengths
@@ -20,22 +20,23 @@ CLOSE = 0.002  # gain that is not worth another round
 SAMPLE = 2048  # requests that the program looks at
 STEPS = (0.0005, 0.0015, 0.003, 0.006, 0.01, 0.02)  # how far below the sample's bound the whole may lie, tried in turn
 
-Weights = dict[tuple[int, int], tuple[float, float, float]]  # by (option, class)
+Weights = dict[tuple[int, int], tuple[float, ...]]  # by (option, class), of each limit
 
 
 class _Shares:
-    """Requests, shortest first, with what each takes of the three limits."""
+    """Requests, shortest first, with what each takes of the limits."""
 
     def __init__(self, columns: Columns, every: int) -> None:
         order = columns.longest_first[every // 2 :: every][::-1]
         self.remaining = columns.remaining[order].astype(np.float64)
         self.units = units(columns) * len(order) / columns.count
         self.options: list[Option] = options_of(columns, order)
-        held = self.remaining * columns.footprint[order]
-        self.room_s = [each.alpha_s * held / float(columns.capacity[each.configuration]) for each in self.options]
-        self.slot_s = [
-            each.alpha_s * self.remaining / float(columns.slots[each.configuration]) for each in self.options
-        ]
+        self.more_s: list[list[Floats]] = []  # [option] what of each limit but the first they take beside work
+        for each in self.options:
+            plain, *cut = room_shares(columns, each.configuration, order)
+            slot = np.full(len(order), 1 / float(columns.slots[each.configuration]))
+            iterations_s = each.alpha_s * self.remaining
+            self.more_s.append([iterations_s * share for share in (plain, slot, *cut)])
 
     def refused(self, makespan_s: float, weights: Weights, edges: Floats) -> bool:
         """Whether the requests take more than there is. Class k has the lengths up to `edges[k]`."""
@@ -46,19 +47,18 @@ class _Shares:
             free_s = makespan_s - option.switch_s
             if free_s <= 0:
                 continue
-            work_s, room_s, slot_s = option.cost_s, self.room_s[place], self.slot_s[place]
+            work_s = option.cost_s
             for level, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
                 if start == end:
                     continue
                 least_s = free_s - option.alpha_s * self.remaining[start]
                 if least_s <= 0:
                     continue
-                work, room, slot = weights.get((place, level), (1.0, 0.0, 0.0))
-                share = work_s[:end] * (option.price * (work / least_s + (room + slot) / free_s))
-                if room:
-                    share += room_s[:end] * (option.price * room / free_s)
-                if slot:
-                    share += slot_s[:end] * (option.price * slot / free_s)
+                work, *others = weights.get((place, level), (1.0,))
+                share = work_s[:end] * (option.price * (work / least_s + sum(others) / free_s))
+                for weight, more_s in zip(others, self.more_s[place], strict=False):
+                    if weight:
+                        share += more_s[:end] * (option.price * weight / free_s)
                 if work:
                     left_s = free_s - option.alpha_s * self.remaining[start:end]
                     with np.errstate(divide="ignore", invalid="ignore"):
@@ -75,8 +75,10 @@ def tightened_s(columns: Columns, bound_s: float, high_s: float) -> float:
     edges = _edges(sample.remaining)
     low_s = bound_s
     best: Weights = {}
-    for limit in ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
-        weights = {(place, level): limit for place in range(len(sample.options)) for level in range(len(edges))}
+    for limit in ((0.0, 1.0), (0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 1.0)):
+        weights: Weights = {
+            (place, level): limit for place in range(len(sample.options)) for level in range(len(edges))
+        }
         found_s = _highest(sample, weights, edges, low_s, high_s)
         if found_s > low_s:
             low_s, best = found_s, weights
@@ -130,7 +132,7 @@ def _edges(remaining: Floats) -> Floats:
 
 
 def _weights(shares: _Shares, makespan_s: float, edges: Floats) -> Weights:
-    """The program's prices of the three limits, by option and class, as fractions of the instance's own."""
+    """The program's prices of the limits, by option and class, as fractions of the instance's own."""
     solver = pywraplp.Solver.CreateSolver("GLOP")
     infinity = solver.infinity()
     level_of: Ints = np.searchsorted(edges, shares.remaining)
@@ -140,10 +142,11 @@ def _weights(shares: _Shares, makespan_s: float, edges: Floats) -> Weights:
     limits = {}
     for place, option in enumerate(shares.options):
         fits = np.isfinite(option.cost_s)
-        work_s, room_s, slot_s = (
-            np.bincount(level_of[fits], weights=each[fits], minlength=count).tolist()
-            for each in (option.cost_s, shares.room_s[place], shares.slot_s[place])
+        work_s, *others_s = (
+            np.bincount(level_of[fits], weights=each[fits], minlength=count)
+            for each in (option.cost_s, *shares.more_s[place])
         )
+        takes_s = [work_s.tolist(), *((work_s + other_s).tolist() for other_s in others_s)]  # [limit][class]
         for level in range(count):
             free_s = makespan_s - option.switch_s
             least_s = free_s - option.alpha_s * float(shares.remaining[level_of == level].min(initial=np.inf))
@@ -151,22 +154,23 @@ def _weights(shares: _Shares, makespan_s: float, edges: Floats) -> Weights:
                 continue
             instances = solver.NumVar(0, infinity, "")
             objective.SetCoefficient(instances, option.price)
-            rows = [solver.Constraint(-infinity, 0.0) for _ in range(3)]
-            for row, available_s in zip(rows, (least_s, free_s, free_s), strict=True):
+            available = [least_s, *(free_s for _ in others_s)]
+            rows = [solver.Constraint(-infinity, 0.0) for _ in available]
+            for row, available_s in zip(rows, available, strict=True):
                 row.SetCoefficient(instances, -available_s)
             for each in range(level + 1):
                 part = solver.NumVar(0, infinity, "")
                 covered[each].SetCoefficient(part, 1.0)
-                for row, more_s in zip(rows, (0.0, room_s[each], slot_s[each]), strict=True):
-                    row.SetCoefficient(part, work_s[each] + more_s)
-            limits[place, level] = (rows, (least_s, free_s, free_s), option.price)
+                for row, taken_s in zip(rows, takes_s, strict=True):
+                    row.SetCoefficient(part, taken_s[each])
+            limits[place, level] = (rows, available, option.price)
     objective.SetMinimization()
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return {}
-    weights = {}
+    weights: Weights = {}
     for key, (rows, available, price) in limits.items():
         prices = [max(0.0, -row.dual_value()) * each / price for row, each in zip(rows, available, strict=True)]
         total = sum(prices)
         if total > 0:
-            weights[key] = (prices[0] / total, prices[1] / total, prices[2] / total)
+            weights[key] = tuple(each / total for each in prices)
     return weights

@@ -10,28 +10,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.admission import ENOUGH, admit, least, orders
-from planner.solver.columns import Columns, Floats
+from planner.solver.columns import Columns, Floats, Ints
 from planner.solver.evaluate import Placement, evaluate, moves_s
 from planner.solver.search import Work
 
-LOOKED_AT, LEVELLED = 6, 2  # placements of which orders are tried, and between whose instances requests move
+LOOKED_AT, LEVELLED = 4, 2  # placements of which orders are tried, and between whose instances requests move
+FEW = 4096  # requests up to which it is so many, not one
 TRIES = 3  # orders of admission tried of an instance to or from which a request moves
 TO, WHICH = 3, 3  # instances, and requests for each, tried of the instance that ends last
 STEP = 1e-6  # share of the makespan that a move has to gain
 
 
 def sooner(columns: Columns, candidates: Sequence[Placement], enough_s: float, work: Work) -> list[Placement]:
-    """The best of the candidates, as far as they admit in waves, each with a quicker order of admission; the best of
-    those evened out."""
+    """Of the candidates that admit in waves those that might end soonest, each with a quicker order of admission; the
+    best of those evened out."""
+    promising: dict[tuple[int, float], tuple[float, Placement]] = {}
+    for each in candidates:
+        if np.isfinite(each.makespan_s) and _in_waves(columns, each).any():
+            promising.setdefault((len(each.fleet), each.makespan_s), (_at_best_s(columns, each), each))
+    few = columns.count <= FEW
     found: list[Waves] = []
-    seen = set()
-    for start in sorted(candidates, key=lambda each: each.makespan_s)[: 2 * LOOKED_AT]:
-        ends = (len(start.fleet), start.makespan_s)
-        if len(found) == LOOKED_AT or work.left <= 0 or not np.isfinite(start.makespan_s):
+    for _, start in sorted(promising.values(), key=lambda each: each[0])[: LOOKED_AT if few else 1]:
+        if work.left <= 0:
             break
-        if ends in seen or not _in_waves(columns, start).any():
-            continue
-        seen.add(ends)
         waves = Waves(columns, start, work)
         waves.reorder(enough_s)
         found.append(waves)
@@ -42,6 +43,26 @@ def sooner(columns: Columns, candidates: Sequence[Placement], enough_s: float, w
         waves.work = Work(left // len(best))
         waves.level(enough_s)
     return [waves.placement() for waves in best]
+
+
+def _at_best_s(columns: Columns, placement: Placement) -> float:
+    """When it would end with the fewest iterations that there must be on each instance."""
+    fleet, order = placement.fleet, placement.order
+    count = len(fleet)
+    at = np.repeat(np.arange(count), np.diff(placement.starts))
+    remaining, kinds = columns.remaining[order], fleet.configuration
+    longest = np.zeros(count, dtype=np.int64)
+    np.maximum.at(longest, at, remaining)
+    iterations = np.maximum.reduce(
+        [
+            longest,
+            np.bincount(at, weights=remaining, minlength=count) / columns.slots[kinds],
+            np.bincount(at, weights=remaining * columns.footprint[order], minlength=count) / columns.capacity[kinds],
+        ]
+    )
+    work_s = np.bincount(at, weights=columns.work_s[kinds[at], order], minlength=count)
+    ends_s = columns.alpha_s[kinds] * iterations + work_s + placement.migration_s + placement.switch_s
+    return float(ends_s.max())
 
 
 def _in_waves(columns: Columns, placement: Placement) -> NDArray[np.bool_]:
@@ -104,13 +125,11 @@ class Waves:
 
     # --- one instance
 
-    def _costs_s(self, instance: int, requests: Sequence[int]) -> Floats:
+    def _costs_s(self, instance: int, requests: Ints) -> Floats:
         """[request] work and move."""
-        held = np.array(requests, dtype=np.int64)
         configuration = int(self.fleet.configuration[instance])
-        costs_s: Floats = self.columns.work_s[configuration, held] + moves_s(
-            self.columns, self.fleet, held, np.full(len(held), instance)
-        )
+        moved_s = moves_s(self.columns, self.fleet, requests, np.full(len(requests), instance))
+        costs_s: Floats = self.columns.work_s[configuration, requests] + moved_s
         return costs_s
 
     def _admitted(self, instance: int, order: Sequence[int]) -> float:
@@ -176,35 +195,42 @@ class Waves:
         for other in by_end[:TO]:
             if other == last or self.finish_s[other] >= self.finish_s[last] * (1 - STEP):
                 break
-            for request in self._fitting(last, other):
+            for request, cost_s in self._fitting(last, other):
                 if self.work.left <= 0:
                     return False
-                if self._moved(request, last, other):
+                if self._moved(request, cost_s, last, other):
                     return True
         return False
 
-    def _fitting(self, last: int, other: int) -> list[int]:
-        """Requests whose going closes about half of the distance between the two."""
+    def _fitting(self, last: int, other: int) -> list[tuple[int, float]]:
+        """Requests whose going closes about half of the distance between the two, and what they cost there."""
         held = np.array([each for each in self.order[last] if self.footprint[each] <= self.capacity[other]], np.int64)
         if not len(held):
             return []
         columns, kind = self.columns, int(self.fleet.configuration[other])
         share = np.maximum(columns.footprint[held] / columns.capacity[kind], 1 / columns.slots[kind])
-        more_s = self._costs_s(other, held.tolist()) + columns.alpha_s[kind] * columns.remaining[held] * share
+        costs_s = self._costs_s(other, held)
+        more_s = costs_s + columns.alpha_s[kind] * columns.remaining[held] * share
         apart_s = self.finish_s[last] - self.finish_s[other]
         near = np.argsort(np.abs(more_s - apart_s / 2), kind="stable")[:WHICH]
-        chosen: list[int] = held[near[more_s[near] < apart_s]].tolist()
-        return chosen
+        near = near[more_s[near] < apart_s]
+        return list(zip(held[near].tolist(), costs_s[near].tolist(), strict=True))
 
-    def _moved(self, request: int, source: int, destination: int) -> bool:
+    def _moved(self, request: int, cost_s: float, source: int, destination: int) -> bool:
+        """Whether both end sooner than the source did, which then is so. `cost_s`: work and move of the request."""
         limit_s = self.finish_s[source] * (1 - STEP)
         rest = [each for each in self.order[source] if each != request]
         more = [*self.order[destination], request]
+        saved_s = float(self._costs_s(source, np.array([request]))[0])
+        if not rest and self.fleet.current[source] < 0:
+            saved_s = self.fixed_s[source]  # nothing starts it
+        if not self.order[destination] and self.fleet.current[destination] < 0:
+            cost_s += float(self.columns.switch_s[self.fleet.configuration[destination]])
         found = []
-        for instance, requests in ((destination, more), (source, rest)):
-            fixed_s = float(self._costs_s(instance, requests).sum())
-            if self.fleet.current[instance] < 0:
-                fixed_s += float(self.columns.switch_s[self.fleet.configuration[instance]])
+        for instance, requests, fixed_s in (
+            (destination, more, self.fixed_s[destination] + cost_s),
+            (source, rest, self.fixed_s[source] - saved_s),
+        ):
             limit = (limit_s - fixed_s) / self.alpha_s[instance] if self.alpha_s[instance] > 0 else np.inf
             if limit <= 0:
                 return False

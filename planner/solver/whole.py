@@ -14,12 +14,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from planner.solver.bound import SAFETY, Option, options_of, units
+from planner.solver.bound import SAFETY, Option, options_of, room_shares, units
 from planner.solver.columns import Columns, Floats, Ints
 
 MOST_REQUESTS, MOST_UNITS = 4096, 512
 MANY_WEIGHTS = 256  # requests up to which all weights are tried
 CELLS = 1 << 16  # requests times classes of lengths
+FEW_REQUESTS, FEW_CLASSES = 256, 24  # up to which limits are combined, and classes of lengths then
 SINGLE = 16  # longest requests, each a class of its own
 PRECISION = 1e-4
 STEP = 0.002  # by which a bound first is raised
@@ -34,7 +35,7 @@ def raised_s(columns: Columns, bound_s: float, high_s: float, tight: bool) -> fl
     for weights in _weights(columns, tight):
         if raised >= high_s * (1 - PRECISION):
             break
-        stairs = _Stairs(columns, weights)
+        stairs = _Stairs(columns, weights, tight)
         low_s, step = raised, STEP
         while low_s < high_s and stairs.refused(min(low_s * (1 + step), high_s)):
             low_s, step = min(low_s * (1 + step), high_s), step * 2
@@ -60,7 +61,8 @@ def _weights(columns: Columns, tight: bool) -> Iterator[Floats]:
         for kind in kinds:
             iterations_s = columns.alpha_s[kind] * columns.remaining
             yield columns.work_s[kind] + iterations_s / columns.slots[kind]
-            yield columns.work_s[kind] + iterations_s * (columns.footprint / columns.capacity[kind])
+            for shares in room_shares(columns, kind, np.arange(columns.count)):
+                yield columns.work_s[kind] + iterations_s * shares
     if columns.count <= MANY_WEIGHTS:
         for place, kind in enumerate(kinds):
             for other in kinds[:place]:
@@ -70,27 +72,33 @@ def _weights(columns: Columns, tight: bool) -> Iterator[Floats]:
 class _Stairs:
     """Requests with weights, longest first, prepared once for several makespans."""
 
-    def __init__(self, columns: Columns, weights: Floats) -> None:
+    def __init__(self, columns: Columns, weights: Floats, tight: bool) -> None:
         order = columns.longest_first
         count = len(order)
         self.units = units(columns)
         self.options = options_of(columns, order)
         remaining = columns.remaining[order].astype(np.float64)
         weights = weights[order]
-        starts = _starts(remaining, min(96, max(16, CELLS // count)))
+        combined = tight and count <= FEW_REQUESTS
+        starts = _starts(remaining, FEW_CLASSES if combined else min(96, max(16, CELLS // count)))
         ends = np.concatenate((starts[1:], [count]))
         self.shortest = remaining[ends - 1]  # [class]
         self.level = np.repeat(np.arange(len(starts)), ends - starts).tolist()  # [request] its class
         self.before = [0.0, *np.cumsum(weights).tolist()]  # [request + 1] weight of all longer ones
-        held = remaining * columns.footprint[order]
-        self.works: list[list[tuple[Floats, Floats]]] = []  # [option][class] seconds, and the weight that they serve
-        self.rooms: list[list[tuple[Floats, Floats]]] = []  # [option] the same by KV room, and by sequences
+        # [option] share of the longest's iterations and, by class, seconds and the weight that they serve; the same of
+        # all requests by KV room and by sequences, which leave no time for the longest alone.
+        self.works: list[list[tuple[float, list[tuple[Floats, Floats]]]]] = []
+        self.rooms: list[list[tuple[Floats, Floats]]] = []
         for option in self.options:
-            work_s = option.cost_s
-            by_room_s = work_s + option.alpha_s * (held / float(columns.capacity[option.configuration]))
-            by_slot_s = work_s + option.alpha_s * (remaining / float(columns.slots[option.configuration]))
-            self.works.append(_knapsacks(work_s, weights, starts))
-            self.rooms.append([_knapsacks(each, weights, starts[:1])[0] for each in (by_room_s, by_slot_s)])
+            iterations_s = option.alpha_s * remaining
+            shares = [*room_shares(columns, option.configuration, order)]
+            shares.append(np.full(count, 1 / float(columns.slots[option.configuration])))
+            limits = [option.cost_s + iterations_s * share for share in shares]
+            self.works.append([(1.0, _knapsacks(option.cost_s, weights, starts))])
+            if combined:  # all iterations are as many as the longest has, and as they take
+                halves = [(option.cost_s + limit) / 2 for limit in limits]
+                self.works[-1] += [(0.5, _knapsacks(half, weights, starts)) for half in halves]
+            self.rooms.append([_knapsacks(limit, weights, starts[:1])[0] for limit in limits])
 
     def refused(self, makespan_s: float) -> bool:
         served = [self._served(place, option, makespan_s) for place, option in enumerate(self.options)]
@@ -114,11 +122,12 @@ class _Stairs:
     def _served(self, place: int, option: Option, makespan_s: float) -> list[float]:
         """[class] the most that one instance serves whose longest request is of the class, or of one before."""
         free_s = makespan_s - option.switch_s
-        rooms_s = (free_s - option.alpha_s * self.shortest).tolist()
         limit = min(_filled(*knapsack, free_s) for knapsack in self.rooms[place])
-        served = [
-            min(limit, _filled(*knapsack, room_s)) for room_s, knapsack in zip(rooms_s, self.works[place], strict=True)
-        ]
+        served = [limit] * len(self.shortest)
+        for part, knapsacks in self.works[place]:
+            rooms_s = (free_s - part * option.alpha_s * self.shortest).tolist()
+            for level, (room_s, knapsack) in enumerate(zip(rooms_s, knapsacks, strict=True)):
+                served[level] = min(served[level], _filled(*knapsack, room_s))
         return list(accumulate(served, max))
 
 

@@ -73,7 +73,10 @@ class Believed:
     @property
     def straight(self) -> bool:
         """Whether each step time is a line anyway, whatever batches are to come."""
-        return all(profile.id in self.as_written or len(profile.step.base_s.xs) <= 2 for profile in self.profiles)
+        return all(
+            profile.id in self.as_written or (len(profile.step.base_s.xs) <= 2 and not profile.spill_capacity_tokens)
+            for profile in self.profiles
+        )
 
     def lines(
         self, snapshot: Snapshot, gpus_count: int, remaining_tokens: Sequence[float] = ()

@@ -2,7 +2,10 @@
 
 The paper's third heuristic (section 4.1): a bias that follows the phase of the step. A curve that bends has no one
 line: its line is right in the mean over the batches to come, so it is a large batch's while there are many requests,
-and a tail's at the end.
+and a tail's at the end. What spilling KV to CPU memory takes is in it, by the batches that hold more than the GPUs do.
+
+Choosing among fleets by such lines loses next to nothing against choosing along the curves, also where those bend as a
+mixture of experts' do: tests/planner/test_lines_decide.py walks along both.
 """
 
 from collections.abc import Collection, Sequence
@@ -40,11 +43,11 @@ def line_over(curve: Curve, iterations: NDArray[np.float64]) -> tuple[float, flo
     size, as in `iterations_ahead`: their sum comes out right but for SPREAD's share."""
     if len(curve.xs) <= 2:
         return affine_fit(curve, 1.0, float(len(iterations)))
-    sizes = np.arange(max(2, len(iterations))) + 1.0
+    sizes = np.arange(max(2, len(iterations)), dtype=np.float64) + 1.0
     weights = np.zeros_like(sizes)
     weights[: len(iterations)] = iterations / iterations.sum()
     weights = (1 - SPREAD) * weights + SPREAD / sizes / (1 / sizes).sum()
-    seconds = np.array([curve.at(size) for size in sizes.tolist()])
+    seconds = curve.over(sizes)
     mean_size, mean_s = float(weights @ sizes), float(weights @ seconds)
     slope = float(weights @ ((sizes - mean_size) * (seconds - mean_s))) / float(weights @ (sizes - mean_size) ** 2)
     slope = min(max(0.0, slope), mean_s / mean_size)
@@ -58,11 +61,23 @@ def line_ahead(profile: EngineProfile, remaining_tokens: ArrayLike, context: flo
     remaining = np.asarray(remaining_tokens, dtype=float)
     if not len(remaining) or not remaining.sum() > 0:
         return profile.configuration()
-    room = profile.kv_capacity_tokens / max(1.0, context + float(remaining.mean()) / 2)
-    most = max(1, min(profile.max_sequences, int(room)))
+    room_tokens = profile.kv_capacity_tokens + profile.spill_capacity_tokens
+    held_tokens = max(1.0, context + float(remaining.mean()) / 2)
+    most = max(1, min(profile.max_sequences, int(room_tokens / held_tokens)))
     iterations = iterations_ahead(remaining, max(1, gpus_count // profile.parallelism.gpus), most)
-    alpha_s, beta_s = line_over(profile.step.base_s, iterations)
-    return replace(profile.configuration(), alpha_s=alpha_s, beta_s=beta_s)
+    alpha_s, beta_s = line_over(with_spill(profile, held_tokens), iterations)
+    return replace(profile.configuration(), alpha_s=alpha_s, beta_s=beta_s, kv_capacity_tokens=room_tokens)
+
+
+def with_spill(profile: EngineProfile, held_tokens: float) -> Curve:
+    """The profile's base, and what the KV beyond its capacity takes, where each sequence holds so many tokens."""
+    base_s, price_s = profile.step.base_s, profile.step.spill_s_per_token
+    full = profile.kv_capacity_tokens / held_tokens  # sequences
+    if not profile.spill_capacity_tokens or not price_s or full >= profile.max_sequences:
+        return base_s
+    knots = sorted({*base_s.xs, full, float(profile.max_sequences)})
+    spilled = (max(0.0, size * held_tokens - profile.kv_capacity_tokens) for size in knots)
+    return Curve(tuple(knots), tuple(base_s.at(x) + price_s * more for x, more in zip(knots, spilled, strict=True)))
 
 
 def worth_a_look(

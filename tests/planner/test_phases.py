@@ -1,5 +1,7 @@
 """Lines follow the batches that are left, straight curves keep their own, and what runs is always among the choices."""
 
+from dataclasses import replace
+
 import pytest
 from decode_oracle import curve_decode_s, decode_s
 from hypothesis import given
@@ -76,6 +78,30 @@ def test_a_bent_curves_line_is_right_over_the_step(curve: Curve, remaining: list
     assert abs(by_line_s - by_curve_s) <= slack_s + 1e-9 * by_curve_s
     assert line.alpha_s >= 0
     assert line.beta_s >= 0
+
+
+@pytest.mark.parametrize("spill_s", [0.0, 1e-7, 1e-6, 1e-5])
+@pytest.mark.parametrize("count", [4, 40, 100])
+def test_what_spills_costs_what_it_costs_along_the_way(spill_s: float, count: int) -> None:
+    """Room for 40 of the requests on the GPUs, for 200 with CPU memory; without it, they would wait for each other."""
+    straight = profile(Curve((0.0, 256.0), (0.01, 0.03)), tp=1, capacity=40 * 2000)
+    step = replace(straight.step, spill_s_per_token=spill_s)
+    spills = replace(straight, step=step, spill_capacity_tokens=160 * 2000)
+    pending = [Pending(1000, 1000 - 5 * (n % 3)) for n in range(count)]
+    line = line_ahead(spills, [one.remaining_tokens for one in pending], 1000.0, 1)
+    assert line.kv_capacity_tokens == 200 * 2000
+    by_curve_s = curve_decode_s(spills, pending)
+    assert decode_s(line, pending) == pytest.approx(by_curve_s, rel=0.03)
+    if count == 100 and spill_s == 1e-5:
+        without = line_ahead(straight, [one.remaining_tokens for one in pending], 1000.0, 1)
+        assert decode_s(without, pending) < 0.8 * by_curve_s
+
+
+def test_what_fits_spills_nothing() -> None:
+    one = profile(Curve((0.0, 256.0), (0.01, 0.03)), capacity=256 * 2000)
+    spills = replace(one, step=replace(one.step, spill_s_per_token=1.0), spill_capacity_tokens=1)
+    line, plain = (line_ahead(each, [1000.0] * 200, 1000.0, 2) for each in (spills, one))
+    assert replace(line, kv_capacity_tokens=one.kv_capacity_tokens) == plain
 
 
 def test_without_requests_a_line_is_over_all_that_an_engine_can_hold() -> None:

@@ -409,8 +409,8 @@ slow:
 fleet:
   gpus: {count: 8, per_node: 8}
   profile: null                 # a file of `orchestrrl profile measure` or `import`: its configurations join these
-  # Only where engines hand the KV of running requests over to each other, which none does yet but the simulator's;
-  # without it plans prefill moved requests again. Anything left out is as the profile's `moves` has it:
+  # Only where engines hand the KV of running requests over to each other, which none does by itself: without this,
+  # plans prefill moved requests again. Anything left out is as the profile's `moves` has it:
   # {inter_node_gbps_per_gpu: 200.0, intra_node_gbps_per_gpu: 1600.0, latency_s: 0.002, kv_bytes_per_token: 196608.0}
   kv_transfer: null
   configurations:

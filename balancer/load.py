@@ -8,6 +8,7 @@ from statistics import median
 
 from planner.model import EngineHealth, EngineId, RequestId, RequestState, Snapshot
 
+HIGHEST = sys.float_info.max  # load index
 UNKNOWN_FLEET_TOKENS_PER_S = 1.0  # stands in where no worker has a known positive rate
 
 
@@ -78,12 +79,18 @@ def concurrency_cap(
         requests, context_tokens = fleet
     if not context_tokens:  # requests without context take no room
         return max(1, max_sequences)
-    return max(1, min(max_sequences, running + kv_free_tokens * requests // context_tokens))
+    cap = running + kv_free_tokens * requests // context_tokens
+    if cap > max_sequences:
+        cap = max_sequences
+    return cap if cap > 1 else 1
 
 
 def load_index(requests: int, cap: int, tokens_per_s: float) -> float:
     """Equation 5, in seconds per token and slot; 0 without requests. Kept finite for rates next to 0."""
-    return min(requests / cap / tokens_per_s, sys.float_info.max) if requests else 0.0
+    if not requests:
+        return 0.0
+    index = requests / cap / tokens_per_s
+    return index if index < HIGHEST else HIGHEST
 
 
 def problem_of(snapshot: Snapshot, theta: float, stall_grace_s: float = 0.0) -> Problem:

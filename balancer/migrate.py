@@ -5,17 +5,18 @@ has the KV room, for as long as the spread of load indices exceeds theta. Ids br
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, isinf
-from typing import NamedTuple
 
 from balancer.load import Problem, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
 from planner.model import EngineId, RequestId, RequestState
 
 WITHIN_THETA = "within_theta"
+NOBODY = -1
+
 NO_FEASIBLE_MOVE = "no_feasible_move"
 MAX_MOVES = "max_moves"
 
@@ -58,7 +59,7 @@ def decide(
     load_before, spread_before = fleet.load_indices(), fleet.spread
     moves: list[Move] = []
     stopped_because = WITHIN_THETA
-    while fleet.counted_spread > problem.theta:
+    while (spread := fleet.counted_spread) > problem.theta:
         if max_moves is not None and len(moves) >= max_moves:
             stopped_because = MAX_MOVES
             break
@@ -66,7 +67,7 @@ def decide(
         if source is None:
             stopped_because = NO_FEASIBLE_MOVE
             break
-        found = fleet.find_move(source)
+        found = fleet.find_move(source, spread)
         if found is None:
             fleet.set_aside(source, forget=forget_stuck and source.stalled)
         else:
@@ -85,16 +86,9 @@ def _reported(index: float) -> float | None:
     return None if isinf(index) else index
 
 
-class _Holding(NamedTuple):
-    """What a worker holds at one point of the decision, and what follows from it."""
-
-    running: int
-    requests: int
-    context_tokens: int
-    kv_free_tokens: int
-    cap: int
-    load_index: float  # inf: stalled
-
+# What a worker holds at one point of the decision, and what follows from it: requests running, all requests, their
+# context tokens, free KV tokens, concurrency cap, load index (inf: stalled). A plain tuple: thousands are made.
+_Holding = tuple[int, int, int, int, int, float]
 
 # A request that may leave its worker: context tokens, id, state. Their order is that of leaving, within one state.
 _Departure = tuple[int, RequestId, RequestState]
@@ -102,6 +96,28 @@ _Departure = tuple[int, RequestId, RequestState]
 
 class _Load:
     """One worker while moves are being chosen."""
+
+    __slots__ = (
+        "_fleet",
+        "_max_sequences",
+        "_tokens_per_s",
+        "cap",
+        "context_tokens",
+        "contexts",
+        "departures",
+        "entry",
+        "kv_free_tokens",
+        "load_index",
+        "no_burden",
+        "position",
+        "relief",
+        "requests",
+        "room",
+        "running",
+        "set_aside",
+        "stalled",
+        "worker",
+    )
 
     def __init__(
         self, position: int, worker: Worker, contexts: list[int], tokens_per_s: float, fleet: tuple[int, int]
@@ -114,66 +130,59 @@ class _Load:
         self.contexts = contexts  # tokens of each request that it held at first
         self.departures: list[_Departure] | None = None  # in order; None: not asked for yet
         self.set_aside = False
+        self._max_sequences = worker.max_sequences
         self._tokens_per_s = worker.decode_tokens_per_s or tokens_per_s
         self._fleet = fleet
         self.become(self._holding(len(worker.running), len(contexts), sum(contexts), worker.kv_free_tokens))
 
     def become(self, holding: _Holding) -> None:
         """Go on from what a move leaves it with."""
-        self.now = holding
+        self.running, self.requests, self.context_tokens, self.kv_free_tokens, self.cap, self.load_index = holding
+        self.entry = self.load_index, self.position  # in the order of congestion
         # What is known of the contexts, in tokens, that it could take: none longer than `room`; none longer than
         # `relief` lowers its index, which a short one beside long ones can; none up to `no_burden` raises it.
-        self.room = -1 if self.stalled else holding.kv_free_tokens
-        self.relief, self.no_burden = self.room, -1
+        self.room = self.relief = -1 if self.stalled else self.kv_free_tokens
+        self.no_burden = -1
 
     def _holding(self, running: int, requests: int, context_tokens: int, kv_free_tokens: int) -> _Holding:
-        max_sequences = self.worker.max_sequences
-        cap = concurrency_cap(running, requests, context_tokens, kv_free_tokens, max_sequences, self._fleet)
+        cap = concurrency_cap(running, requests, context_tokens, kv_free_tokens, self._max_sequences, self._fleet)
         index = inf if self.stalled and requests else load_index(requests, cap, self._tokens_per_s)
-        return _Holding(running, requests, context_tokens, kv_free_tokens, cap, index)
+        return running, requests, context_tokens, kv_free_tokens, cap, index
 
     def without(self, departure: _Departure) -> _Holding:
         """After one of its requests has left; a running one gives its KV back."""
-        now, context_tokens, was_running = self.now, departure[0], departure[2] is RequestState.RUNNING
-        return self._holding(
-            now.running - was_running,
-            now.requests - 1,
-            now.context_tokens - context_tokens,
-            now.kv_free_tokens + (context_tokens if was_running else 0),
-        )
+        tokens, _, state = departure
+        requests, context_tokens = self.requests - 1, self.context_tokens - tokens
+        if state is RequestState.RUNNING:
+            return self._holding(self.running - 1, requests, context_tokens, self.kv_free_tokens + tokens)
+        return self._holding(self.running, requests, context_tokens, self.kv_free_tokens)
 
-    def having(self, context_tokens: int) -> _Holding | None:
-        """After a request has arrived; None where there is no room, or those that are here would lose concurrency.
+    def having(self, tokens: int) -> _Holding | None:
+        """After a request of so many context tokens has arrived; None where there is no room, or those that are here
+        would lose concurrency.
 
         The longer the context, the smaller the cap and the higher the index: each answer settles others.
         """
-        if context_tokens > self.room:
+        if tokens > self.room:
             return None
-        now = self.now
-        runs = now.running < self.worker.max_sequences
-        after = self._holding(
-            now.running + runs,
-            now.requests + 1,
-            now.context_tokens + context_tokens,
-            now.kv_free_tokens - (context_tokens if runs else 0),
-        )
-        if after.load_index >= now.load_index:
-            self.relief = min(self.relief, context_tokens - 1)
-        if after.load_index <= now.load_index:
-            self.no_burden = max(self.no_burden, context_tokens)
-        if after.cap < min(now.cap, after.requests):
-            self.room = context_tokens - 1
+        requests, context_tokens = self.requests + 1, self.context_tokens + tokens
+        if self.running < self._max_sequences:
+            after = self._holding(self.running + 1, requests, context_tokens, self.kv_free_tokens - tokens)
+        else:
+            after = self._holding(self.running, requests, context_tokens, self.kv_free_tokens)
+        _, _, _, _, cap, index = after
+        if index >= self.load_index and tokens <= self.relief:
+            self.relief = tokens - 1
+        if index <= self.load_index and tokens > self.no_burden:
+            self.no_burden = tokens
+        if cap < self.cap and cap < requests:
+            self.room = tokens - 1
             return None
         return after
 
 
-class _Found(NamedTuple):
-    """A move that is feasible, and what the two workers then hold."""
-
-    place: int  # among the source's departures
-    destination: _Load
-    left: _Holding
-    arrived: _Holding
+# A move that is feasible: its place among the source's departures, the destination, and what the two then hold.
+_Found = tuple[int, _Load, _Holding, _Holding]
 
 
 class _Fleet:
@@ -190,16 +199,16 @@ class _Fleet:
         self._excluded = excluded
         self._output_order = [worker.id for worker in problem.workers]
         self._forgotten: list[_Load] = []
-        self._ascending = sorted((load.now.load_index, load.position) for load in self._loads)
+        self._ascending = sorted(load.entry for load in self._loads)
         # Beside it: what each had room for when last looked at, or less by now.
         self._room = [self._loads[position].room for _, position in self._ascending]
         # Superseded entries stay in the heap and are skipped.
-        self._sources = [(-load.now.load_index, load.position) for load in self._loads]
+        self._sources = [(-load.load_index, load.position) for load in self._loads]
         heapify(self._sources)
 
     def load_indices(self) -> dict[EngineId, float | None]:
         """Load index by worker, in the order of the problem."""
-        indices = {load.worker.id: _reported(load.now.load_index) for load in self._loads}
+        indices = {load.worker.id: _reported(load.load_index) for load in self._loads}
         return {worker: indices[worker] for worker in self._output_order}
 
     @property
@@ -212,14 +221,14 @@ class _Fleet:
     @property
     def spread(self) -> float:
         """Highest minus lowest index over all workers, inf while one is stalled."""
-        return inf if any(load.now.load_index == inf for load in self._forgotten) else self.counted_spread
+        return inf if any(load.load_index == inf for load in self._forgotten) else self.counted_spread
 
     def most_congested(self) -> _Load | None:
         """The first by index, then id, among those not set aside."""
         while self._sources:
             index, position = self._sources[0]
             load = self._loads[position]
-            if load.now.load_index == -index and not load.set_aside:
+            if load.load_index == -index and not load.set_aside:
                 return load
             heappop(self._sources)
         return None
@@ -231,16 +240,51 @@ class _Fleet:
             self._remove(load)
             self._forgotten.append(load)
 
-    def find_move(self, source: _Load) -> _Found | None:
-        """The first request of the source, in its order of departure, that has a destination."""
-        spread = self.counted_spread
+    def find_move(self, source: _Load, spread: float) -> _Found | None:
+        """The first request of the source, in its order of departure, that has a destination. `spread`: as it is."""
         if not source.stalled and isinf(spread):
             return None  # while another worker is stalled, no move from this one lowers the spread
         rest = _Rest(self._ascending, source.position)
-        anywhere = source.stalled or rest.least_spread(None) < spread
-        extremes = [self._loads[p] for p in rest.extremes if anywhere or rest.least_spread(p) < spread]
-        windows: list[tuple[int, float]] = [(-1, inf)] if anywhere else [rest.window(load) for load in extremes]
-        if not anywhere and not any(low < tokens <= high for low, high in windows for tokens in source.contexts):
+        if not source.stalled and rest.high - rest.low >= spread:
+            return self._move_to_extreme(source, spread, rest)
+        failed: tuple[int, RequestState] | None = None
+        longest: float = inf  # context that anybody may have room for
+        for place, departure in enumerate(self._departures(source)):
+            context_tokens, _, state = departure
+            if context_tokens > longest or (context_tokens, state) == failed:
+                continue
+            left = source.without(departure)
+            found = (
+                self._anywhere(source, context_tokens, left, spread, rest)
+                if source.stalled or rest.spread_beside(left[-1]) < spread
+                else self._among(rest.extremes, context_tokens, left, spread, rest)
+            )
+            if found is not None:
+                return place, found[0], left, found[1]
+            failed, longest = (context_tokens, state), max(self._room)
+        return None
+
+    def _anywhere(
+        self, source: _Load, context_tokens: int, left: _Holding, spread: float, rest: "_Rest"
+    ) -> tuple[_Load, _Holding] | None:
+        """The least congested worker for which a move is feasible."""
+        for place, room in enumerate(self._room):
+            if room < context_tokens:
+                continue
+            destination = self._loads[self._ascending[place][1]]
+            arrived = destination.having(context_tokens) if destination is not source else None
+            if arrived is not None and (
+                source.stalled or rest.spread_with(destination.position, left[-1], arrived[-1]) < spread
+            ):
+                return destination, arrived
+            self._room[place] = destination.room
+        return None
+
+    def _move_to_extreme(self, source: _Load, spread: float, rest: "_Rest") -> _Found | None:
+        """Of a source without which the spread is the same: only what changes an end of it helps."""
+        extremes = [place for place in rest.extremes if rest.least_spread(place) < spread]
+        windows = [rest.window(self._loads[place]) for place in extremes]
+        if not any(low < tokens <= high for low, high in windows for tokens in source.contexts):
             return None
         failed: tuple[int, RequestState] | None = None
         for place, departure in enumerate(self._departures(source)):
@@ -248,20 +292,20 @@ class _Fleet:
             if (context_tokens, state) == failed or not any(low < context_tokens <= high for low, high in windows):
                 continue
             left = source.without(departure)
-            if anywhere and (source.stalled or rest.spread_with(None, left.load_index, left.load_index) < spread):
-                destinations = self._with_room(context_tokens)
-            else:
-                destinations = iter(extremes)
-            for destination in destinations:
-                arrived = destination.having(context_tokens) if destination is not source else None
-                if arrived is not None and (
-                    source.stalled
-                    or rest.spread_with(destination.position, left.load_index, arrived.load_index) < spread
-                ):
-                    return _Found(place, destination, left, arrived)
+            found = self._among(extremes, context_tokens, left, spread, rest)
+            if found is not None:
+                return place, found[0], left, found[1]
             failed = context_tokens, state
-            if anywhere:
-                windows = [(-1, max(self._room))]
+        return None
+
+    def _among(
+        self, places: Sequence[int], context_tokens: int, left: _Holding, spread: float, rest: "_Rest"
+    ) -> tuple[_Load, _Holding] | None:
+        """The first of the workers at `places`, none of them the source, for which a move lowers the spread."""
+        for destination in map(self._loads.__getitem__, places):
+            arrived = destination.having(context_tokens)
+            if arrived is not None and rest.spread_with(destination.position, left[-1], arrived[-1]) < spread:
+                return destination, arrived
         return None
 
     def _departures(self, source: _Load) -> list[_Departure]:
@@ -278,30 +322,26 @@ class _Fleet:
             ]
         return source.departures
 
-    def _with_room(self, context_tokens: int) -> Iterator[_Load]:
-        """Workers that may have room, least congested first."""
-        for place, room in enumerate(self._room):
-            if room >= context_tokens:
-                load = self._loads[self._ascending[place][1]]
-                yield load
-                self._room[place] = load.room
-
     def carry_out(self, source: _Load, found: _Found) -> Move:
         """Make the move, and put both workers where they then belong."""
-        _, request, state = self._departures(source).pop(found.place)
-        for load, holding in ((source, found.left), (found.destination, found.arrived)):
-            self._remove(load)
-            load.become(holding)
-            entry = (holding.load_index, load.position)
-            place = bisect_left(self._ascending, entry)
-            self._ascending.insert(place, entry)
-            self._room.insert(place, load.room)
-            if not load.set_aside:
-                heappush(self._sources, (-holding.load_index, load.position))
-        return Move(request, source.worker.id, found.destination.worker.id, state)
+        place, destination, left, arrived = found
+        _, request, state = self._departures(source).pop(place)
+        self._become(source, left)
+        heapreplace(self._sources, (-source.load_index, source.position))  # it was the first of them
+        self._become(destination, arrived)
+        if not destination.set_aside:
+            heappush(self._sources, (-destination.load_index, destination.position))
+        return Move(request, source.worker.id, destination.worker.id, state)
+
+    def _become(self, load: _Load, holding: _Holding) -> None:
+        self._remove(load)
+        load.become(holding)
+        place = bisect_left(self._ascending, load.entry)
+        self._ascending.insert(place, load.entry)
+        self._room.insert(place, load.room)
 
     def _remove(self, load: _Load) -> None:
-        place = bisect_left(self._ascending, (load.now.load_index, load.position))
+        place = -1 if self._ascending[-1] is load.entry else bisect_left(self._ascending, load.entry)
         del self._ascending[place], self._room[place]
 
 
@@ -312,15 +352,26 @@ class _Rest:
     after a move to any but the `extremes`, the spread still reaches from the lowest to the highest.
     """
 
+    __slots__ = ("_highest", "_lowest", "_second_high", "_second_low", "high", "low")
+
     def __init__(self, ascending: list[tuple[float, int]], source: int) -> None:
+        if len(ascending) > 3 and ascending[-1][1] == source:  # as it mostly is
+            self.low, self._lowest = ascending[0]
+            self._second_low = ascending[1][0]
+            self.high, self._highest = ascending[-2]
+            self._second_high = ascending[-3][0]
+            return
         low = [entry for entry in ascending[:3] if entry[1] != source]
         high = [entry for entry in ascending[:-4:-1] if entry[1] != source]
-        self._low, lowest = low[0] if low else (inf, None)
-        self._high, highest = high[0] if high else (-inf, None)
+        self.low, self._lowest = low[0] if low else (inf, NOBODY)
+        self.high, self._highest = high[0] if high else (-inf, NOBODY)
         self._second_low = low[1][0] if len(low) > 1 else inf
         self._second_high = high[1][0] if len(high) > 1 else -inf
-        self._lowest, self._highest = lowest, highest
-        self.extremes = [place for place in dict.fromkeys((lowest, highest)) if place is not None]
+
+    @property
+    def extremes(self) -> list[int]:
+        """The lowest, then the highest, where there are any."""
+        return [place for place in dict.fromkeys((self._lowest, self._highest)) if place != NOBODY]
 
     def window(self, extreme: _Load) -> tuple[int, int]:
         """Contexts with which a move to an extreme might lower the spread: above the first, up to the second.
@@ -331,14 +382,20 @@ class _Rest:
             return -1, extreme.room
         return (-1, extreme.relief) if extreme.position == self._highest else (extreme.no_burden, extreme.room)
 
-    def least_spread(self, destination: int | None) -> float:
-        """Below this no move to the destination gets; None stands for any that is no extreme."""
-        high = self._second_high if destination == self._highest else self._high
-        low = self._second_low if destination == self._lowest else self._low
+    def least_spread(self, destination: int) -> float:
+        """Below this no move to the destination gets."""
+        high = self._second_high if destination == self._highest else self.high
+        low = self._second_low if destination == self._lowest else self.low
         return high - low
 
-    def spread_with(self, destination: int | None, left: float, arrived: float) -> float:
+    def spread_beside(self, left: float) -> float:
+        """Highest minus lowest once the source has index `left`, whatever becomes of a destination in between."""
+        high, low = self.high, self.low
+        return (high if high > left else left) - (low if low < left else left)
+
+    def spread_with(self, destination: int, left: float, arrived: float) -> float:
         """Highest minus lowest once the source has index `left` and the destination index `arrived`."""
-        high = self._second_high if destination == self._highest else self._high
-        low = self._second_low if destination == self._lowest else self._low
-        return max(high, left, arrived) - min(low, left, arrived)
+        high = self._second_high if destination == self._highest else self.high
+        low = self._second_low if destination == self._lowest else self.low
+        more, less = (left, arrived) if left > arrived else (arrived, left)
+        return (high if high > more else more) - (low if low < less else less)

@@ -109,6 +109,10 @@ def pack(engines: Sequence[Engine], *, max_moves: int, tolerance: float) -> Pack
     return Packing(before, after, tuple(moves), MAX_MOVES if len(moves) >= max_moves else NO_GAIN)
 
 
+def _by_id(request: Outlook) -> RequestId:
+    return request.id
+
+
 def _by_end(load: "_Load") -> tuple[float, EngineId]:
     return load.end_s, load.engine.id
 
@@ -139,19 +143,37 @@ class _Load:
         self._beta_s = configuration.beta_s * engine.slowdown
         self._gamma_s = configuration.gamma_s * engine.slowdown
         self._prefill_s = engine.slowdown / configuration.prefill_tokens_per_s
-        self.may_leave = sorted((request for request in engine.requests if request.movable), key=lambda r: r.id)
-        self._remaining = sorted(request.remaining_tokens for request in engine.requests)
-        waiting = [request for request in engine.requests if request.state is not RequestState.RUNNING]
-        running = [request for request in engine.requests if request.state is RequestState.RUNNING]
+        self._may_leave: list[Outlook] | None = None  # by id; None: not asked for yet, as of most engines
+        self._remaining = [request.remaining_tokens for request in engine.requests]
+        self._remaining.sort()
+        kv_area = kv_freed = longest_waiting = 0.0
+        kv_waiting = 0
+        for request in engine.requests:
+            tokens, left = request.context_tokens, request.remaining_tokens
+            kv_area += tokens * left + left**2 / 2
+            if request.state is RequestState.RUNNING:
+                kv_freed += tokens / left
+            else:
+                kv_waiting += tokens
+                if left > longest_waiting:
+                    longest_waiting = left
+        seat_area = sum(self._remaining)
         self._held = _Held(
-            work_s=sum(self._work_s(request) for request in engine.requests),
-            kv_area=sum(_kv_area(request) for request in engine.requests),
-            seat_area=sum(self._remaining),
-            kv_wanted=sum(request.context_tokens for request in waiting) - engine.kv_free_tokens,
-            kv_freed=sum(_kv_freed(request) for request in running),
-            longest_waiting=max((request.remaining_tokens for request in waiting), default=0.0),
+            work_s=self._beta_s * seat_area + self._gamma_s * kv_area,
+            kv_area=kv_area,
+            seat_area=seat_area,
+            kv_wanted=kv_waiting - engine.kv_free_tokens,
+            kv_freed=kv_freed,
+            longest_waiting=longest_waiting,
         )
         self.end_s = self._end_s(self._held, self._remaining[-1] if self._remaining else 0.0)
+
+    @property
+    def may_leave(self) -> list[Outlook]:
+        """Its own requests that can be moved, by id."""
+        if self._may_leave is None:
+            self._may_leave = sorted((request for request in self.engine.requests if request.movable), key=_by_id)
+        return self._may_leave
 
     def _work_s(self, request: Outlook) -> float:
         """Seconds that a request adds to the iterations of those that run beside it."""

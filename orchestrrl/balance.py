@@ -18,6 +18,7 @@ from orchestrrl.operations import RequestMove
 from planner.model import (
     Act,
     Configuration,
+    ConfigurationId,
     EngineHealth,
     EngineId,
     EngineView,
@@ -145,26 +146,27 @@ def packing_engines(
     known = {configuration.id: configuration for configuration in situation.configurations}
     outlooks: dict[EngineId, list[Outlook]] = {engine.id: [] for engine in snapshot.engines}
     for request in snapshot.requests:
-        if request.engine in outlooks:
-            remaining_tokens = situation.remaining_tokens.get(request.id)
+        held = None if request.engine is None else outlooks.get(request.engine)
+        if held is not None:
+            name = request.id
+            remaining_tokens = situation.remaining_tokens.get(name)
             if remaining_tokens is None:
                 return ()
-            outlooks[request.engine].append(
-                Outlook(request.id, request.state, request.context_tokens, remaining_tokens, request.id not in stuck)
-            )
+            tokens = request.prompt_tokens + request.generated_tokens
+            held.append(Outlook(name, request.state, tokens, remaining_tokens, name not in stuck))
     workers = {worker.id: worker for worker in problem.workers}
     if any(worker.stalled for worker in problem.workers):
         return ()
     if any(engine.configuration not in known for engine in snapshot.engines):
         return ()
+    alike: dict[tuple[ConfigurationId | None, int, int], Configuration] = {}
+    for engine in snapshot.engines:
+        kind = engine.configuration, engine.kv_capacity_tokens, engine.max_sequences
+        if engine.configuration is not None and kind not in alike:
+            alike[kind] = _with_own_limits(known[engine.configuration], engine)
     configurations = {
-        engine.id: replace(
-            known[engine.configuration],
-            kv_capacity_tokens=engine.kv_capacity_tokens or known[engine.configuration].kv_capacity_tokens,
-            max_sequences=engine.max_sequences or known[engine.configuration].max_sequences,
-        )
+        engine.id: alike[engine.configuration, engine.kv_capacity_tokens, engine.max_sequences]
         for engine in snapshot.engines
-        if engine.configuration is not None
     }
     slowdowns = _slowdowns(problem.workers, configurations)
     return tuple(
@@ -176,6 +178,14 @@ def packing_engines(
             slowdown=slowdowns.get(engine.id, 1.0),
         )
         for engine in snapshot.engines
+    )
+
+
+def _with_own_limits(configuration: Configuration, engine: EngineView) -> Configuration:
+    return replace(
+        configuration,
+        kv_capacity_tokens=engine.kv_capacity_tokens or configuration.kv_capacity_tokens,
+        max_sequences=engine.max_sequences or configuration.max_sequences,
     )
 
 

@@ -34,7 +34,7 @@ FILLINGS = 3  # times for which a fleet is filled anew
 FEW = 10_000  # requests up to which one looks more closely
 CLOSEST = 2  # configurations of which static fleets are filled in all usual ways, where there are many requests
 PROOF = 200_000  # budget from which on a close bound is looked for
-WAVES_WORK, WAVES_EACH, WAVES_EACH_OF_MANY = 60_000, 4, 2  # the same for orders of admission: and for each request
+WAVES_WORK, WAVES_EACH = 60_000, 2  # the same for orders of admission: altogether, and for each request
 SMALL_WORK, POLISH_WORK = 800_000, 150_000  # requests that the local search looks at, where no budget is given
 
 
@@ -57,8 +57,11 @@ def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solutio
     static += _spread(table, min((each.makespan_s for each in found), default=math.inf))
     found += static
     bound_s = _raised_s(table, bound_s, min((each.makespan_s for each in found), default=0.0))
-    found += _readmitted(table, found, bound_s)
-    found += _searched(table, found, bound_s, stop)
+    in_waves = _readmitted(table, found, bound_s)
+    soonest_s = min((each.makespan_s for each in found), default=math.inf)
+    if is_small(table) or not any(each.makespan_s < soonest_s * (1 - NEAR) for each in in_waves):
+        found += _searched(table, [*found, *in_waves], bound_s, stop)
+    found += in_waves
     best = chosen(table, current, static, found)
     if best is not None and (problem.kv_balance is None or (best.fleet.current >= 0).all()):
         best = with_idle(table, best)
@@ -77,8 +80,7 @@ def _raised_s(table: Columns, bound_s: float, high_s: float) -> float:
 def _readmitted(table: Columns, candidates: Sequence[Placement], bound_s: float) -> list[Placement]:
     """Those of the best candidates that admit in waves, admitted in a better order and evened out."""
     budget = table.problem.work_budget
-    each = WAVES_EACH if table.count <= MANY else WAVES_EACH_OF_MANY
-    work = Work(WAVES_WORK + each * table.count if budget is None else budget // 2)
+    work = Work(WAVES_WORK + WAVES_EACH * table.count if budget is None else budget // 2)
     return sooner(table, candidates, bound_s * (1 + ENOUGH), work)
 
 

@@ -1,6 +1,7 @@
-"""The makespan solver: how its time, gap and memory grow, and which part of what it gains comes from where.
+"""The makespan solver: how its time, gap and memory grow, where room is short as well, and which part of what it gains
+comes from where.
 
-Each size is solved in a process of its own, so that nothing is warm: `python -m orchestrrl.bench.solve GPUS`.
+Each problem is solved in a process of its own, so that nothing is warm: `-m orchestrrl.bench.solve GPUS [TIGHT]`.
 """
 
 import json
@@ -8,7 +9,7 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ SIZES = (8, 32, 128, 512, 1_024, 4_096, 16_384)  # GPUs
 REQUESTS_PER_GPU = 16
 AIMS_S = {1_024: 0.3, 16_384: 2.0}
 GAP_AIM = 0.04
+TIGHT_SIZES = (8, 64, 256, 1_024)  # GPUs
 OWNERS_GPUS = 1_024
 CHILD_TIMEOUT_S = 300.0
 
@@ -43,6 +45,23 @@ ENGINES = {
 }
 MAX_SEQUENCES, LONGEST = 1_024, 32_768
 LENGTH_MEDIAN, LENGTH_SIGMA = 4_500.0, 1.0  # of a lognormal, in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Tight:
+    """How many times as much is asked for as an instance on all GPUs of a node has; 0: as much as the engines have."""
+
+    what: str
+    kv: float = 0.0  # footprint of all requests, over KV room
+    sequences: float = 0.0  # requests, over max_sequences
+
+
+TIGHT = {
+    "kv_2x": Tight("KV room oversubscribed 2 times", kv=2.0),
+    "kv_4x": Tight("KV room oversubscribed 4 times", kv=4.0),
+    "slots_4x": Tight("max_sequences oversubscribed 4 times", sequences=4.0),
+    "kv_and_slots_4x": Tight("KV room and max_sequences oversubscribed 4 times", kv=4.0, sequences=4.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +113,26 @@ def _problem(
     return Problem(gpus, 8, configurations, 196_608.0, Transfer(200.0, 1_600.0, 0.002), current, requests, 0.5)
 
 
+def tightened(problem: Problem, tight: Tight) -> Problem:
+    """With engines of which all requests together ask for so many times what they have, all in proportion."""
+    nodes, footprint = problem.gpus_count / problem.per_node, problem.requests.context_tokens.sum()
+    widest = problem.configurations[-1]
+    footprint += problem.requests.remaining_tokens.sum()
+    room = float(footprint) / tight.kv / nodes / widest.kv_capacity_tokens if tight.kv else 1.0
+    seats = len(problem.requests.ids) / tight.sequences / nodes / widest.gpus if tight.sequences else 0.0
+    return replace(
+        problem,
+        configurations=tuple(
+            replace(
+                each,
+                kv_capacity_tokens=int(each.kv_capacity_tokens * room),
+                max_sequences=max(1, round(seats * each.gpus)) if seats else each.max_sequences,
+            )
+            for each in problem.configurations
+        ),
+    )
+
+
 def solver(out_dir: Path) -> list[Figure]:
     rows = [_in_a_process(gpus) for gpus in SIZES]
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -114,18 +153,33 @@ def solver(out_dir: Path) -> list[Figure]:
                 f"gap {row['gap'] * 100:.2f} %, costs included; the aim is {GAP_AIM * 100:g} % on large fleets",
             )
         )
+    figures += [_tight(gpus, name) for name in TIGHT for gpus in TIGHT_SIZES]
     return figures + _owners(step(OWNERS_GPUS, SEED))
 
 
-def _in_a_process(gpus: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "orchestrrl.bench.solve", str(gpus)]
+def _tight(gpus: int, name: str) -> Figure:
+    row = _in_a_process(gpus, name)
+    return Figure(
+        f"solve_{name}_{gpus}_gpus_makespan",
+        row["makespan_s"],
+        "s",
+        "its proven lower bound",
+        row["lower_bound_s"],
+        f"gap {row['gap'] * 100:.2f} %; {TIGHT[name].what}, {row['requests']:,} requests; {row['cpu_s']:.2g} s of CPU",
+    )
+
+
+def _in_a_process(gpus: int, *tight: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "orchestrrl.bench.solve", str(gpus), *tight]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=CHILD_TIMEOUT_S)
     row: dict[str, Any] = json.loads(done.stdout)
     return row
 
 
-def measure(gpus: int) -> dict[str, Any]:
+def measure(gpus: int, tight: str = "") -> dict[str, Any]:
     problem = step(gpus, SEED).known
+    if tight:
+        problem = tightened(problem, TIGHT[tight])
     before_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     started_s, cpu_s = time.perf_counter(), time.process_time()
     solution = solve(problem)
@@ -224,4 +278,4 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(int(sys.argv[1]))))
+    sys.stdout.write(json.dumps(measure(int(sys.argv[1]), *sys.argv[2:])))

@@ -14,9 +14,10 @@ from ortools.linear_solver import pywraplp
 from planner.solver.bound import SAFETY, Option, options_of, room_shares, units
 from planner.solver.columns import Columns, Floats, Ints
 
-BY_TOKENS, BY_LENGTH = 8, 16  # classes of lengths
+AMPLE, CROWDED = (16, 0), (8, 16)  # classes of lengths: of as many tokens each, and as long as each other
+HALF = 0.5  # of what the GPUs hold at once, from which on it is crowded
 ROUNDS = 6
-CLOSE = 0.002  # gain that is not worth another round
+CLOSE = 0.003  # how near is near enough
 SAMPLE = 2048  # requests that the program looks at
 STEPS = (0.0005, 0.0015, 0.003, 0.006, 0.01, 0.02)  # how far below the sample's bound the whole may lie, tried in turn
 
@@ -72,7 +73,7 @@ def tightened_s(columns: Columns, bound_s: float, high_s: float) -> float:
     """A bound at least as high as `bound_s`; no placement is known to end before `high_s`."""
     every = max(1, columns.count // SAMPLE)
     sample = _Shares(columns, every)
-    edges = _edges(sample.remaining)
+    edges = _edges(sample.remaining, *(CROWDED if _crowded(columns) else AMPLE))
     low_s = bound_s
     best: Weights = {}
     for limit in ((0.0, 1.0), (0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 1.0)):
@@ -82,17 +83,23 @@ def tightened_s(columns: Columns, bound_s: float, high_s: float) -> float:
         found_s = _highest(sample, weights, edges, low_s, high_s)
         if found_s > low_s:
             low_s, best = found_s, weights
-    # Weights refuse most near the makespan that they were found for: from one that is refused on it goes upwards.
-    step_s = (high_s - low_s) / 2
+    # Weights refuse most near the makespan that they were found for, and sometimes a little above it.
+    above_s = high_s
     for _ in range(ROUNDS):
-        weights = _weights(sample, low_s + step_s, edges)
+        if above_s <= low_s * (1 + CLOSE):
+            break
+        trial_s = (low_s + above_s) / 2
+        weights = _weights(sample, trial_s, edges)
         found_s = _highest(sample, weights, edges, low_s, high_s)
-        gained_s = found_s - low_s
         if found_s > low_s:
             low_s, best = found_s, weights
-        if gained_s < low_s * CLOSE and step_s <= low_s * 2 * CLOSE:
-            break
-        step_s = min(step_s / 3, high_s - low_s) if gained_s < low_s * CLOSE else low_s * CLOSE
+        if found_s < trial_s:
+            above_s = trial_s
+    if best:
+        weights = _weights(sample, low_s * (1 + CLOSE / 2), edges)
+        found_s = _highest(sample, weights, edges, low_s, high_s)
+        if found_s > low_s:
+            low_s, best = found_s, weights
     if not best or low_s < bound_s * 1.002:
         return bound_s
     if every == 1:
@@ -105,6 +112,14 @@ def tightened_s(columns: Columns, bound_s: float, high_s: float) -> float:
         if whole.refused(trial_s, best, edges):
             return trial_s * (1 - SAFETY)
     return bound_s
+
+
+def _crowded(columns: Columns) -> bool:
+    """Whether the requests take more than half of what runs at once, whatever the configuration."""
+    kinds = np.flatnonzero(columns.placeable)
+    rooms = columns.placeable[kinds] * columns.capacity[kinds]
+    seats = columns.placeable[kinds] * columns.slots[kinds]
+    return bool((np.maximum(columns.footprint.sum() / rooms, columns.count / seats) > HALF).all())
 
 
 def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, high_s: float) -> float:
@@ -120,12 +135,12 @@ def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, hig
     return low_s
 
 
-def _edges(remaining: Floats) -> Floats:
+def _edges(remaining: Floats, by_tokens: int, by_length: int) -> Floats:
     """Ends of classes: of some that generate about as many tokens each, and of some as long as each other."""
     share = np.cumsum(remaining) / remaining.sum()
-    by_tokens = np.searchsorted(share, np.linspace(0, 1, BY_TOKENS + 1)[1:])
-    by_length = np.searchsorted(remaining, np.linspace(0, remaining[-1], BY_LENGTH + 1)[1:])
-    places = np.concatenate((by_tokens, by_length))
+    as_many = np.searchsorted(share, np.linspace(0, 1, by_tokens + 1)[1:])
+    as_long = np.searchsorted(remaining, np.linspace(0, remaining[-1], by_length + 1)[1:])
+    places = np.concatenate((as_many, as_long))
     edges: Floats = np.unique(remaining[np.minimum(places, len(remaining) - 1)])
     edges[-1] = np.inf  # whatever a sample leaves out belongs to the last
     return edges

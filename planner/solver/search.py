@@ -6,18 +6,20 @@ Deterministic: the random kicks that it takes out of a dead end come from a fixe
 import copy
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import islice, permutations
 
 import numpy as np
 
-from planner.solver.admission import admit
+from planner.solver.admission import ENOUGH, admit, orders
 from planner.solver.columns import Columns, Ints
 from planner.solver.evaluate import Fleet, Placement, evaluate, moves_s
 
 ALL_ORDERS = 5  # requests up to which every order of admission is tried
 
-SOME_ORDERS = 40  # requests up to which more than one is
+SOME_ORDERS = 40  # requests up to which several are, beside longest first and one without blocking
+TRIES = 2  # of them without blocking
 
 
 @dataclass(slots=True)
@@ -56,25 +58,37 @@ class Orders:
         area = sum(lefts[each] * rooms[each] for each in requests)
         floor = max(lefts[requests[0]], -(-area // capacity), -(-sum(lefts[each] for each in requests) // slots))
         best, best_order = math.inf, requests
-        if len(requests) <= ALL_ORDERS:
-            orders = list(permutations(requests))
-        elif len(requests) > SOME_ORDERS:
-            orders = [requests]
-        else:
-            orders = [
-                requests,
-                tuple(sorted(requests, key=lambda each: (-rooms[each], each))),
-                tuple(sorted(requests, key=lambda each: (-rooms[each] * lefts[each], each))),
-                requests[::-1],
-            ]
-        for order in orders:
+        for order in self._orders(configuration, requests):
             self.work.spend(3 * len(order))  # admitting takes longer than adding up
             found = admit([lefts[each] for each in order], [rooms[each] for each in order], capacity, slots)
             if found < best:
                 best, best_order = found, order
-            if best <= floor:
+            if best <= floor * (1.0 if len(requests) <= ALL_ORDERS else ENOUGH):
                 break
         return best, best_order
+
+    def _orders(self, configuration: int, requests: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """All, of a few; of more longest first, then those worth a try."""
+        lefts, rooms = self.remaining, self.footprint
+        if len(requests) <= ALL_ORDERS:
+            yield from permutations(requests)
+            return
+        yield requests
+        held = [rooms[each] for each in requests]
+        if max(held) > self.capacity[configuration]:
+            return
+        if len(requests) <= SOME_ORDERS:
+            yield tuple(sorted(requests, key=lambda each: (-rooms[each], each)))
+            yield tuple(sorted(requests, key=lambda each: (-rooms[each] * lefts[each], each)))
+            yield requests[::-1]
+        if sum(held) <= self.capacity[configuration]:
+            return  # sequences alone are short, and nobody blocks
+        tries = orders(
+            [lefts[each] for each in requests], held, self.capacity[configuration], self.slots[configuration]
+        )
+        for _, places in islice(tries, TRIES if len(requests) <= SOME_ORDERS else 1):
+            self.work.spend(12 * len(requests))
+            yield tuple(requests[place] for place in places)
 
 
 @dataclass(slots=True)

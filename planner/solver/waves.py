@@ -24,10 +24,15 @@ STEP = 1e-6  # share of the makespan that a move has to gain
 def sooner(columns: Columns, candidates: Sequence[Placement], enough_s: float, work: Work) -> list[Placement]:
     """Of the candidates that admit in waves those that might end soonest, each with a quicker order of admission; the
     best of those evened out."""
+    soonest_s = min((each.makespan_s for each in candidates), default=np.inf)
     promising: dict[tuple[int, float], tuple[float, Placement]] = {}
     for each in candidates:
-        if np.isfinite(each.makespan_s) and _in_waves(columns, each).any():
-            promising.setdefault((len(each.fleet), each.makespan_s), (_at_best_s(columns, each), each))
+        ends = (len(each.fleet), each.makespan_s)
+        if ends in promising or not np.isfinite(each.makespan_s) or not _in_waves(columns, each).any():
+            continue
+        at_best_s = _at_best_s(columns, each)
+        if at_best_s < soonest_s:
+            promising[ends] = (at_best_s, each)
     few = columns.count <= FEW
     found: list[Waves] = []
     for _, start in sorted(promising.values(), key=lambda each: each[0])[: LOOKED_AT if few else 1]:

@@ -40,12 +40,12 @@ class _Spent:
     whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
     wall_s: list[float] = field(default_factory=list)  # seconds per 1,000 requests
     chunks_us: list[float] = field(default_factory=list)  # CPU microseconds per chunk
-    chunks_per_read: list[float] = field(default_factory=list)
+    tokens_per_chunk: list[float] = field(default_factory=list)
     latency_s: list[float] = field(default_factory=list)  # of requests that are alone
     first_p99_s: dict[int, float] = field(default_factory=dict)  # by streams at once
     burst_s: dict[int, float] = field(default_factory=dict)  # until all are complete
-    burst_us: dict[int, float] = field(default_factory=dict)  # CPU microseconds per chunk
-    burst_per_read: dict[int, float] = field(default_factory=dict)
+    burst_us: dict[int, float] = field(default_factory=dict)  # CPU microseconds per token
+    burst_tokens_per_chunk: dict[int, float] = field(default_factory=dict)
 
     def latency_percentile_s(self, percent: int) -> float:
         return quantiles(self.latency_s, n=100)[percent - 1]
@@ -67,7 +67,9 @@ def _cpu_figures(spent: dict[str, _Spent], missing: str) -> list[Figure]:
             continue
         against = "" if other == PLAIN else f"_{other.replace('-', '_')}"
         note = missing if other == PLAIN else ""
-        reads = f"{median(ours.chunks_per_read):.2f} chunks per read, theirs {median(theirs.chunks_per_read):.2f}"
+        coalesced = (
+            f"tokens per chunk {median(ours.tokens_per_chunk):.2f}, theirs {median(theirs.tokens_per_chunk):.2f}"
+        )
         figures += [
             Figure(
                 f"gateway_cpu_whole{against}",
@@ -83,7 +85,7 @@ def _cpu_figures(spent: dict[str, _Spent], missing: str) -> list[Figure]:
                 "CPU us per chunk",
                 other,
                 median(theirs.chunks_us),
-                f"a token in each chunk, chunks counted as delivered; {reads}",
+                f"chunks counted as delivered; {coalesced}",
             ),
         ]
     return figures
@@ -122,7 +124,7 @@ def _burst_figures(spent: dict[str, _Spent], load: Load) -> list[Figure]:
     for streams in load.bursts:
         each = "; ".join(
             f"{name} {1e3 * way.first_p99_s[streams]:.0f} ms, all in {way.burst_s[streams]:.1f} s, "
-            f"{way.burst_us[streams]:.0f} us per chunk, {way.burst_per_read[streams]:.1f} chunks per read"
+            f"CPU {way.burst_us[streams]:.0f} us per token, {way.burst_tokens_per_chunk[streams]:.1f} tokens per chunk"
             for name, way in spent.items()
         )
         figures.append(
@@ -132,7 +134,7 @@ def _burst_figures(spent: dict[str, _Spent], load: Load) -> list[Figure]:
                 "ms, p99",
                 PLAIN,
                 1e3 * spent[PLAIN].first_p99_s[streams],
-                f"{streams} streams of {STREAM_TOKENS} chunks at 5 ms that open at once, all complete: {each}",
+                f"{streams} streams of {STREAM_TOKENS} tokens at 5 ms that open at once, all complete: {each}",
             )
         )
     return figures
@@ -175,7 +177,7 @@ async def _round(way: _Spent, lanes: Lanes, load: Load) -> None:
     answers = await lanes.ask_in_turn(asked, load.streams)
     chunks = _counted(answers)
     way.chunks_us.append(1e6 * (way.served.cpu_s() - before_s) / chunks)
-    way.chunks_per_read.append(chunks / sum(answer.reads for answer in answers))
+    way.tokens_per_chunk.append(STREAM_TOKENS * len(answers) / chunks)
 
 
 async def _burst(way: _Spent, streams: int) -> None:
@@ -184,16 +186,16 @@ async def _burst(way: _Spent, streams: int) -> None:
     answers = await all_at_once(way.served.url, asked, streams)
     way.burst_s[streams] = time.perf_counter() - started_s
     chunks = _counted(answers)
-    way.burst_us[streams] = 1e6 * (way.served.cpu_s() - before_s) / chunks
-    way.burst_per_read[streams] = chunks / sum(answer.reads for answer in answers)
+    way.burst_us[streams] = 1e6 * (way.served.cpu_s() - before_s) / (STREAM_TOKENS * streams)
+    way.burst_tokens_per_chunk[streams] = STREAM_TOKENS * streams / chunks
     way.first_p99_s[streams] = quantiles((answer.first_s for answer in answers), n=100)[98]
 
 
 def _counted(answers: Sequence[Answer]) -> int:
-    """Chunks of all of them. Raises Permanent where one lacks some."""
-    lacking = [answer.chunks for answer in answers if answer.chunks != STREAM_TOKENS]
+    """Chunks of all of them. Raises Permanent where one lacks a token."""
+    lacking = [answer.tokens for answer in answers if answer.tokens != STREAM_TOKENS]
     if lacking:
         raise Permanent(
-            f"{len(lacking)} of {len(answers)} streams had other than {STREAM_TOKENS} chunks: {lacking[:8]}"
+            f"{len(lacking)} of {len(answers)} streams had other than {STREAM_TOKENS} tokens: {lacking[:8]}"
         )
-    return STREAM_TOKENS * len(answers)
+    return sum(answer.chunks for answer in answers)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from orchestrrl.bench.plain_engine import MODEL
+from orchestrrl.bench.plain_engine import MODEL, TOKEN
 from orchestrrl.errors import Permanent
 
 BODY_BYTES = 1_024
@@ -18,6 +18,7 @@ ANSWER_WITHIN_S = 60.0
 class Answer:
     """One answer, as it came."""
 
+    tokens: int = 0
     chunks: int = 0  # events with content; 1 for a whole answer
     reads: int = 0  # in how many pieces the network gave them
     first_s: float = 0.0  # from the request, or from the connection's opening, to the first content
@@ -82,6 +83,7 @@ class Lane(asyncio.Protocol):
         answer.whole_s = time.perf_counter() - self._started_s
         streamed = self._ends_at is None
         answer.chunks = text.count(b'data: {"id"') if streamed else 1
+        answer.tokens = text.count(TOKEN)
         assert done is not None
         if not text.startswith(b"HTTP/1.1 200") or b'"error"' in text or (streamed and b"data: [DONE]" not in text):
             done.set_exception(Permanent(f"not an answer: {text[:600]!r}"))

@@ -13,6 +13,7 @@ from typing import Any
 CHUNK_S = 0.005
 PROMPT_TOKENS = 200
 MODEL = "plain"
+TOKEN = b" token"  # each, as text
 
 _HEAD = {"id": "cmpl-plain", "object": "text_completion", "created": 1_700_000_000, "model": MODEL}
 _OK = b"HTTP/1.1 200 OK\r\n"
@@ -29,7 +30,7 @@ def _whole(value: Mapping[str, Any]) -> bytes:
 
 def _event(*, ids: bool, first: bool = False, finish_reason: str | None = None) -> bytes:
     """A stream's event with one token, as an HTTP chunk. `ids`: the tokens' ids were asked for, as vLLM gives them."""
-    choice = {"index": 0, "text": " token", "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
+    choice = {"index": 0, "text": TOKEN.decode(), "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
     if ids:
         choice["prompt_token_ids"] = list(range(1000, 1000 + PROMPT_TOKENS)) if first else None
         choice["token_ids"] = [4711]
@@ -44,7 +45,9 @@ _ONLY = {ids: _event(ids=ids, first=True, finish_reason="length") for ids in (Fa
 _ANSWER = _whole(
     {
         **_HEAD,
-        "choices": [{"index": 0, "text": " token", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        "choices": [
+            {"index": 0, "text": TOKEN.decode(), "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        ],
         "usage": {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": 1, "total_tokens": PROMPT_TOKENS + 1},
     }
 )

@@ -9,6 +9,7 @@ import ssl
 from base64 import b64encode
 from collections import deque
 from collections.abc import Mapping
+from typing import cast
 from urllib.parse import unquote, urlsplit
 
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
@@ -156,8 +157,8 @@ class Connection(asyncio.Protocol):
     # --- asyncio -----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are asyncio's by their methods only.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -424,6 +425,6 @@ class Pool:
 def written(headers: Mapping[str, str]) -> bytes:
     """As HTTP has them. Raises ValueError for a name or a value that would break out of its line."""
     for name, value in headers.items():
-        if any(character in "\r\n\0" for character in name + value):
-            raise ValueError(f"header {name}: {value!r} has more than one line")
+        if "\r" in value or "\n" in value or "\0" in value or not name.replace("-", "").isalnum():
+            raise ValueError(f"header {name}: {value!r} does not fit in a line")
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()

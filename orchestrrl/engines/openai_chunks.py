@@ -5,7 +5,7 @@ these two are read by their place, at a third of the price; whatever looks diffe
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrrl.engines.base import Chunk, TokenLogprob
@@ -31,31 +31,57 @@ class ChunkReader:
         self._frame: tuple[bytes, bytes, bytes] | None = None
         self._tries = 8  # to find a frame: the first event may hold more than the rest
 
+    def read_on(self, events: Sequence[bytes], at: int) -> tuple[Chunk | None, int]:
+        """The chunk at `at`, and the place after it. Plain events that came together are one chunk, as vLLM makes of
+        those that its own sender is behind with. Raises as `read`."""
+        first = self._framed(events[at])
+        if first is None:
+            return self._parsed(events[at]), at + 1
+        at += 1
+        if at == len(events) or (following := self._framed(events[at])) is None:
+            return Chunk((first[0],), first[1]), at
+        ids, texts = [first[0]], [first[1]]
+        found: tuple[int, str] | None = following
+        while found is not None:
+            ids.append(found[0])
+            texts.append(found[1])
+            at += 1
+            found = self._framed(events[at]) if at < len(events) else None
+        return Chunk(tuple(ids), "".join(texts)), at
+
     def read(self, data: bytes) -> Chunk | None:
         """As `parse_chunk`, but for `raw`, which is left out where it would tell nothing more. Raises StreamError, and
         what `parse_chunk` raises."""
-        if self._frame is not None:
-            head, middle, tail = self._frame
-            if data.startswith(head) and data.endswith(tail):
-                text_at = len(head)
-                text_stop = data.find(b'"', text_at)
-                ids_at = text_stop + len(middle)
-                ids = data[ids_at : len(data) - len(tail)]
-                if data.startswith(middle, text_stop) and ids.isdigit() and (ids[0] != 48 or ids == b"0"):
-                    try:
-                        text = data[text_at:text_stop].decode()
-                    except UnicodeDecodeError:
-                        text = "\\"
-                    # Escapes and control characters are for the parser.
-                    if "\\" not in text and text.isprintable():
-                        return Chunk((int(ids),), text)
+        framed = self._framed(data)
+        return self._parsed(data) if framed is None else Chunk((framed[0],), framed[1])
+
+    def _framed(self, data: bytes) -> tuple[int, str] | None:
+        """The token and the text of an event that looks as the last parsed one did around them."""
+        if self._frame is None:
+            return None
+        head, middle, tail = self._frame
+        if not (data.startswith(head) and data.endswith(tail)):
+            return None
+        text_at = len(head)
+        text_stop = data.find(b'"', text_at)
+        ids = data[text_stop + len(middle) : -len(tail)]
+        if not data.startswith(middle, text_stop) or not ids.isdigit() or (ids[0] == ord("0") and ids != b"0"):
+            return None
+        try:
+            text = data[text_at:text_stop].decode()
+        except UnicodeDecodeError:
+            return None
+        # Escapes and control characters are for the parser.
+        return None if "\\" in text or not text.isprintable() else (int(ids), text)
+
+    def _parsed(self, data: bytes) -> Chunk | None:
         event = json.loads(data)
         if event.get("error") is not None:
             raise StreamError(event)
         chunk = parse_chunk(event)
         if self._tries and chunk is not None and chunk.token_ids and plain(chunk):
             self._tries -= 1
-            self._frame = _frame(data)
+            self._frame = _frame(data) or self._frame
         return chunk
 
 

@@ -147,14 +147,16 @@ class VllmEngine:
                 raise _failure(self.url + path, connection.status, text, connection.headers.get("retry-after"))
             events, reader = sse.Events(), ChunkReader()
             while data := await connection.read():
-                for event in events.feed(data):
-                    if event == sse.DONE:
+                told, at = events.feed(data), 0
+                while at < len(told):
+                    if told[at] == sse.DONE:
+                        at += 1
                         # vLLM leaves out the last chunk of a request that was aborted before its first token.
                         if finish_reason is None and not tokens:
                             finish_reason = "abort"
                             yield Chunk(finish_reason=finish_reason)
                         continue
-                    chunk = self._chunk(path, reader, event)
+                    chunk, at = self._chunk(path, reader, told, at)
                     if chunk is not None:
                         attempt.heard = True
                         tokens += len(chunk.token_ids)
@@ -238,9 +240,9 @@ class VllmEngine:
             self._pool = Pool(self.url, connect_timeout_s=self._timeout_s, headers=self._headers)
         return self._pool
 
-    def _chunk(self, path: str, reader: ChunkReader, data: bytes) -> Chunk | None:
+    def _chunk(self, path: str, reader: ChunkReader, events: Sequence[bytes], at: int) -> tuple[Chunk | None, int]:
         try:
-            return reader.read(data)
+            return reader.read_on(events, at)
         except StreamError as told:
             status, message = told.error.get("code"), told.error.get("message")
             if isinstance(status, int) and 400 <= status < 500 and status not in BUSY_STATUSES:

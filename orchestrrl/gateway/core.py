@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError
@@ -20,12 +20,13 @@ WATCH_FRACTION = 0.25  # hanging engines are looked for this often, as a part of
 
 
 class Job:
-    """The records of one ask, under way. Use as `async with`: leaving it stops what still runs."""
+    """The records of one ask, under way. `run` it, or use it as `async with`: leaving it stops what still runs."""
 
     def __init__(self, ask: Ask, gateway: "Gateway") -> None:
         self.ask = ask
         self._gateway = gateway
         self._wake = asyncio.Event()
+        self._listener: Callable[[Record], None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -45,9 +46,7 @@ class Job:
         """Raises DuplicateRequest when one of the ids is in flight already."""
         self._gateway.ledger.add(*self.records)
         for record in self.records:
-            relay = Relay(record, self._gateway.fleet, self._gateway.limits, self._gateway.clock, self._wake)
-            self._gateway.relays[record.id] = relay
-            self._tasks.append(asyncio.create_task(relay.run()))
+            self._tasks.append(asyncio.create_task(self._relay(record).run()))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -59,6 +58,31 @@ class Job:
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
+
+    async def run(self, listener: Callable[[Record], None] | None = None) -> None:
+        """Until all answers are there, or one of them never will be. `listener` is told of a record that has ended, or
+        has grown and is streamed. Raises as `async with` does."""
+        self._listener = listener
+        if len(self.records) > 1:
+            async with self:
+                await self.finished()
+            return
+        (record,) = self.records
+        self._gateway.ledger.add(record)
+        try:
+            await self._relay(record).run()
+        finally:
+            self._gateway.close(record)
+
+    def _relay(self, record: Record) -> Relay:
+        relay = Relay(record, self._gateway.fleet, self._gateway.limits, self._gateway.clock, self._grown)
+        self._gateway.relays[record.id] = relay
+        return relay
+
+    def _grown(self, record: Record) -> None:
+        self._wake.set()
+        if self._listener is not None:
+            self._listener(record)
 
     async def progress(self) -> None:
         """Return when a record has ended, or one that is streamed has grown, since the last call."""

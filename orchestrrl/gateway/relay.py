@@ -6,7 +6,7 @@ Whatever it ended by, the record keeps every token, and the next attempt goes on
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -47,14 +47,16 @@ class _Move:
 
 
 class Relay:
-    """Runs one record. `wake` is set when the record has ended, and when one that is streamed has grown."""
+    """Runs one record. `grown` is called when the record has ended, and when one that is streamed has grown."""
 
-    def __init__(self, record: Record, fleet: Fleet, limits: Limits, clock: Clock, wake: asyncio.Event) -> None:
+    def __init__(
+        self, record: Record, fleet: Fleet, limits: Limits, clock: Clock, grown: Callable[[Record], None]
+    ) -> None:
         self.record = record
         self._fleet = fleet
         self._limits = limits
         self._clock = clock
-        self._wake = wake
+        self._grown = grown
         self._slot: Slot | None = None
         self._pump_task: asyncio.Task[bool] | None = None
         self._move: _Move | None = None
@@ -75,7 +77,7 @@ class Relay:
                 await self._attempt(slot)
         finally:
             self._answer_move(False, "finished before the move" if self.record.done else "the client has gone")
-            self._wake.set()
+            self._grown(self.record)
 
     # --- moves -------------------------------------------------------------------------------------------------------
 
@@ -217,8 +219,10 @@ class Relay:
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
         self._slot = slot
         self._pump_task = task = asyncio.create_task(self._pump(slot, self._request()))
+        over = asyncio.Event()
+        task.add_done_callback(lambda _: over.set())
         try:
-            await asyncio.wait({task})
+            await over.wait()  # not the task, which may be cancelled without this being so
         finally:
             if not task.done():
                 task.cancel()
@@ -357,7 +361,7 @@ class Relay:
         if self._move is not None and self._move.target is slot and (chunk.token_ids or chunk.finish_reason):
             self._answer_move(True)
         if record.streaming:
-            self._wake.set()
+            self._grown(record)
 
     def _first_token(self, slot: Slot) -> None:
         """The attempt has begun to generate."""

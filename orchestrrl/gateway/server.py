@@ -1,5 +1,6 @@
 """The gateway's HTTP face: OpenAI's endpoints, and two of our own to look at the ledger and to move requests."""
 
+import asyncio
 import json
 import logging
 import uuid
@@ -13,6 +14,7 @@ from orchestrrl import __version__
 from orchestrrl.engines.base import Endpoint
 from orchestrrl.gateway.ask import BadAsk, read_ask
 from orchestrrl.gateway.core import Gateway, Job
+from orchestrrl.gateway.door import Door, Head, House
 from orchestrrl.gateway.ledger import DuplicateRequest, Failure, Record
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.openai import DONE, ChunkWriter, error_body, event, response, usage_chunk
@@ -31,8 +33,16 @@ def error_response(failure: Failure, headers: dict[str, str] | None = None) -> w
     return web.json_response(failure.error, status=failure.status, headers=headers)
 
 
+def failure_of(message: str, status: int, param: str | None = None) -> Failure:
+    return Failure(status, error_body(message, status, param))
+
+
 def our_error(message: str, status: int, param: str | None = None) -> web.Response:
-    return error_response(Failure(status, error_body(message, status, param)))
+    return error_response(failure_of(message, status, param))
+
+
+def _refuse(door: Door, failure: Failure) -> None:
+    door.whole(failure.status, json.dumps(failure.error).encode())
 
 
 @web.middleware
@@ -55,6 +65,8 @@ class Server:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(GatewayCollector(gateway))
         self._runner: web.AppRunner | None = None
+        self._house: House | None = None
+        self._server: asyncio.Server | None = None
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[openai_errors])
         self.app.add_routes(
             [
@@ -69,14 +81,19 @@ class Server:
             ]
         )
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen; returns the URL, with the port that was chosen where 0 was asked for."""
+    async def start(self, host: str, port: int, *, reuse_port: bool = False) -> str:
+        """Listen; returns the URL, with the port that was chosen where 0 was asked for. `reuse_port`: other processes
+        may listen on it too."""
         # A client that leaves ends its handler, which stops its request on the engine.
         self._runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=4096)
-        await site.start()
-        bound_port = self._runner.addresses[0][1]
+        assert self._runner.server is not None
+        self._house = House(self._usual, self._runner.server, set())
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            self._house.door, host, port, backlog=4096, reuse_port=reuse_port or None
+        )
+        bound_port = self._server.sockets[0].getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{bound_port}"
 
@@ -84,11 +101,19 @@ class Server:
         """Take nothing new and wait for what runs, up to `limit_s`. Returns how many requests are left."""
         self._draining = True
         deadline_s = self._gateway.clock.now_s() + limit_s
-        while len(self._gateway.ledger) and self._gateway.clock.now_s() < deadline_s:
+        while self._busy() and self._gateway.clock.now_s() < deadline_s:
             await self._gateway.clock.sleep(DRAIN_POLL_S)
         return len(self._gateway.ledger)
 
+    def _busy(self) -> bool:
+        """A request runs, or its answer is still being written."""
+        return len(self._gateway.ledger) > 0 or (self._house is not None and self._house.busy)
+
     async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        if self._house is not None:
+            await self._house.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -100,38 +125,62 @@ class Server:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, Endpoint.CHAT)
 
-    async def _answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
-        if self._draining:
-            return our_error("the gateway is shutting down", 503)
+    async def _usual(self, head: Head, body: bytes, door: Door) -> None:
+        """A usual request, answered at its door."""
+        job = self._job(head.endpoint, body, head.request_id, head.group, head.tag)
+        if isinstance(job, Failure):
+            _refuse(door, job)
+            return
         try:
-            body = json.loads(await request.read())
+            if job.ask.streaming:
+                await _stream_at(door, job)
+                return
+            await job.run()
+        except DuplicateRequest as fault:
+            _refuse(door, failure_of(str(fault), 409))
+            return
+        if job.failure is not None:
+            _refuse(door, job.failure)
+        else:
+            door.whole(200, json.dumps(_whole(job)).encode())
+
+    async def _answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        """A request that is unusual for its HTTP."""
+        labels = (request.headers.get(name, "") for name in ("X-Request-Id", "X-Group-Id", "X-Tag"))
+        job = self._job(endpoint, await request.read(), *labels)
+        if isinstance(job, Failure):
+            return error_response(job)
+        try:
+            async with job:
+                if job.ask.streaming:
+                    return await self._stream(request, job)
+                await job.finished()
+                return error_response(job.failure) if job.failure is not None else web.json_response(_whole(job))
+        except DuplicateRequest as fault:
+            return our_error(str(fault), 409)
+
+    def _job(self, endpoint: Endpoint, text: bytes, request_id: str, group: str, tag: str) -> Job | Failure:
+        """What is asked, or why it is refused."""
+        if self._draining:
+            return failure_of("the gateway is shutting down", 503)
+        try:
+            body = json.loads(text)
         except ValueError as error:
-            return our_error(f"the body is not JSON: {error}", 400)
+            return failure_of(f"the body is not JSON: {error}", 400)
         own_id = body.get("request_id") if isinstance(body, dict) else None
         try:
             ask = read_ask(
                 endpoint,
                 body,
-                request_id=request.headers.get("X-Request-Id") or str(own_id or uuid.uuid4().hex),
-                group=request.headers.get("X-Group-Id", ""),
-                tag=request.headers.get("X-Tag", ""),
+                request_id=request_id or str(own_id or uuid.uuid4().hex),
+                group=group,
+                tag=tag,
                 default_model=self._gateway.default_model(),
                 now_s=self._gateway.clock.now_s(),
             )
         except BadAsk as fault:
-            return our_error(str(fault), 400, fault.param)
-        job = self._gateway.job(ask)
-        try:
-            async with job:
-                return await (self._stream(request, job) if ask.streaming else self._whole(job))
-        except DuplicateRequest as fault:
-            return our_error(str(fault), 409)
-
-    async def _whole(self, job: Job) -> web.Response:
-        await job.finished()
-        if job.failure is not None:
-            return error_response(job.failure)
-        return web.json_response(response(job.ask.form, job.records, job.ask.answers_per_prompt))
+            return failure_of(str(fault), 400, fault.param)
+        return self._gateway.job(ask)
 
     async def _stream(self, request: web.Request, job: Job) -> web.StreamResponse:
         """Server-sent events. Headers wait for the first token, so that an engine's refusal keeps its status."""
@@ -237,6 +286,40 @@ class Server:
             source = item.get("from_engine_id") or (record.engine if record is not None else None) or ""
             moves.append(RequestMove(RequestId(item["request_id"]), EngineId(source), EngineId(item["to_engine_id"])))
         return moves
+
+
+def _whole(job: Job) -> dict[str, Any]:
+    return response(job.ask.form, job.records, job.ask.answers_per_prompt)
+
+
+async def _stream_at(door: Door, job: Job) -> None:
+    """Server-sent events, written as the tokens come. What a slow client has not read waits in the records."""
+    writers = {record.id: ChunkWriter(job.ask.form, index, record) for index, record in enumerate(job.records)}
+    ended: set[RequestId] = set()
+
+    def write(record: Record) -> None:
+        # Nothing is written before the first token, so that an engine's refusal keeps its status.
+        if not door.writable or record.id in ended or record.failure is not None:
+            return
+        data = _news(record, writers[record.id])
+        if record.finish_reason is not None:
+            ended.add(record.id)
+        if data:
+            door.piece(data)
+
+    def write_all() -> None:
+        for record in job.records:
+            write(record)
+
+    door.on_writable = write_all
+    await job.run(write)
+    while not door.writable:
+        await door.drain()
+    write_all()
+    if job.failure is not None and not door.answered:
+        _refuse(door, job.failure)
+    else:
+        door.last_piece(_closing(job))
 
 
 def _news(record: Record, writer: ChunkWriter) -> bytes:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import Chunk
@@ -89,6 +89,28 @@ def test_nothing_that_the_parser_refuses_or_reads_otherwise_slips_through(junk: 
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             outcomes.append("refused")
     assert outcomes[0] == outcomes[1]
+
+
+@given(streams(), st.integers(1, 5))
+def test_events_that_come_together_tell_the_same(events: list[bytes], together: int) -> None:
+    reader = ChunkReader()
+    one_by_one, merged = [parsed(event) for event in events], []
+    assume(ValueError not in one_by_one)
+    for start in range(0, len(events), together):
+        at, some = 0, events[start : start + together]
+        while at < len(some):
+            chunk, at = reader.read_on(some, at)
+            merged.append(chunk)
+    assert joined(merged) == joined(one_by_one)
+
+
+def joined(chunks: list[Any]) -> list[Any]:
+    """Everything that is said, in order, however it is cut."""
+    said: list[Any] = []
+    for chunk in chunks:
+        said += [*chunk.token_ids]
+        said += [chunk.prompt_token_ids, chunk.finish_reason, chunk.stop_reason]
+    return [item for item in said if item is not None] + ["".join(chunk.text for chunk in chunks)]
 
 
 def test_fields_that_are_only_passed_on_are_kept() -> None:

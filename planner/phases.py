@@ -66,7 +66,10 @@ def line_ahead(profile: EngineProfile, remaining_tokens: ArrayLike, context: flo
     most = max(1, min(profile.max_sequences, int(room_tokens / held_tokens)))
     iterations = iterations_ahead(remaining, max(1, gpus_count // profile.parallelism.gpus), most)
     alpha_s, beta_s = line_over(with_spill(profile, held_tokens), iterations)
-    return replace(profile.configuration(), alpha_s=alpha_s, beta_s=beta_s, kv_capacity_tokens=room_tokens)
+    line = replace(profile.configuration(), alpha_s=alpha_s, beta_s=beta_s)
+    # Where engines need not spill, nor should those that requests are packed on: the line knows nothing of its price.
+    spills = len(iterations) * held_tokens > profile.kv_capacity_tokens
+    return replace(line, kv_capacity_tokens=room_tokens) if spills else line
 
 
 def with_spill(profile: EngineProfile, held_tokens: float) -> Curve:

@@ -36,6 +36,8 @@ REBALANCED, MIXED = "rebalanced", "mixed"
 SOLVED_BY_ALL = 2_048
 # Times the GPU time of the best configuration, beyond which one is left out where there are more requests.
 FAR_MORE = 1.1
+# Times the seconds of the best fleet that was dealt, beyond which the solver has packed what merely might be long.
+FOUND_OUT = 1.5
 
 MakeProblem = Callable[[NDArray[np.int64]], Problem]
 Try = Callable[[], Candidate]
@@ -49,7 +51,8 @@ class Option:
     decode_s: NDArray[np.float64]  # [sample, instance], corrected
     ends_s: NDArray[np.float64]  # [sample], costs included
     alternative: Alternative
-    later_s: float | None = None  # until the end, in the mean, if engines are changed the next time round instead
+    # Until the end, in the mean, if engines are changed the next time round instead; of the soonest change alone.
+    later_s: float | None = None
 
     @property
     def total_s(self) -> float:
@@ -137,8 +140,6 @@ class _Weigher:
 
     def with_later(self, option: Option, current: Option, fleet: LiveFleet, wait_s: float) -> Option:
         """A change of engines can be made later: then fewer requests move."""
-        if option.fleet.decision != "reconfigure":
-            return option
         ends_s = ends_if_later_s(
             option.fleet, current.fleet, fleet.columns, self._lengths.samples, wait_s, self._correction
         )
@@ -162,7 +163,8 @@ def consider(
     if only is None and fleet.configurations:
         dealt = min((member for family in families for member in family.members), key=_screened_s, default=None)
         asked = _for_the_solver(problems, dealt, correction)
-        families.append(weigher.tried(MIXED, None, [partial(_mixed, made, fleet) for made in asked]))
+        mixed = weigher.tried(MIXED, None, [partial(_mixed, made, fleet) for made in asked])
+        families.append(mixed if len(asked) == len(problems) else _unless_found_out(mixed, dealt))
     found = [] if current is None else [current]
     ruled_out = []
     for family in families:
@@ -170,8 +172,12 @@ def consider(
             found.append(weigher.weigh(min(family.members, key=_screened_s).fleet))
         else:
             ruled_out.append(Alternative(family.configuration, 0, 0.0, 0.0, family.why_none, name=family.name))
-    if current is not None and wait_s > 0:
-        found = [weigher.with_later(option, current, fleet, wait_s) for option in found]
+    changing = min((option for option in found if option.fleet.decision == "reconfigure"), key=_total_s, default=None)
+    if current is not None and changing is not None and wait_s > 0:
+        found = [
+            option if option is not changing else weigher.with_later(changing, current, fleet, wait_s)
+            for option in found
+        ]
     bounds_s = _bounds_s([problem(tokens) for tokens in lengths.samples])
     bound_s = float(np.mean(bounds_s)) * min(correction, 1.0) if bounds_s else 0.0
     return Options(current, tuple(found), tuple(ruled_out), bound_s)
@@ -206,6 +212,14 @@ def _for_the_solver(problems: Sequence[Problem], dealt: _Member | None, correcti
     return [_narrowed(problems[dealt.estimate], dealt.screened_s / correction)]
 
 
+def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
+    """Nothing to choose, and nothing to show, where what the solver was asked with is no guide."""
+    if dealt is None or not mixed.members or mixed.members[0].screened_s <= FOUND_OUT * dealt.screened_s:
+        return mixed
+    why = f"packed by one estimate of the lengths, it ends in {mixed.members[0].screened_s:.0f} s by the others"
+    return mixed._replace(members=(), why_none=why)
+
+
 def _narrowed(problem: Problem, within_s: float) -> Problem:
     """Without configurations on which every request takes far more GPU time than on another one: the room it takes
     until `within_s`, as the solver's lower bound counts it."""
@@ -229,6 +243,10 @@ def _narrowed(problem: Problem, within_s: float) -> Problem:
 
 def _mixed(problem: Problem, fleet: LiveFleet) -> Candidate:
     return solved(MIXED, problem, fleet, solve(problem))
+
+
+def _total_s(option: Option) -> float:
+    return option.total_s
 
 
 def _screened_s(member: _Member) -> float:

@@ -1,11 +1,14 @@
 """What the two loops' decisions cost on large fleets."""
 
+from dataclasses import replace
+
 from balancer.migrate import decide
 from orchestrrl.balance import Situation, balance_problem, decide_balance, staying
 from orchestrrl.bench.figure import Figure, side_by_side
 from orchestrrl.bench.fleets import congested, deployments
 from orchestrrl.bench.plain_balancer import PlainBalancer
 from orchestrrl.config import FastSettings
+from orchestrrl.outlook import Outlook
 from planner.model import Mode, PlanId, Snapshot
 from planner.plan import make_plan
 
@@ -16,6 +19,7 @@ WORKERS, REQUESTS = 1_024, 16_384
 PLAIN_WORKERS, PLAIN_REQUESTS = 128, 2_048  # the plain way takes minutes on the large fleet
 AIM_S = 0.05
 ENGINES_TO_PLAN, REQUESTS_TO_PLAN = 512, 16_384
+INTERVAL_S = 30.0  # until the next plan, which a change of engines may be left to
 
 
 def balancer_tick() -> list[Figure]:
@@ -47,7 +51,7 @@ def balancer_tick() -> list[Figure]:
 
 
 def fast_tick() -> list[Figure]:
-    """All that the daemon decides in one fast tick, against its innermost part."""
+    """All that the daemon decides in one fast tick, against its innermost part; and with step times known."""
     snapshot = congested(WORKERS, REQUESTS, SEED)
     situation, most = Situation(Mode.ACT), SETTINGS.max_moves_per_tick
     problem = balance_problem(snapshot, SETTINGS)
@@ -58,12 +62,25 @@ def fast_tick() -> list[Figure]:
         repetitions=9,
     )
     note = f"{WORKERS:,} engines, {REQUESTS:,} requests, at most {most} moves: snapshot to verdict"
-    return [Figure("fast_tick", tick_s, "s", "the balancer alone", decide_s, note)]
+    outlook = Outlook()
+
+    def packing() -> None:
+        remaining_tokens = outlook.remaining_tokens(snapshot, lines.bin_tokens, lines.max_output_tokens)
+        decide_balance(snapshot, SETTINGS, replace(packs, remaining_tokens=remaining_tokens))
+
+    lines = deployments(WORKERS)
+    packs = replace(situation, configurations=lines.configurations)
+    packing_s, spreading_s = side_by_side(packing, lambda: decide_balance(snapshot, SETTINGS, situation), repetitions=9)
+    why = f"{note}; lengths looked up and engines packed by them"
+    return [
+        Figure("fast_tick", tick_s, "s", "the balancer alone", decide_s, note),
+        Figure("fast_tick_packing", packing_s, "s", "by load index", spreading_s, why),
+    ]
 
 
 def plan_tick() -> list[Figure]:
     """One decision of the slow loop: forecast, fleets, their seconds over samples of the lengths, gate."""
-    config = deployments(ENGINES_TO_PLAN)
+    config = replace(deployments(ENGINES_TO_PLAN), interval_s=INTERVAL_S)
     all_of_them, half = (congested(ENGINES_TO_PLAN, REQUESTS_TO_PLAN // n, SEED) for n in (1, 2))
 
     def plan(snapshot: Snapshot) -> None:

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_builders import configuration, engine, request, snapshot
 
+import planner.options
 from planner.gate import FREE, Control, ControlState
+from planner.makespan import solve
 from planner.model import (
     Act,
     Configuration,
@@ -27,6 +29,7 @@ from planner.model import (
     Snapshot,
 )
 from planner.plan import NO_HISTORY, History, PlannerConfig, make_plan
+from planner.problem import Problem, Solution
 
 TP2 = configuration("tp2", 2)
 TP4 = configuration("tp4", 4, alpha_s=0.0092, beta_s=0.00004, gamma_s=2e-8, switch_s=5.0)
@@ -461,3 +464,53 @@ def test_engines_change_later_where_fewer_requests_then_have_to_move() -> None:
     soon_over = [replace(view, generated_tokens=12_149) for i, view in enumerate(requests) if not i % 20]
     then = plan_of(snapshot(FLEET, soon_over), replace(config, interval_s=10.0), history=history)
     assert then.decision == "reconfigure"
+
+
+# --- large problems
+
+
+def test_with_many_requests_the_solver_is_asked_once_and_never_changes_what_else_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the estimate that dealt best: the other families are as they are, and so is what a small problem is asked."""
+    requests = [request(f"r{i:02}", 37 * i % 900, where=f"e{i % 2}") for i in range(60)]
+    view = snapshot(FLEET, requests, [600, 900, 1500, 3000, 4000] * 4)
+    asked: list[int] = []
+
+    def counted(problem: Problem) -> Solution:
+        asked.append(len(problem.configurations))
+        return solve(problem)
+
+    monkeypatch.setattr(planner.options, "solve", counted)
+    in_full = plan_of(view)
+    assert asked == [2, 2, 2]
+    monkeypatch.setattr(planner.options, "SOLVED_BY_ALL", len(requests) - 1)
+    once = plan_of(view)
+    assert len(asked) == 4
+    others = [option for option in in_full.alternatives if option.name != "mixed"]
+    assert [option for option in once.alternatives if option.name != "mixed"] == others
+    (mixed,) = (option for option in once.alternatives if option.name == "mixed")
+    assert mixed.infeasible_because or mixed.total_s > 0
+
+
+def test_with_many_requests_the_solver_is_not_offered_what_takes_more_gpu_time_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wasteful = replace(TP4, id=ConfigurationId("slow"), alpha_s=1.0, beta_s=0.01)
+    offered: list[list[str]] = []
+
+    def counted(problem: Problem) -> Solution:
+        offered.append([kind.id for kind in problem.configurations])
+        return solve(problem)
+
+    monkeypatch.setattr(planner.options, "solve", counted)
+    monkeypatch.setattr(planner.options, "SOLVED_BY_ALL", 0)
+    plan = plan_of(lopsided_step(), replace(CONFIG, configurations=(TP2, wasteful)))
+    assert offered == [["tp2"]]
+    assert [option.name for option in plan.alternatives] == [
+        "as it stands",
+        "rebalanced",
+        "tp2 spread",
+        "slow spread",
+        "mixed",
+    ]

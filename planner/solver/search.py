@@ -16,7 +16,7 @@ from planner.solver.admission import ENOUGH, admit, orders
 from planner.solver.columns import Columns, Ints
 from planner.solver.evaluate import Fleet, Placement, evaluate, moves_s
 
-ALL_ORDERS = 5  # requests up to which every order of admission is tried
+ALL_ORDERS = 6  # requests up to which every order of admission is tried
 
 SOME_ORDERS = 40  # requests up to which several are, beside longest first and one without blocking
 TRIES = 2  # of them without blocking

@@ -239,6 +239,42 @@ def kv_tight(rng: Random) -> Json:
     )
 
 
+def short(rng: Random, most: int = 6) -> Json:
+    """Few requests that ask for several times the KV room or the sequences that there are, for the exact search."""
+    count = rng.choice([1, 2, 4, 8])
+    requests = [request(f"r{n}", rng.randint(100, 3000), lengths(rng, 8000.0)) for n in range(rng.randint(4, most))]
+    footprints = [each["context_tokens"] + each["remaining_tokens"] for each in requests]
+    room = sum(footprints) / rng.choice([2, 3, 4]) / count
+    configurations = engines(rng.choice([0.0, 1.6]), min(count, 8), slots=rng.choice([2, 3, 1024]))
+    weight = rng.choice([1, 30, 300])
+    for each in configurations:
+        each.update(
+            kv_capacity_tokens=max(1, int(room * each["gpus"] * rng.uniform(0.8, 1.2))),
+            beta_s=each["beta_s"] * weight,
+            gamma_s=each["gamma_s"] * weight,
+        )
+    widest = configurations[-1]
+    widest["kv_capacity_tokens"] = max(widest["kv_capacity_tokens"], *footprints)
+    current = one_kind(count, 8, rng.choice(configurations)) if rng.random() < 0.5 else []
+    states(rng, requests, current)
+    return problem(count, 8, configurations, current=current, requests=requests)
+
+
+def crowded(rng: Random) -> Json:
+    """A step whose requests ask for two to eight times the KV room, or the sequences, of the widest engines."""
+    count, per_gpu = rng.choice([8, 16, 64]), rng.choice([8, 16])
+    times = rng.choice([2, 4, 8])
+    slots = rng.choice([1024, per_gpu * 8 // times])
+    found = step(rng, count, per_gpu, progress=rng.choice([0.0, 0.3]), slots=slots)
+    footprints = [each["context_tokens"] + each["remaining_tokens"] for each in found["requests"]]
+    share = sum(footprints) / times / (count // 8) / ENGINES[-1][4]
+    for each in found["configurations"]:
+        each["kv_capacity_tokens"] = max(1, int(each["kv_capacity_tokens"] * share))
+    widest = found["configurations"][-1]
+    widest["kv_capacity_tokens"] = max(widest["kv_capacity_tokens"], *footprints)
+    return found
+
+
 def odd(rng: Random) -> Json:
     """GPUs that do not divide evenly, and configurations of 3, of several nodes, of more GPUs than there are."""
     count, per_node = rng.choice([(20, 8), (13, 8), (32, 8), (24, 8), (7, 4), (10, 3), (17, 16)])
@@ -294,4 +330,4 @@ def cannot_fit(rng: Random) -> Json:
     return found
 
 
-KINDS = {f.__name__: f for f in (tiny, few, medium, kv_tight, odd, balanced, moves, cannot_fit)}
+KINDS = {f.__name__: f for f in (tiny, few, short, medium, kv_tight, crowded, odd, balanced, moves, cannot_fit)}

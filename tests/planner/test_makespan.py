@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -15,15 +16,17 @@ from planner.cost import Pending
 from planner.makespan import alternatives, evaluate_placement, lower_bound, solve
 from planner.model import Configuration, EngineId, GpuId, RequestId
 from planner.problem import NEW, NOWHERE, RUNNING, WAITING, Infeasible, Instance, KvBalance, Problem, Requests, Transfer
-from planner.solver.admission import admit
+from planner.solver.admission import admit, least, orders
 from planner.solver.band import balanced, violation
-from planner.solver.bound import lower_bound_s
+from planner.solver.bound import lower_bound_s, room_shares
 from planner.solver.columns import columns
 from planner.solver.cut import Cutter
 from planner.solver.dual import tightened_s
 from planner.solver.evaluate import current_fleet, place
 from planner.solver.layout import in_a_row, lay_out
+from planner.solver.search import Work
 from planner.solver.settle import moves, settled
+from planner.solver.waves import sooner
 from planner.solver.whole import raised_s
 
 TP1 = configuration("tp1", 1, alpha_s=0.024, beta_s=8.7e-5, gamma_s=8.2e-8, capacity=200_000, switch_s=1.6)
@@ -91,6 +94,59 @@ def test_admission_counts_the_iterations_of_decoding_step_by_step(
         [each.remaining_tokens for each in requests], [each.footprint_tokens for each in requests], capacity, slots
     )
     assert iterations == step_by_step_s(counted, requests)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=40),
+    st.sampled_from([40, 60, 100]),
+    st.integers(1, 6),
+)
+def test_orders_of_admission_take_no_longer_than_they_say_and_no_less_than_there_must_be(
+    held: list[tuple[int, int]], capacity: int, slots: int
+) -> None:
+    """What is told is a schedule without blocking; first come first served in its order is no slower."""
+    lefts = [remaining for _, remaining in held]
+    rooms = [context + remaining for context, remaining in held]
+    for told, order in orders(lefts, rooms, capacity, slots):
+        assert sorted(order) == list(range(len(held)))
+        taken = admit([lefts[each] for each in order], [rooms[each] for each in order], capacity, slots)
+        assert least(lefts, rooms, capacity, slots) <= taken <= told
+
+
+def test_who_waits_for_room_does_not_block_those_that_fit() -> None:
+    """Longest first, the second waits for the first and keeps the small ones waiting; beside the first they fit."""
+    lefts, rooms, capacity = [10, 9, 5, 4], [60, 90, 40, 40], 100
+    assert admit(lefts, rooms, capacity, 4) == 24
+    assert min(told for told, _ in orders(lefts, rooms, capacity, 4)) == 19
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(1, 100), st.integers(1, 50)), min_size=1, max_size=8),
+    st.sampled_from([100, 120, 150]),
+)
+def test_requests_that_run_at_once_share_the_room_at_most_once(held: list[tuple[int, int]], capacity: int) -> None:
+    lengths = [(context, remaining) for context, remaining in held if context + remaining <= capacity]
+    kind = configuration("tp1", 1, capacity=capacity)
+    table = columns(problem([kind], lengths))
+    for shares in room_shares(table, 0, np.arange(len(lengths))):
+        for size in range(len(lengths) + 1):
+            for some in combinations(range(len(lengths)), size):
+                if table.footprint[list(some)].sum() <= capacity:
+                    assert shares[list(some)].sum() <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_evening_out_keeps_every_request_and_ends_no_later(seed: int) -> None:
+    """Twice the KV room that there is."""
+    kind = configuration("tp2", 2, alpha_s=0.0184, capacity=40_000, switch_s=1.7)
+    table = columns(problem([kind], heavy_tailed(seed, 200)))
+    fleet_of_kind = in_a_row(table, [], 0, 8)
+    dealt = np.arange(200) % 8
+    before = place(table, fleet_of_kind, dealt)
+    (after,) = sooner(table, [before], 0.0, Work(100_000))
+    assert sorted(after.order.tolist()) == list(range(200))
+    assert after.makespan_s < before.makespan_s
 
 
 def test_a_request_too_large_is_never_admitted() -> None:

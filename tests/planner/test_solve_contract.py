@@ -14,7 +14,20 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from solve_oracle import Facts, Json, check, decode_iteration_by_iteration_s, decode_s, parse, same
-from solve_problems import KINDS, engines, few, fleet, medium, one_kind, problem, request, step, tiny
+from solve_problems import (
+    KINDS,
+    crowded,
+    engines,
+    few,
+    fleet,
+    medium,
+    one_kind,
+    problem,
+    request,
+    short,
+    step,
+    tiny,
+)
 from solve_search import best_s, best_static_s, literal_best_s
 from typer.testing import CliRunner
 
@@ -251,6 +264,18 @@ def test_problems_on_which_the_search_once_fell_short(kind: str, seed: int) -> N
 @given(SEEDS)
 def test_the_bound_is_below_and_the_makespan_close_to_the_best_there_is(seed: int) -> None:
     holds_beside_the_best(few(Random(seed)))
+
+
+@settings(FEW_EXAMPLES, max_examples=200)
+@given(SEEDS)
+def test_where_room_is_short_the_bound_is_below_and_the_makespan_close_to_the_best_there_is(seed: int) -> None:
+    holds_beside_the_best(short(Random(seed)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_crowded_fleet_ends_near_its_bound(seed: int) -> None:
+    """In several waves, of requests small beside the room; whole instances and blocking cost some of it."""
+    assert checked(crowded(Random(seed)))["gap"] <= 0.1
 
 
 @settings(FEW_EXAMPLES, max_examples=8)

@@ -235,6 +235,11 @@ class Desk:
         and says so when it is moved."""
         self._stale.update(self._wishes)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a request waits for its entry, or for a place to load it to."""
+        return bool(self._waiting)
+
     def jobs(self) -> tuple[list[SaveJob], list[LoadJob]]:
         """What the workers are to do with the next step. Each is told once."""
         saves, loads = self._saves, self._loads

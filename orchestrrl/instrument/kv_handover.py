@@ -33,10 +33,10 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING or __package__:
-    from orchestrrl.instrument.kv_desk import Desk, LoadJob, SaveJob
+    from orchestrrl.instrument.kv_desk import LOOK_PERIOD_S, Desk, LoadJob, SaveJob
     from orchestrrl.instrument.kv_entries import Housekeeper, Layout, Store, Unusable
 else:  # in vLLM's process, where this folder is on the path
-    from kv_desk import Desk, LoadJob, SaveJob
+    from kv_desk import LOOK_PERIOD_S, Desk, LoadJob, SaveJob
     from kv_entries import Housekeeper, Layout, Store, Unusable
 
 DEFAULT_MAX_AGE_S = 300.0
@@ -122,6 +122,10 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
         return keep, None
 
     def build_connector_meta(self, scheduler_output: Any) -> Jobs:
+        # vLLM turns round and round while a request waits and nothing runs, and takes the processor from an engine
+        # beside it, which may be the one that is saving.
+        if self._desk.waiting and not scheduler_output.total_num_scheduled_tokens:
+            time.sleep(LOOK_PERIOD_S)
         return Jobs(*self._desk.jobs())
 
     def reset_cache(self) -> bool:

@@ -1,0 +1,286 @@
+"""Running requests move between two vLLM servers with their KV, that of generated tokens included."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from orchestrrl.deployers.local import LocalEngine, start_vllm
+from orchestrrl.engines import handover
+from orchestrrl.instrument.kv_entries import Store
+from tests.integration.conftest import INTERRUPTED_TOKENS, MAX_NUM_SEQS, VLLM_PLUGIN, VLLM_PYTHON
+from tests.integration.streams import Answer
+
+pytestmark = pytest.mark.vllm
+
+DEADLINE_S = 120.0
+WAIT_S = 60.0  # for an entry that is on its way; a starved machine takes long
+PROMPT_TOKENS = 200
+TOKENS = 300  # generated before the move: with the prompt, three blocks of 128 and a part of one
+REST_TOKENS = 100
+BODY: dict[str, Any] = {
+    "model": "tiny",
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+    "logprobs": 1,
+    "stream": True,
+}
+# The second server has a prefix cache.
+PREFIX_CACHING = ("--no-enable-prefix-caching", "--enable-prefix-caching")
+
+CORES = sorted(os.sched_getaffinity(0))
+NAMES = count()
+prompts = (
+    [first, *((7 * index + first) % 400 + 20 for index in range(PROMPT_TOKENS - 1))] for first in count(20)
+)  # no two begin alike: the prefix cache knows none of them
+
+
+@dataclass
+class Pair:
+    """Two servers that hand requests over through `store`."""
+
+    urls: tuple[str, str]
+    store: Store
+    http: aiohttp.ClientSession
+    entries: list[str] = field(default_factory=list)  # of this test
+
+    async def ask(
+        self,
+        server: int,
+        prompt: list[int],
+        max_tokens: int,
+        params: Mapping[str, Any],
+        *,
+        stop_at: int | None = None,
+        freeze: bool = False,
+    ) -> Answer:
+        """An answer; `stop_at` so many tokens the request is aborted, after a pause if it is to be frozen."""
+        name = f"r{next(NAMES)}"
+        body = {**BODY, "prompt": prompt, "max_tokens": max_tokens, **params}
+        answer, url = Answer(), self.urls[server]
+        async with self.http.post(f"{url}/v1/completions", json=body, headers={"X-Request-Id": name}) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    answer.add(json.loads(line.removeprefix(b"data: ")))
+                if stop_at is not None and len(answer.token_ids) >= stop_at:
+                    stop_at = None
+                    if freeze:
+                        await self.control(server, "/pause?mode=keep&clear_cache=false")
+                    await self.control(server, "/abort_requests", {"request_ids": [f"cmpl-{name}-0"]})
+        return answer
+
+    async def control(self, server: int, path: str, body: dict[str, Any] | None = None) -> None:
+        async with self.http.post(self.urls[server] + path, json=body) as response:
+            assert response.status == 200, await response.text()
+
+    async def loaded_tokens(self, server: int) -> float:
+        return (await self._prompt_tokens(server))[handover.EXTERNAL_SOURCE]
+
+    async def _prompt_tokens(self, server: int) -> dict[str, float]:
+        async with self.http.get(self.urls[server] + "/metrics") as response:
+            families = text_string_to_metric_families(await response.text())
+            samples = [sample for family in families for sample in family.samples]
+        name = "vllm:prompt_tokens_by_source_total"
+        return {sample.labels["source"]: sample.value for sample in samples if sample.name == name}
+
+    def entry(self) -> str:
+        self.entries.append(f"e{next(NAMES)}")
+        return self.entries[-1]
+
+    async def run_until(self, prompt: list[int], entry: str, *, tokens: int = TOKENS, freeze: bool = False) -> Answer:
+        """Run a request on the first server that is slow enough to be aborted in the middle, and abort it."""
+        params = handover.saving("v1", entry)
+        part = await self.ask(0, prompt, 10 * INTERRUPTED_TOKENS, params, stop_at=tokens, freeze=freeze)
+        assert part.finish_reason == "abort"
+        assert tokens <= len(part.token_ids) < 10 * INTERRUPTED_TOKENS
+        return part
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def until_saved(self, entry: str) -> Path:
+        file = self.store.file(entry, 0)
+        await self.until(file.exists)
+        return file
+
+    async def check(self, prompt: list[int], joined: list[Answer]) -> None:
+        """The parts, up to REST_TOKENS in the last, are the undisturbed answer; nothing of a move is left behind."""
+        token_ids = [token for part in joined for token in part.token_ids]
+        logprobs = [logprob for part in joined for logprob in part.logprobs]
+        undisturbed = await self.ask(0, prompt, len(token_ids), {})
+        assert token_ids == undisturbed.token_ids
+        assert logprobs == pytest.approx(undisturbed.logprobs, abs=1e-3)
+        await self.until(lambda: not any((self.store.root / entry).exists() for entry in self.entries))
+
+
+@pytest.fixture(scope="module")
+def handover_servers(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, tuple[LocalEngine, ...]]]:
+    """The shared directory and two vLLM servers with the connector."""
+    log_dir, shared = tmp_path_factory.mktemp("vllm-kv"), tmp_path_factory.mktemp("kv")
+
+    async def start(index: int) -> LocalEngine:
+        return await start_vllm(
+            f"kv-{index}",
+            python=VLLM_PYTHON,
+            model=tiny_model,
+            log_dir=log_dir,
+            max_num_seqs=MAX_NUM_SEQS,
+            arguments=(
+                *("--max-model-len", "16384", "--num-gpu-blocks-override", "130", PREFIX_CACHING[index]),
+                *("--logits-processors", "slow_steps:SlowSteps"),
+                *handover.vllm_arguments(shared),
+            ),
+            environment={
+                # Left alone, both are bound to the same core, where one that looks for work all but stops the other.
+                "VLLM_CPU_OMP_THREADS_BIND": str(CORES[index % len(CORES)]),
+                "PYTHONPATH": f"{handover.MODULE_FOLDER}:{VLLM_PLUGIN}",
+                "ORCHESTRRL_TEST_SLOW_STEPS": f"{INTERRUPTED_TOKENS}:0.01",
+            },
+        )
+
+    async def start_all() -> list[LocalEngine]:
+        return await asyncio.gather(*(start(index) for index in range(2)))
+
+    async def stop_all() -> None:
+        await asyncio.gather(*(engine.stop() for engine in engines))
+
+    engines = asyncio.run(start_all())
+    yield shared, tuple(engines)
+    asyncio.run(stop_all())
+
+
+@pytest.fixture
+async def pair(handover_servers: tuple[Path, tuple[LocalEngine, ...]]) -> AsyncIterator[Pair]:
+    shared, (first, second) = handover_servers
+    async with aiohttp.ClientSession() as http:
+        yield Pair((first.url, second.url), Store(shared, ranks=1), http)
+
+
+async def test_a_running_request_goes_on_elsewhere_with_its_kv(pair: Pair) -> None:
+    """One token is computed there, the last one: the next token comes out of it."""
+    prompt, entry = next(prompts), pair.entry()
+    part = await pair.run_until(prompt, entry)
+    before = await pair.loaded_tokens(1)
+    continued = prompt + part.token_ids
+    rest = await pair.ask(1, continued, REST_TOKENS, handover.loading("v1", entry, wait_s=WAIT_S))
+    loaded_tokens = await pair.loaded_tokens(1) - before
+    assert loaded_tokens == len(continued) - 1
+    assert loaded_tokens > len(prompt)
+    await pair.check(prompt, [part, rest])
+
+
+async def test_it_moves_again_and_back(pair: Pair) -> None:
+    """The second move is back: the KV that was loaded and what was added to it are saved again."""
+    prompt, there, back = next(prompts), pair.entry(), pair.entry()
+    first = await pair.run_until(prompt, there)
+    params = handover.loading("v1", there, save=back, wait_s=WAIT_S)
+    continued = prompt + first.token_ids
+    second = await pair.ask(1, continued, 10 * INTERRUPTED_TOKENS, params, stop_at=150)
+    assert second.finish_reason == "abort"
+    continued += second.token_ids
+    before = await pair.loaded_tokens(0)
+    third = await pair.ask(0, continued, REST_TOKENS, handover.loading("v1", back, wait_s=WAIT_S))
+    assert await pair.loaded_tokens(0) - before == len(continued) - 1
+    await pair.check(prompt, [first, second, third])
+
+
+async def test_what_the_prefix_cache_has_is_not_loaded(pair: Pair) -> None:
+    """The prompt's first block is there already when the request comes."""
+    prompt, entry = next(prompts), pair.entry()
+    await pair.ask(1, prompt, 1, {})
+    part = await pair.run_until(prompt, entry)
+    before = await pair.loaded_tokens(1)
+    continued = prompt + part.token_ids
+    rest = await pair.ask(1, continued, REST_TOKENS, handover.loading("v1", entry, wait_s=WAIT_S))
+    assert await pair.loaded_tokens(1) - before == len(continued) - 1 - 128
+    await pair.check(prompt, [part, rest])
+
+
+async def test_several_move_at_once_and_their_neighbour_stays(pair: Pair) -> None:
+    asked = [next(prompts) for _ in range(3)]
+    neighbour_prompt = next(prompts)
+    neighbour = asyncio.create_task(pair.ask(0, neighbour_prompt, TOKENS + 50, {}))
+    before = await pair.loaded_tokens(1)
+
+    async def move(index: int, prompt: list[int]) -> tuple[Answer, Answer]:
+        entry = pair.entry()
+        part = await pair.run_until(prompt, entry, tokens=100 + 70 * index)
+        params = handover.loading("v1", entry, wait_s=WAIT_S)
+        return part, await pair.ask(1, prompt + part.token_ids, REST_TOKENS, params)
+
+    moved = await asyncio.gather(*(move(index, prompt) for index, prompt in enumerate(asked)))
+    held = sum(len(prompt) + len(part.token_ids) for prompt, (part, _) in zip(asked, moved, strict=True))
+    assert await pair.loaded_tokens(1) - before == held - len(asked)
+    for prompt, parts in zip(asked, moved, strict=True):
+        await pair.check(prompt, list(parts))
+    await pair.check(neighbour_prompt, [await neighbour])
+
+
+async def test_a_frozen_request_is_saved_too(pair: Pair) -> None:
+    prompt, entry = next(prompts), pair.entry()
+    part = await pair.run_until(prompt, entry, tokens=100, freeze=True)
+    await pair.until_saved(entry)
+    await pair.control(0, "/resume")
+    before = await pair.loaded_tokens(1)
+    continued = prompt + part.token_ids
+    rest = await pair.ask(1, continued, REST_TOKENS, handover.loading("v1", entry, wait_s=WAIT_S))
+    assert await pair.loaded_tokens(1) - before == len(continued) - 1
+    await pair.check(prompt, [part, rest])
+
+
+async def test_kv_of_other_weights_is_recomputed(pair: Pair) -> None:
+    prompt, entry = next(prompts), pair.entry()
+    part = await pair.run_until(prompt, entry)
+    before = await pair.loaded_tokens(1)
+    params = handover.loading("v2", entry, wait_s=WAIT_S)
+    rest = await pair.ask(1, prompt + part.token_ids, REST_TOKENS, params)
+    assert await pair.loaded_tokens(1) == before
+    await pair.check(prompt, [part, rest])
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def changed(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def removed(file: Path) -> None:
+    file.unlink()
+    file.parent.rmdir()
+
+
+@pytest.mark.parametrize("damage", [cut_short, changed, removed])
+async def test_a_damaged_entry_is_recomputed(pair: Pair, damage: Callable[[Path], None]) -> None:
+    prompt, entry = next(prompts), pair.entry()
+    part = await pair.run_until(prompt, entry, tokens=100)
+    damage(await pair.until_saved(entry))
+    before = await pair.loaded_tokens(1)
+    params = handover.loading("v1", entry, wait_s=0.5)
+    rest = await pair.ask(1, prompt + part.token_ids, REST_TOKENS, params)
+    assert rest.finish_reason == "length"
+    assert await pair.loaded_tokens(1) == before
+    await pair.check(prompt, [part, rest])
+
+
+async def test_a_wish_that_cannot_be_read_harms_nobody(pair: Pair) -> None:
+    prompt = next(prompts)
+    params = {handover.BODY_FIELD: {"handover": {"weights": 7, "load": "../../etc"}}}
+    await pair.check(prompt, [await pair.ask(1, prompt, 5, params)])

@@ -116,8 +116,9 @@ def rebalanced(problem: Problem, fleet: LiveFleet, order: Indices) -> Candidate:
     most requests stay where they are."""
     requests, limits = problem.requests, fleet.limits
     remaining, context = requests.remaining_tokens[order], requests.context_tokens[order]
-    slowest = min(limit.prefill_tokens_per_s for limit in limits)
-    move_s = np.where(requests.state[order] == RUNNING, context / slowest, 0.0)
+    slowest = np.array([min(limit.prefill_tokens_per_s for limit in limits)])
+    again_s = problem.transfer.recompute_s(context.astype(np.float64), slowest)
+    move_s = np.where(requests.state[order] == RUNNING, again_s, 0.0)
     kinds = {limit.id: limit for limit in limits}
     work_of = {name: added_s(kind.beta_s, kind.gamma_s, context, remaining).tolist() for name, kind in kinds.items()}
     alpha_s, works_s = [limit.alpha_s for limit in limits], [work_of[limit.id] for limit in limits]
@@ -290,7 +291,8 @@ def _move_s(problem: Problem, instances: Sequence[Instance], requests: Indices, 
     rate_gbps = gpus * np.where(inside, transfer.intra_node_gbps_per_gpu, transfer.inter_node_gbps_per_gpu)
     with np.errstate(divide="ignore", invalid="ignore"):
         wire_s = context * problem.kv_bytes_per_token * 8 / (rate_gbps * 1e9)
-    return np.where(rate_gbps > 0, wire_s, np.inf) + transfer.latency_s, context / prefill[to]
+    recompute_s = transfer.recompute_s(context, prefill[to])
+    return np.where(rate_gbps > 0, wire_s, np.inf) + transfer.latency_s, recompute_s
 
 
 def _shape(instances: Sequence[Instance], per_node: int) -> Indices:

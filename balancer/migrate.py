@@ -146,8 +146,9 @@ class _Load:
 
     def _holding(self, running: int, requests: int, context_tokens: int, kv_free_tokens: int) -> _Holding:
         cap = concurrency_cap(running, requests, context_tokens, kv_free_tokens, self._max_sequences, self._fleet)
-        index = inf if self.stalled and requests else load_index(requests, cap, self._tokens_per_s)
-        return running, requests, context_tokens, kv_free_tokens, cap, index
+        if self.stalled and requests:
+            return running, requests, context_tokens, kv_free_tokens, cap, inf
+        return running, requests, context_tokens, kv_free_tokens, cap, load_index(requests, cap, self._tokens_per_s)
 
     def without(self, departure: _Departure) -> _Holding:
         """After one of its requests has left; a running one gives its KV back."""
@@ -216,7 +217,8 @@ class _Fleet:
         """Highest minus lowest index, inf while a worker is stalled; forgotten workers left out."""
         if not self._ascending:
             return 0.0
-        return self._ascending[-1][0] - self._ascending[0][0] if not isinf(self._ascending[-1][0]) else inf
+        highest = self._ascending[-1][0]
+        return inf if highest == inf else highest - self._ascending[0][0]
 
     @property
     def spread(self) -> float:
@@ -325,7 +327,8 @@ class _Fleet:
     def carry_out(self, source: _Load, found: _Found) -> Move:
         """Make the move, and put both workers where they then belong."""
         place, destination, left, arrived = found
-        _, request, state = self._departures(source).pop(place)
+        assert source.departures is not None
+        _, request, state = source.departures.pop(place)
         self._become(source, left)
         heapreplace(self._sources, (-source.load_index, source.position))  # it was the first of them
         self._become(destination, arrived)
@@ -334,14 +337,16 @@ class _Fleet:
         return Move(request, source.worker.id, destination.worker.id, state)
 
     def _become(self, load: _Load, holding: _Holding) -> None:
-        self._remove(load)
+        ascending, room = self._ascending, self._room
+        place = -1 if ascending[-1] is load.entry else bisect_left(ascending, load.entry)
+        del ascending[place], room[place]
         load.become(holding)
-        place = bisect_left(self._ascending, load.entry)
-        self._ascending.insert(place, load.entry)
-        self._room.insert(place, load.room)
+        place = bisect_left(ascending, load.entry)
+        ascending.insert(place, load.entry)
+        room.insert(place, load.room)
 
     def _remove(self, load: _Load) -> None:
-        place = -1 if self._ascending[-1] is load.entry else bisect_left(self._ascending, load.entry)
+        place = bisect_left(self._ascending, load.entry)
         del self._ascending[place], self._room[place]
 
 

@@ -1,16 +1,17 @@
 """What the fleet's engines cost, as the control plane believes it: the configured profile, re-fitted while they work.
 
 Holds values and does no input or output; it is fed by reports and results, and read at each tick. A re-fit stands in
-for what was believed only where it says something notably different, so that plans do not waver with noise. Nothing of
-this outlives the daemon: a restarted one begins with the configured profile and learns again.
+for what was believed only where it says something notably different, so that plans do not waver with noise. A restarted
+daemon begins with the configured profile and learns again; what starts took, it is told from the journal.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+from orchestrrl.beliefs import Belief, Believed, Moving, said
 from orchestrrl.config import Fleet
 from orchestrrl.operations import MoveRequests, OperationResult
 from orchestrrl.plans import EngineStart
@@ -24,10 +25,9 @@ from orchestrrl.profiles.refit import (
     same_batch,
 )
 from orchestrrl.reports import EngineReport, EngineSample
-from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, RequestId, Snapshot
-from planner.phases import line_ahead, worth_a_look
+from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, RequestId
 from planner.problem import Transfer
-from planner.profile import EngineProfile, MoveCosts, Profile, Provenance, Source
+from planner.profile import EngineProfile, MoveCosts, Profile
 
 logger = logging.getLogger(__name__)
 
@@ -47,61 +47,6 @@ LOADS_REMEMBERED = 64
 WEIGHT = 0.05
 
 Note = Callable[[ConfigurationId, dict[str, Any]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Belief:
-    """One configuration, for people and metrics."""
-
-    profile: EngineProfile
-    refitted: bool  # its step times
-    factor: float  # step times against the configured ones, over the loads seen last
-    predicted_ratio: float | None  # predicted over measured step time, running; None: nothing was measured
-    taken: int  # samples
-    refused: int  # of steps that no engine of this configuration can take
-
-
-@dataclass(frozen=True, slots=True)
-class Believed:
-    """Every configuration, with what is believed of it."""
-
-    profiles: tuple[EngineProfile, ...]
-    as_written: Mapping[
-        ConfigurationId, Configuration
-    ]  # where step times are as somebody wrote them: to the last digit
-
-    @property
-    def straight(self) -> bool:
-        """Whether each step time is a line anyway, whatever batches are to come."""
-        return all(
-            profile.id in self.as_written or (len(profile.step.base_s.xs) <= 2 and not profile.spill_capacity_tokens)
-            for profile in self.profiles
-        )
-
-    def lines(
-        self, snapshot: Snapshot, gpus_count: int, remaining_tokens: Sequence[float] = ()
-    ) -> tuple[Configuration, ...]:
-        """Each step time as a line over the batches to come. `remaining_tokens`: of the requests in flight, by which
-        curves that bend go."""
-        count = max(1, len(snapshot.requests))
-        context = sum(request.context_tokens for request in snapshot.requests) / count
-        return tuple(
-            self.as_written.get(profile.id) or line_ahead(profile, remaining_tokens, context, gpus_count)
-            for profile in self.profiles
-        )
-
-    def worth(
-        self, snapshot: Snapshot, gpus_count: int, always: Collection[ConfigurationId] = ()
-    ) -> tuple[ConfigurationId, ...]:
-        """Those that a plan should choose from: all of a few, of many those that fit the step's phase."""
-        return worth_a_look(self.profiles, snapshot, gpus_count, always)
-
-
-class Moving(NamedTuple):
-    """What moving a running request is believed to cost, as plans take it."""
-
-    transfer: Transfer
-    kv_bytes_per_token: float
 
 
 @dataclass(slots=True)
@@ -219,7 +164,7 @@ class LiveProfile:
 
     # --- answer
 
-    def believed(self) -> "Believed":
+    def believed(self) -> Believed:
         """All of it as of now, to decide with elsewhere while reports come in."""
         written = {id: known.as_written for id, known in self._known.items()}
         return Believed(
@@ -231,6 +176,7 @@ class LiveProfile:
         return tuple(
             Belief(
                 known.held,
+                known.given,
                 known.held.step is not known.given.step,
                 _factor(known),
                 known.ratio,
@@ -244,7 +190,7 @@ class LiveProfile:
         """What moving is now believed to cost; None where no profile says anything of it."""
         return self._refitter.moves()
 
-    def moving(self, nic_share: float = 1.0) -> "Moving":
+    def moving(self, nic_share: float = 1.0) -> Moving:
         """The same for a plan. KV is handed over only where the configuration says that engines can; between nodes with
         that share of the NICs."""
         moves, links = self._refitter.moves(), self._links
@@ -260,10 +206,8 @@ class LiveProfile:
         return Moving(Transfer(across_gbps * nic_share, inside_gbps, latency_s, rebuilt_tokens), kv_bytes)
 
     def notes(self) -> tuple[str, ...]:
-        """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
-        learnt."""
-        steps = tuple(_said(belief) for belief in self.beliefs() if _worth_saying(belief))
-        return (*steps, *(note for known in self._known.values() for note in _figures_said(known)))
+        """For a plan's reader."""
+        return tuple(note for belief in self.beliefs() for note in said(belief))
 
     # --- inside
 
@@ -368,35 +312,3 @@ def _step_times(known: _Known, first: EngineProfile, second: EngineProfile) -> l
 def _factor(known: _Known) -> float:
     factors = [held_s / given_s for held_s, given_s in _step_times(known, known.held, known.given) if given_s > 0]
     return sum(factors) / len(factors) if factors else 1.0
-
-
-def _worth_saying(belief: Belief) -> bool:
-    return belief.refitted or belief.profile.provenance.source is not Source.GIVEN
-
-
-def _said(belief: Belief) -> str:
-    provenance = belief.profile.provenance
-    error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
-    if not belief.refitted:
-        return f"step times of {belief.profile.id}: {provenance.source}, {provenance.date}{error}"
-    return (
-        f"step times of {belief.profile.id}: {belief.factor:.2f} times the configured ones, re-fitted to"
-        f" {provenance.samples} batches of its engines, {provenance.date}{error}"
-    )
-
-
-def _figures_said(known: _Known) -> tuple[str, ...]:
-    """What was learnt beside step times."""
-    held, given, others = known.held, known.given, dict(known.held.others)
-    said = []
-    if held.prefill_tokens_per_s != given.prefill_tokens_per_s:
-        rates = f"{held.prefill_tokens_per_s:,.0f} tokens/s, configured {given.prefill_tokens_per_s:,.0f}"
-        said.append(f"prefill of {held.id}: {rates}, by {_samples_of(others['prefill_tokens_per_s'])}")
-    if held.switch_s != given.switch_s:
-        times = f"{held.switch_s:.3g} s, configured {given.switch_s:.3g} s"
-        said.append(f"starting {held.id}: {times}, by {_samples_of(others['switch_s'])}")
-    return tuple(said)
-
-
-def _samples_of(provenance: Provenance) -> str:
-    return f"{provenance.samples} samples of {provenance.detail.partition(';')[0]}, {provenance.date}"

@@ -9,10 +9,10 @@ from planner.solver.band import balanced, violation
 from planner.solver.columns import Columns
 from planner.solver.evaluate import Placement
 from planner.solver.settle import moves, settled
-from planner.solver.spread import MANY
 
 STEADY = 0.002  # share of the makespan, but no more than epsilon, that may be lost where less changes for it
 NEAREST = 4  # placements that are looked at closely
+FEW = 20_000  # requests up to which it is so many, and moves are saved in several ways
 
 
 def chosen(
@@ -40,7 +40,7 @@ def chosen(
     steady_s = best.makespan_s + min(epsilon_s, STEADY * best.makespan_s)
     limit_s = min(most_s, max(best.makespan_s, min(static_s, steady_s)))
     near = sorted((each for each in found if each.makespan_s <= limit_s), key=lambda each: each.makespan_s)
-    few = table.count <= MANY
+    few = table.count <= FEW
     return min(
         (
             settled(table, each, limit_s) if few else settled(table, each, limit_s, 1)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -284,3 +285,11 @@ async def test_a_wish_that_cannot_be_read_harms_nobody(pair: Pair) -> None:
     prompt = next(prompts)
     params = {handover.BODY_FIELD: {"handover": {"weights": 7, "load": "../../etc"}}}
     await pair.check(prompt, [await pair.ask(1, prompt, 5, params)])
+
+
+def test_blocks_are_carried_however_they_lie(tmp_path: Path) -> None:
+    """Those of a GPU, or in several pieces, take another way than those of the servers above."""
+    environment = {**os.environ, "PYTHONPATH": str(handover.MODULE_FOLDER)}
+    command = [str(VLLM_PYTHON), str(VLLM_PLUGIN / "carry_blocks.py"), str(tmp_path)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
+from orchestrrl import control_plane
 from orchestrrl.clock import VirtualClock
 from orchestrrl.config import parse_config
 from orchestrrl.control_plane import ControlPlane, engine_facts
@@ -519,6 +521,23 @@ async def test_engines_as_their_profile_says_are_left_as_they_are(tmp_path: Path
     assert not belief.refitted
     assert belief.predicted_ratio == pytest.approx(1.0, abs=0.03)
     assert belief.taken > 20
+
+
+@pytest.mark.parametrize(("crowded_below", "misled"), [(control_plane.NICS_CROWDED, False), (0.0, True)])
+async def test_weights_that_pass_by_are_not_learnt_as_slower_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crowded_below: float, misled: bool
+) -> None:
+    """New weights come in through NICs that engines decode over. With the limit off, their time is taken for the
+    engines' own."""
+    monkeypatch.setattr(control_plane, "NICS_CROWDED", crowded_below)
+    network = "network: {nic_gbps_per_node: 100, weight_gbytes: 60}\nengines:"
+    told = SCENARIO.replace("engines:", network).replace("switch_s: 1.0}", "switch_s: 1.0, nic_gbps: 40}")
+    world, _ = await one_step(parse_scenario(told), 1.0, tmp_path / "journal.sqlite")
+    (belief,) = world.plane.costs.beliefs()
+    with closing(JournalReader(tmp_path / "journal.sqlite")) as reader:
+        learnt = [entry.body["step_time_factor"] for entry in reader.since(0, (Kind.PROFILE_REFITTED,))]
+    assert belief.taken > 5
+    assert bool(learnt) == misled, learnt
 
 
 @pytest.mark.parametrize("hands_over", [False, True])

@@ -1,47 +1,19 @@
 """`orchestrrl gateway`: serve OpenAI's endpoints in front of the engines."""
 
 import asyncio
-import logging
-import signal
-import socket
-import sys
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 
 from orchestrrl.cli.output import reporting_errors
-from orchestrrl.clock import WallClock
-from orchestrrl.engines.base import Engine, connect
+from orchestrrl.engines.base import connect
 from orchestrrl.errors import Permanent, ProblemFaults
-from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
-from orchestrrl.gateway.link import GatewayLink
 from orchestrrl.gateway.relay import Limits
 from orchestrrl.gateway.routing import Policy
-from orchestrrl.gateway.server import Server
+from orchestrrl.gateway.service import GatewayOptions, log_to_stderr, serve
 from orchestrrl.operations import Route
 from planner.model import EngineId, NodeId
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayOptions:
-    """The flags, understood."""
-
-    host: str
-    port: int
-    node: NodeId
-    engines: tuple[Route, ...]
-    engine_kind: str
-    daemon: str | None
-    policy: Policy
-    limits: Limits
-    report_interval_s: float
-    drain_s: float
 
 
 def register(app: typer.Typer) -> None:
@@ -61,6 +33,12 @@ def gateway(
     stall_s: Annotated[float, typer.Option(help="Leave an engine that makes no token for this long.")] = 120.0,
     report_interval_s: Annotated[float, typer.Option(help="Report to the daemon this often.")] = 0.25,
     drain_s: Annotated[float, typer.Option(help="On SIGTERM, let requests finish for this long.")] = 30.0,
+    coalesce_tokens: Annotated[
+        int, typer.Option(help="Answers that are not streamed: ask engines for chunks of this many tokens.")
+    ] = 8,
+    processes: Annotated[
+        int, typer.Option(help="Serve with this many processes on one port; the daemon sees each as a gateway.")
+    ] = 1,
     log_level: Annotated[str, typer.Option(help="debug | info | warning | error")] = "info",
 ) -> None:
     """Serve `/v1/completions` and `/v1/chat/completions` in front of engines.
@@ -81,12 +59,17 @@ def gateway(
             stall_s=stall_s,
             report_interval_s=report_interval_s,
             drain_s=drain_s,
+            coalesce_tokens=coalesce_tokens,
+            processes=processes,
             log_level=log_level,
         )
-        logging.basicConfig(
-            stream=sys.stderr, level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
-        asyncio.run(serve(options))
+        log_to_stderr(log_level)
+        if processes == 1:
+            asyncio.run(serve(options))
+            return
+        from orchestrrl.gateway.processes import serve_many
+
+        serve_many(options)
 
 
 def read_options(
@@ -101,6 +84,8 @@ def read_options(
     stall_s: float,
     report_interval_s: float,
     drain_s: float,
+    coalesce_tokens: int,
+    processes: int,
     log_level: str,
 ) -> GatewayOptions:
     """Raises ProblemFaults that names every bad flag."""
@@ -117,6 +102,8 @@ def read_options(
     faults += [f"--{name}: must be > 0, got {value:g}" for name, value in durations.items() if not value > 0]
     if not drain_s >= 0:
         faults.append(f"--drain-s: must be >= 0, got {drain_s:g}")
+    counts = {"coalesce-tokens": coalesce_tokens, "processes": processes}
+    faults += [f"--{name}: must be >= 1, got {value}" for name, value in counts.items() if value < 1]
     if log_level not in ("debug", "info", "warning", "error"):
         faults.append(f"--log-level: must be one of debug, info, warning, error, got {log_level!r}")
     try:
@@ -133,9 +120,11 @@ def read_options(
         engine_kind=engine_kind,
         daemon=daemon,
         policy=Policy(policy),
-        limits=Limits(engine_wait_s=engine_wait_s, stall_s=stall_s),
+        limits=Limits(engine_wait_s=engine_wait_s, stall_s=stall_s, coalesce_tokens=coalesce_tokens),
         report_interval_s=report_interval_s,
         drain_s=drain_s,
+        processes=processes,
+        log_level=log_level,
     )
 
 
@@ -159,43 +148,3 @@ def _routes(engines: list[str], faults: list[str]) -> list[Route]:
         else:
             routes.append(Route(EngineId(name), url.rstrip("/")))
     return routes
-
-
-async def serve(options: GatewayOptions) -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
-    clock = WallClock()
-
-    def connect_engine(url: str) -> Engine:
-        return connect(options.engine_kind, url)
-
-    fleet = Fleet(connect_engine, clock=clock, policy=options.policy)
-    core = Gateway(options.node, fleet, limits=options.limits, clock=clock)
-    server = Server(core)
-    try:
-        core.url = await server.start(options.host, options.port)
-    except OSError as error:
-        raise Permanent(f"--listen {options.host}:{options.port}: {error.strerror or error}") from error
-    core.node = core.node or NodeId(f"gateway-{socket.gethostname()}-{core.url.rpartition(':')[2]}")
-    core.set_routes(options.engines)
-    tasks = [asyncio.create_task(core.watch())]
-    if options.daemon is not None:
-        link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s, clock=clock)
-        tasks.append(asyncio.create_task(link.run()))
-    stopping = asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stopping.set)
-    sys.stdout.write(core.url + "\n")
-    sys.stdout.flush()
-    ending = asyncio.create_task(stopping.wait())
-    # A task that ends is a defect: nothing here ends by itself.
-    await asyncio.wait({ending, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-    left = await server.drain(options.drain_s)
-    if left:
-        logger.warning("cutting %d requests that did not finish within %g s", left, options.drain_s)
-    await server.close()
-    for task in (ending, *tasks):
-        task.cancel()
-    with suppress(asyncio.CancelledError):
-        for task in tasks:
-            await task
-    await fleet.close()

@@ -135,12 +135,16 @@ class Gateway:
             self.tokens_recomputed += result.recomputed_tokens
         return tuple(results)
 
+    def knows(self, request: RequestId) -> bool:
+        """It is in flight here, or has lately been."""
+        return request in self.relays or any(summary.id == request for summary in reversed(self.ledger.finished))
+
     async def _move(self, move: RequestMove) -> ItemResult:
         relay = self.relays.get(move.request)
         target = self.fleet.get(move.to_engine)
         if relay is None:
-            known = any(summary.id == move.request for summary in reversed(self.ledger.finished))
-            return ItemResult(move.request, False, "finished before the move" if known else "no such request")
+            detail = "finished before the move" if self.knows(move.request) else "no such request"
+            return ItemResult(move.request, False, detail)
         held = move.hold_s > 0 and (target is None or not target.usable)
         if target is None and not held:
             return ItemResult(move.request, False, f"engine {move.to_engine!r} is not in the routes")

@@ -5,16 +5,29 @@ Without the daemon the gateway goes on by its last orders; nothing here is in th
 
 import asyncio
 
+import grpc
 from google.protobuf.message import Message
 
 from orchestrrl import __version__
 from orchestrrl.clock import Clock
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.operations import MoveRequests, Operation, OperationResult, OperationStatus, SetRoutes, status_of
+from orchestrrl.operations import (
+    ItemResult,
+    MoveRequests,
+    Operation,
+    OperationResult,
+    OperationStatus,
+    SetRoutes,
+    status_of,
+)
 from orchestrrl.reports import NodeHello, NodeKind
+from orchestrrl.rpc.channel import CHANNEL_OPTIONS
 from orchestrrl.rpc.convert import ack_from_pb, gateway_report_to_pb, hello_to_pb, operation_from_pb, result_to_pb
 from orchestrrl.rpc.node import NodeLink, ReportStream
-from orchestrrl.rpc.pb import agent_pb2, telemetry_pb2
+from orchestrrl.rpc.pb import agent_pb2, control_pb2, control_pb2_grpc, telemetry_pb2
+from planner.model import EngineId, RequestId
+
+MOVE_ANSWER_S = 30.0  # of the daemon, which waits for the gateway that has the request
 
 
 class GatewayLink:
@@ -22,6 +35,7 @@ class GatewayLink:
 
     def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float, clock: Clock) -> None:
         self._gateway = gateway
+        self._target = target
         hello = NodeHello(
             node=gateway.node,
             kind=NodeKind.GATEWAY,
@@ -57,6 +71,17 @@ class GatewayLink:
             case other:
                 detail = f"{other.kind} is for agents, not for gateways"
                 return OperationResult(operation.id, self._gateway.node, OperationStatus.FAILED, detail)
+
+    async def move_elsewhere(self, request: RequestId, to_engine: EngineId) -> ItemResult:
+        """Have the daemon move a request that another gateway holds."""
+        asked = control_pb2.MoveRequestRequest(request_id=request, to_engine_id=to_engine)
+        try:
+            async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+                stub = control_pb2_grpc.ControlStub(channel)
+                answer = await stub.MoveRequest(asked, timeout=MOVE_ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            return ItemResult(request, False, f"is not here, and the daemon says: {error.details()}")
+        return ItemResult(request, answer.done, answer.detail)
 
     async def _report(self) -> Message:
         return gateway_report_to_pb(self._gateway.report())

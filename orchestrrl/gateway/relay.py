@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How patient the gateway is with engines."""
+    """How patient the gateway is with engines, and what it asks of them."""
 
     engine_wait_s: float = 30.0  # for any engine to be there at all
     stall_s: float = 120.0  # without a token
@@ -34,6 +34,7 @@ class Limits:
     retry_first_s: float = 0.05
     retry_cap_s: float = 2.0
     move_answer_s: float = 2.0  # a move is reported as done by then, unless it was refused
+    coalesce_tokens: int = 1  # in each chunk of an answer that is not streamed; a cut loses less than so many
 
 
 @dataclass(slots=True)
@@ -314,12 +315,13 @@ class Relay:
 
     def _request(self) -> GenerationRequest:
         record = self.record
+        coalesce = 1 if record.streaming else self._limits.coalesce_tokens
         if not record.generated_ids:
-            return GenerationRequest(record.attempt_id, record.endpoint, record.body)
+            return GenerationRequest(record.attempt_id, record.endpoint, record.body, coalesce)
         assert record.prompt_ids is not None
         assert record.max_tokens is not None
         body = continued(record.endpoint, record.body, record.prompt_ids, record.generated_ids, record.max_tokens)
-        return GenerationRequest(record.attempt_id, Endpoint.COMPLETIONS, body)
+        return GenerationRequest(record.attempt_id, Endpoint.COMPLETIONS, body, coalesce)
 
     # --- the stream --------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from orchestrrl.gateway.door import Door, Head, House
 from orchestrrl.gateway.ledger import DuplicateRequest, Failure, Record
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.openai import DONE, ChunkWriter, error_body, event, response, usage_chunk
-from orchestrrl.operations import RequestMove
+from orchestrrl.operations import ItemResult, RequestMove
 from planner.model import EngineId, RequestId
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 1024 * 1024
 DRAIN_POLL_S = 0.05
 
+Elsewhere = Callable[[RequestId, EngineId], Awaitable[ItemResult]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -66,7 +67,8 @@ class Server:
         self._registry.register(GatewayCollector(gateway))
         self._runner: web.AppRunner | None = None
         self._house: House | None = None
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
+        self.elsewhere: Elsewhere | None = None  # has a request moved that another gateway holds
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[openai_errors])
         self.app.add_routes(
             [
@@ -81,21 +83,25 @@ class Server:
             ]
         )
 
-    async def start(self, host: str, port: int, *, reuse_port: bool = False) -> str:
-        """Listen; returns the URL, with the port that was chosen where 0 was asked for. `reuse_port`: other processes
-        may listen on it too."""
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns the URL, with the port that was chosen where 0 was asked for."""
         # A client that leaves ends its handler, which stops its request on the engine.
         self._runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         assert self._runner.server is not None
         self._house = House(self._usual, self._runner.server, set())
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            self._house.door, host, port, backlog=4096, reuse_port=reuse_port or None
-        )
-        bound_port = self._server.sockets[0].getsockname()[1]
+        bound_port = await self.listen(host, port)
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{bound_port}"
+
+    async def listen(self, host: str, port: int, *, shared: bool = False) -> int:
+        """Listen on one more port. `shared`: other processes may listen on it, too."""
+        assert self._house is not None
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(self._house.door, host, port, backlog=4096, reuse_port=shared or None)
+        self._servers.append(server)
+        bound_port: int = server.sockets[0].getsockname()[1]
+        return bound_port
 
     async def drain(self, limit_s: float) -> int:
         """Take nothing new and wait for what runs, up to `limit_s`. Returns how many requests are left."""
@@ -110,8 +116,8 @@ class Server:
         return len(self._gateway.ledger) > 0 or (self._house is not None and self._house.busy)
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         if self._house is not None:
             await self._house.close()
         if self._runner is not None:
@@ -259,7 +265,7 @@ class Server:
             moves = self._read_moves(json.loads(await request.read()))
         except ValueError as error:
             return our_error(str(error), 400)
-        results = await self._gateway.move(moves)
+        results = await asyncio.gather(*(self._carry_out(move) for move in moves))
         items = [
             {
                 "id": item.id,
@@ -271,6 +277,12 @@ class Server:
             for item in results
         ]
         return web.json_response({"items": items})
+
+    async def _carry_out(self, move: RequestMove) -> ItemResult:
+        if self.elsewhere is not None and not self._gateway.knows(move.request):
+            return await self.elsewhere(move.request, move.to_engine)
+        (result,) = await self._gateway.move((move,))
+        return result
 
     def _read_moves(self, body: Any) -> list[RequestMove]:
         """Raises ValueError. Without `from_engine_id`: from wherever the request is."""

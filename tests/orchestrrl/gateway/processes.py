@@ -30,6 +30,11 @@ class GatewayProcess:
         assert self._process.stdout is not None
         return self._process.stdout.readline().decode()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()

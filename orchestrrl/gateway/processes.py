@@ -1,0 +1,135 @@
+"""Several gateway processes on one port: each is a gateway of its own, and the daemon sees them all as its nodes.
+
+The kernel spreads connections over them (SO_REUSEPORT). A process that dies takes its own requests with it and is
+started again; when this one dies, they end too.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from orchestrrl.errors import Permanent
+from orchestrrl.gateway.service import GatewayOptions, Place, log_to_stderr, print_url, serve
+
+logger = logging.getLogger(__name__)
+
+RESTART_AFTER_S = 1.0
+END_WITHIN_S = 10.0  # beyond what draining takes
+
+# A fork would take threads and sockets along.
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    process: SpawnProcess
+    line: Connection  # it writes its URL; it ends when our end is closed
+    place: Place
+
+
+def serve_many(options: GatewayOptions) -> None:
+    """Serve until SIGTERM or SIGINT. The shared URL is the first line of output, once all listen. Raises Permanent when
+    one of them cannot."""
+    with _reserved(options.host, options.port) as port, _signals() as told:
+        children = [_started(options, Place(index, port)) for index in range(options.processes)]
+        try:
+            for child in children:
+                _await_url(child)
+            shown = f"[{options.host}]" if ":" in options.host else options.host
+            print_url(f"http://{shown}:{port}")
+            _keep_running(options, children, told)
+        finally:
+            _end(children, options.drain_s)
+
+
+def _keep_running(options: GatewayOptions, children: list[_Child], told: int) -> None:
+    """Until a signal comes."""
+    while True:
+        ready = wait([told, *(child.process.sentinel for child in children)])
+        if told in ready:
+            return
+        for index, child in enumerate(children):
+            if child.process.sentinel in ready:
+                logger.error("gateway process %d ended with %s and is started again", index, child.process.exitcode)
+                child.line.close()
+                if wait([told], RESTART_AFTER_S):
+                    return
+                children[index] = _started(options, child.place)
+
+
+def _started(options: GatewayOptions, place: Place) -> _Child:
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_run, args=(options, place, theirs), name=f"gateway-{place.index}")
+    process.start()
+    theirs.close()
+    return _Child(process, ours, place)
+
+
+def _run(options: GatewayOptions, place: Place, line: Connection) -> None:
+    """One of the processes."""
+    log_to_stderr(options.log_level)
+    asyncio.run(serve(options, line.send, place, line.fileno()))
+
+
+def _await_url(child: _Child) -> None:
+    wait([child.line, child.process.sentinel])
+    if not child.line.poll():
+        raise Permanent(f"gateway process {child.place.index} ended with {child.process.exitcode} before it listened")
+    try:
+        logger.info("gateway process %d listens on %s too", child.place.index, child.line.recv())
+    except EOFError as error:
+        raise Permanent(f"gateway process {child.place.index} ended before it listened") from error
+
+
+def _end(children: list[_Child], drain_s: float) -> None:
+    for child in children:
+        with suppress(ProcessLookupError):
+            if child.process.pid is not None:
+                os.kill(child.process.pid, signal.SIGTERM)
+    deadline_s = time.monotonic() + drain_s + END_WITHIN_S
+    for child in children:
+        child.process.join(max(0.0, deadline_s - time.monotonic()))
+        if child.process.exitcode is None:
+            child.process.kill()
+            child.process.join()
+        child.line.close()
+
+
+@contextmanager
+def _reserved(host: str, port: int) -> Iterator[int]:
+    """The port, kept from others' use: one that is taken is told before anything starts. Raises Permanent."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            holder.bind((host, port))
+        except OSError as error:
+            raise Permanent(f"--listen {host}:{port}: {error.strerror or error}") from error
+        bound_port: int = holder.getsockname()[1]
+        yield bound_port
+
+
+@contextmanager
+def _signals() -> Iterator[int]:
+    """A file descriptor that can be read once SIGTERM or SIGINT has come."""
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    handlers = {name: signal.signal(name, lambda *_: None) for name in (signal.SIGTERM, signal.SIGINT)}
+    before = signal.set_wakeup_fd(tell)
+    try:
+        yield told
+    finally:
+        signal.set_wakeup_fd(before)
+        for name, handler in handlers.items():
+            signal.signal(name, handler)
+        os.close(told)
+        os.close(tell)

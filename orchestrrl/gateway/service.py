@@ -1,0 +1,122 @@
+"""One gateway as a process: its parts wired together, from its first line of output to its end."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from orchestrrl.clock import WallClock
+from orchestrrl.engines.base import Engine, connect
+from orchestrrl.errors import Permanent
+from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.link import GatewayLink
+from orchestrrl.gateway.relay import Limits
+from orchestrrl.gateway.routing import Policy
+from orchestrrl.gateway.server import Server
+from orchestrrl.operations import Route
+from planner.model import NodeId
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """The flags, understood."""
+
+    host: str
+    port: int
+    node: NodeId
+    engines: tuple[Route, ...]
+    engine_kind: str
+    daemon: str | None
+    policy: Policy
+    limits: Limits
+    report_interval_s: float
+    drain_s: float
+    processes: int
+    log_level: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one of several processes belongs: which it is, and the port that all of them listen on."""
+
+    index: int
+    shared_port: int
+
+
+def log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def print_url(url: str) -> None:
+    sys.stdout.write(url + "\n")
+    sys.stdout.flush()
+
+
+async def serve(
+    options: GatewayOptions,
+    ready: Callable[[str], None] = print_url,
+    place: Place | None = None,
+    stop_on: int | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until the file descriptor `stop_on` can be read, then drain. `ready` is given
+    the URL. With a `place` the URL is of this process alone, which listens on the shared port too."""
+    clock = WallClock()
+
+    def connect_engine(url: str) -> Engine:
+        return connect(options.engine_kind, url)
+
+    fleet = Fleet(connect_engine, clock=clock, policy=options.policy)
+    core = Gateway(options.node, fleet, limits=options.limits, clock=clock)
+    server = Server(core)
+    try:
+        core.url = await server.start(options.host, 0 if place else options.port)
+    except OSError as error:
+        raise Permanent(f"--listen {options.host}:{options.port}: {error.strerror or error}") from error
+    core.node = _node(options, core.url, place)
+    core.set_routes(options.engines)
+    tasks = [asyncio.create_task(core.watch())]
+    if options.daemon is not None:
+        link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s, clock=clock)
+        tasks.append(asyncio.create_task(link.run()))
+        if place is not None:
+            server.elsewhere = link.move_elsewhere
+    if place is not None:
+        await server.listen(options.host, place.shared_port, shared=True)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stopping.set)
+    if stop_on is not None:
+        loop.add_reader(stop_on, stopping.set)
+    ready(core.url)
+    ending = asyncio.create_task(stopping.wait())
+    # A task that ends is a defect: nothing here ends by itself.
+    await asyncio.wait({ending, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    if stop_on is not None:
+        loop.remove_reader(stop_on)
+    left = await server.drain(options.drain_s)
+    if left:
+        logger.warning("cutting %d requests that did not finish within %g s", left, options.drain_s)
+    await server.close()
+    for task in (ending, *tasks):
+        task.cancel()
+    with suppress(asyncio.CancelledError):
+        for task in tasks:
+            await task
+    await fleet.close()
+
+
+def _node(options: GatewayOptions, url: str, place: Place | None) -> NodeId:
+    if place is None:
+        return options.node or NodeId(f"gateway-{socket.gethostname()}-{url.rpartition(':')[2]}")
+    name = options.node or f"gateway-{socket.gethostname()}-{place.shared_port}"
+    return NodeId(f"{name}-{place.index}")

@@ -1,0 +1,177 @@
+"""`orchestrrl gateway --processes N`: one port, N gateways, and a daemon that sees all of them."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from orchestrrl.demo.stack import Process
+from orchestrrl.deployers.local import LocalEngine, start_simulated
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2
+from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
+
+DEADLINE_S = 60.0
+PROCESSES = 3
+ENGINE = ("--speed", "5", "--tick-s", "0.005")
+BODY: dict[str, Any] = {"model": "simulated", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+Start = Callable[..., Awaitable[GatewayProcess]]
+
+
+@pytest.fixture
+async def engines(tmp_path: Path) -> AsyncIterator[list[LocalEngine]]:
+    names = ("e0", "e1")
+    started = await asyncio.gather(*(start_simulated(n, log_dir=tmp_path, arguments=ENGINE) for n in names))
+    yield list(started)
+    for engine in started:
+        engine.kill()
+
+
+@pytest.fixture
+async def start(engines: list[LocalEngine], tmp_path: Path) -> AsyncIterator[Start]:
+    processes: list[GatewayProcess] = []
+
+    async def starting(*more: str, port: int = 0) -> GatewayProcess:
+        flags = [f"--engine=e{index}={engine.url}" for index, engine in enumerate(engines)]
+        flags += ["--engine-kind", "simulated", "--id", "g", "--processes", str(PROCESSES), *more]
+        processes.append(GatewayProcess(tmp_path / "gateway.log", flags, port))
+        await processes[-1].start()
+        return processes[-1]
+
+    yield starting
+    for process in processes:
+        await process.stop()
+
+
+async def node_of(url: str) -> str:
+    """Which gateway took a fresh connection."""
+    async with aiohttp.ClientSession() as http:
+        async with http.get(url + "/version") as answer:
+            return str((await answer.json())["gateway"])
+
+
+async def all_nodes(url: str) -> set[str]:
+    seen: set[str] = set()
+    async with asyncio.timeout(DEADLINE_S):
+        while len(seen) < PROCESSES:
+            try:
+                seen.add(await node_of(url))
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.05)
+    return seen
+
+
+async def ask(http: aiohttp.ClientSession, url: str, index: int, max_tokens: int = 50) -> list[int]:
+    body = {**BODY, "prompt": [index, 7, 8], "max_tokens": max_tokens}
+    async with http.post(url + "/v1/completions", json=body, headers={"X-Request-Id": f"q{index}"}) as answer:
+        assert answer.status == 200, await answer.text()
+        ids: list[int] = (await answer.json())["choices"][0]["token_ids"]
+        return ids
+
+
+def fresh() -> aiohttp.ClientSession:
+    """A connection for each request, so that they spread."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0))
+
+
+async def test_all_serve_one_port_and_end_together(engines: list[LocalEngine], start: Start) -> None:
+    gateway = await start()
+    assert await all_nodes(gateway.url) == {"g-0", "g-1", "g-2"}
+    async with fresh() as http:
+        expected = await asyncio.gather(*(ask(http, engines[0].url, index) for index in range(24)))
+        assert await asyncio.gather(*(ask(http, gateway.url, index) for index in range(24))) == expected
+        asking = [asyncio.create_task(ask(http, gateway.url, index, 1500)) for index in range(12)]
+        await asyncio.sleep(0.5)
+        assert await gateway.stop() == 0
+        assert [len(ids) for ids in await asyncio.gather(*asking)] == [1500] * 12
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await node_of(gateway.url)
+
+
+async def test_one_that_dies_is_started_again_and_the_others_go_on(start: Start) -> None:
+    gateway = await start()
+    assert len(await all_nodes(gateway.url)) == PROCESSES
+    victim = children(gateway)[0]
+    os.kill(victim, signal.SIGKILL)
+    async with asyncio.timeout(DEADLINE_S):
+        while len(children(gateway)) < PROCESSES or victim in children(gateway):
+            await asyncio.sleep(0.05)
+    assert len(await all_nodes(gateway.url)) == PROCESSES
+
+
+async def test_none_outlives_the_process_that_started_them(start: Start) -> None:
+    gateway = await start()
+    pids = children(gateway)
+    gateway.kill()
+    async with asyncio.timeout(DEADLINE_S):
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            await asyncio.sleep(0.05)
+
+
+async def test_a_port_that_is_taken_is_told_at_once(start: Start, tmp_path: Path) -> None:
+    port = free_port()
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", port)
+    with pytest.raises(AssertionError, match=r"--listen 127.0.0.1:\d+: Address already in use"):
+        await start(port=port)
+    server.close()
+
+
+def children(gateway: GatewayProcess) -> list[int]:
+    """Its gateways; Python's resource tracker, which is no gateway, is a child, too."""
+    pid = gateway.pid
+    pids = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.fixture
+async def daemon_address(engines: list[LocalEngine], tmp_path: Path) -> AsyncIterator[str]:
+    """A daemon that only advises, and an agent that tells it of the engines."""
+    config = tmp_path / "daemon.yaml"
+    journal = {"path": str(tmp_path / "journal.sqlite")}
+    config.write_text(yaml.safe_dump({"mode": "advise", "listen": {"address": "127.0.0.1:0"}, "journal": journal}))
+    daemon = Process("daemon", ["daemon", "-c", str(config)], tmp_path)
+    address = await daemon.address()
+    flags = ["--engine", "simulated", "--daemon", address, "--interval-s", "0.1"]
+    for index, engine in enumerate(engines):
+        flags += ["--url", engine.url, "--id", f"e{index}"]
+    agent = Process("agent", ["agent", *flags], tmp_path)
+    yield address
+    await agent.stop()
+    await daemon.stop()
+
+
+async def test_the_daemon_sees_one_ledger_and_a_move_finds_its_gateway(daemon_address: str, start: Start) -> None:
+    gateway = await start("--daemon", daemon_address)
+    async with fresh() as http, ControlClient(daemon_address) as control:
+        asking = [asyncio.create_task(ask(http, gateway.url, index, 6000)) for index in range(12)]
+        wanted = {f"q{index}" for index in range(12)}
+        running: dict[str, str] = {}
+        async with asyncio.timeout(DEADLINE_S):
+            while running.keys() != wanted:
+                listed = await control.control.ListRequests(control_pb2.ListRequestsRequest())
+                running = {
+                    request.request_id: request.engine_id for request in listed.requests if request.generated_tokens
+                }
+                await asyncio.sleep(0.05)
+        # Each of these connections may be another gateway's, and most requests are not.
+        for request_id, engine in running.items():
+            move = {"request_id": request_id, "to_engine_id": "e1" if engine == "e0" else "e0"}
+            async with http.post(gateway.url + "/orchestrrl/move", json={"moves": [move]}) as answer:
+                (item,) = (await answer.json())["items"]
+                assert item["done"], item
+        async with http.post(
+            gateway.url + "/orchestrrl/move", json={"moves": [{"request_id": "none", "to_engine_id": "e0"}]}
+        ) as answer:
+            (item,) = (await answer.json())["items"]
+            assert not item["done"]
+            assert "not in flight" in item["detail"]
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)

@@ -433,7 +433,9 @@ class EngineConformance:
         async with at(engine) as bench:
             before = await engine.metrics()
             share = before.kv_capacity_tokens // bench.seats
-            assert share + 300 < (bench.capabilities.max_model_len_tokens or 0), "the KV cache is too large to be filled"
+            assert share + 300 < (bench.capabilities.max_model_len_tokens or 0), (
+                "the KV cache is too large to be filled"
+            )
             prompts = [[*PROMPT, *[seat] * (share - 300)] for seat in range(bench.seats)]
             runs = [bench.start(prompt, max_tokens=OVERLAPPING_TOKENS) for prompt in prompts]
             together = [(await run.done()).token_ids for run in runs]

@@ -37,6 +37,7 @@ MAGIC = b"orl-kv1\n"
 PREAMBLE = struct.Struct("<8sIQ")
 MAX_HEADER_BYTES = 1 << 24
 SWEEP_PERIOD_S = 5.0
+FULL_SHARE = 0.75  # what a sweep leaves of the room at most, so that there is some until the next
 
 logger = logging.getLogger("vllm.orchestrrl.kv_entries")
 
@@ -244,7 +245,7 @@ class Housekeeper:
             wait_s = swept_s + SWEEP_PERIOD_S - time.monotonic()
             if wait_s <= 0:
                 swept_s = time.monotonic()
-                self._used_bytes = self._store.sweep(time.time(), self._max_age_s, self._max_bytes)
+                self._used_bytes = self._store.sweep(time.time(), self._max_age_s, int(FULL_SHARE * self._max_bytes))
                 continue
             try:
                 entry = self._orders.get(timeout=wait_s)

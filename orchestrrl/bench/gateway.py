@@ -27,7 +27,7 @@ class Load:
     rounds: int = 3
     whole_requests: int = 300
     in_flight: int = 16
-    streams: int = 16
+    streams: int = 32  # and as many answers of their length that are not
     lone_requests: int = 150
     bursts: tuple[int, ...] = (256, 1024)  # streams that open at once
 
@@ -40,6 +40,7 @@ class _Spent:
     whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
     wall_s: list[float] = field(default_factory=list)  # seconds per 1,000 requests
     chunks_us: list[float] = field(default_factory=list)  # CPU microseconds per chunk
+    rollout_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 long answers that are not streamed
     tokens_per_chunk: list[float] = field(default_factory=list)
     latency_s: list[float] = field(default_factory=list)  # of requests that are alone
     first_p99_s: dict[int, float] = field(default_factory=dict)  # by streams at once
@@ -78,6 +79,14 @@ def _cpu_figures(spent: dict[str, _Spent], missing: str) -> list[Figure]:
                 other,
                 median(theirs.whole_s),
                 f"1 KB in, one token out{note}",
+            ),
+            Figure(
+                f"gateway_cpu_rollout{against}",
+                median(ours.rollout_s),
+                "CPU s per 1,000 requests",
+                other,
+                median(theirs.rollout_s),
+                f"{STREAM_TOKENS} tokens out, not streamed; ours asks for them in chunks of 8 and keeps each at once",
             ),
             Figure(
                 f"gateway_cpu_streamed{against}",
@@ -172,6 +181,10 @@ async def _round(way: _Spent, lanes: Lanes, load: Load) -> None:
     await lanes.ask_in_turn(asked, load.whole_requests)
     way.whole_s.append(1e3 * (way.served.cpu_s() - before_s) / load.whole_requests)
     way.wall_s.append(1e3 * (time.perf_counter() - started_s) / load.whole_requests)
+    asked = request(way.served.url, max_tokens=STREAM_TOKENS, stream=False)
+    before_s = way.served.cpu_s()
+    _counted(await lanes.ask_in_turn(asked, load.streams))
+    way.rollout_s.append(1e3 * (way.served.cpu_s() - before_s) / load.streams)
     asked = request(way.served.url, max_tokens=STREAM_TOKENS, stream=True)
     before_s = way.served.cpu_s()
     answers = await lanes.ask_in_turn(asked, load.streams)

@@ -1,10 +1,11 @@
 """An engine that costs next to nothing: what stands behind everything that is measured. Run as a module.
 
-It speaks as much of vLLM's HTTP as routers use. A whole answer and a single token come at once; a longer stream gets a
-token, as a chunk of its own, every `CHUNK_S`, all streams at the same moment.
+It speaks as much of vLLM's HTTP as routers use. A single token comes at once; a longer answer gets a token every
+`CHUNK_S`, all answers at the same moment.
 """
 
 import asyncio
+import functools
 import json
 import sys
 from collections.abc import Mapping
@@ -28,29 +29,41 @@ def _whole(value: Mapping[str, Any]) -> bytes:
     return b"%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (_OK, len(text), text)
 
 
-def _event(*, ids: bool, first: bool = False, finish_reason: str | None = None) -> bytes:
-    """A stream's event with one token, as an HTTP chunk. `ids`: the tokens' ids were asked for, as vLLM gives them."""
-    choice = {"index": 0, "text": TOKEN.decode(), "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
+def _event(tokens: int, *, ids: bool, first: bool = False, finish_reason: str | None = None) -> bytes:
+    """A stream's event, as an HTTP chunk. `ids`: the tokens' ids were asked for, as vLLM gives them."""
+    choice: dict[str, Any] = {"index": 0, "text": TOKEN.decode() * tokens, "logprobs": None}
+    choice |= {"finish_reason": finish_reason, "stop_reason": None}
     if ids:
         choice["prompt_token_ids"] = list(range(1000, 1000 + PROMPT_TOKENS)) if first else None
-        choice["token_ids"] = [4711]
+        choice["token_ids"] = [4711] * tokens
     text = b"data: %b\n\n" % json.dumps({**_HEAD, "choices": [choice]}, separators=(",", ":")).encode()
     return b"%x\r\n%b\r\n" % (len(text), text)
 
 
-_FIRST = {ids: _event(ids=ids, first=True) for ids in (False, True)}
-_NEXT = {ids: _event(ids=ids) for ids in (False, True)}
-_LAST = {ids: _event(ids=ids, finish_reason="length") for ids in (False, True)}
-_ONLY = {ids: _event(ids=ids, first=True, finish_reason="length") for ids in (False, True)}
-_ANSWER = _whole(
-    {
-        **_HEAD,
-        "choices": [
-            {"index": 0, "text": TOKEN.decode(), "logprobs": None, "finish_reason": "length", "stop_reason": None}
-        ],
-        "usage": {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": 1, "total_tokens": PROMPT_TOKENS + 1},
-    }
-)
+@functools.cache
+def streamed(tokens: int, interval_tokens: int, *, ids: bool) -> tuple[bytes, ...]:
+    """What is sent after each token, the last first: a chunk after the first, then after every so many, and at the end,
+    as vLLM has its stream interval."""
+    sent: list[bytes] = []
+    held = 0
+    for number in range(1, tokens + 1):
+        held += 1
+        if number < tokens and number > 1 and held < interval_tokens:
+            sent.append(b"")
+            continue
+        ends = "length" if number == tokens else None
+        sent.append(_event(held, ids=ids, first=number == 1, finish_reason=ends) + (_STREAM_END if ends else b""))
+        held = 0
+    return tuple(reversed(sent))
+
+
+@functools.cache
+def whole(tokens: int) -> bytes:
+    choice = {"index": 0, "text": TOKEN.decode() * tokens, "logprobs": None, "finish_reason": "length"}
+    usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": tokens, "total_tokens": PROMPT_TOKENS + tokens}
+    return _whole({**_HEAD, "choices": [{**choice, "stop_reason": None}], "usage": usage})
+
+
 _OTHER = _whole(_ABOUT)
 
 
@@ -85,24 +98,27 @@ class _Connection(asyncio.Protocol):
             self.transport.write(_OTHER)
             return
         asked = json.loads(body)
-        ids, tokens = bool(asked.get("return_token_ids")), asked["max_tokens"]
-        if not asked.get("stream"):
-            self.transport.write(_ANSWER)
-        elif tokens == 1:
-            self.transport.write(_STREAM_HEAD + _ONLY[ids] + _STREAM_END)
+        tokens = asked["max_tokens"]
+        if asked.get("stream"):
+            ids = bool(asked.get("return_token_ids"))
+            chunks = streamed(tokens, asked.get("stream_interval", 1), ids=ids)
+            self.transport.write(_STREAM_HEAD + (chunks[0] if tokens == 1 else b""))
         else:
-            self.transport.write(_STREAM_HEAD)
-            self._pace.add(self.transport, [_LAST[ids] + _STREAM_END, *[_NEXT[ids]] * (tokens - 2), _FIRST[ids]])
+            chunks = (whole(tokens), *[b""] * (tokens - 1))
+            if tokens == 1:
+                self.transport.write(chunks[0])
+        if tokens > 1:
+            self._pace.add(self.transport, list(chunks))
 
 
 class _Pace:
-    """Gives every stream its next chunk, each time."""
+    """Gives every answer its next token, each time."""
 
     def __init__(self) -> None:
         self._streams: list[tuple[asyncio.Transport, list[bytes]]] = []
 
     def add(self, transport: asyncio.Transport, chunks: list[bytes]) -> None:
-        """The next chunk is the last."""
+        """What is sent after each token; the next is the last."""
         self._streams.append((transport, chunks))
 
     async def run(self) -> None:
@@ -113,7 +129,8 @@ class _Pace:
             await asyncio.sleep(next_s - loop.time())
             streams, self._streams = self._streams, []
             for transport, chunks in streams:
-                transport.write(chunks.pop())
+                if chunk := chunks.pop():
+                    transport.write(chunk)
                 if chunks and not transport.is_closing():
                     self._streams.append((transport, chunks))
 

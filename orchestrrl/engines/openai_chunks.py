@@ -39,11 +39,11 @@ class ChunkReader:
             return self._parsed(events[at]), at + 1
         at += 1
         if at == len(events) or (following := self._framed(events[at])) is None:
-            return Chunk((first[0],), first[1]), at
-        ids, texts = [first[0]], [first[1]]
-        found: tuple[int, str] | None = following
+            return Chunk(first[0], first[1]), at
+        ids, texts = [*first[0]], [first[1]]
+        found: tuple[tuple[int, ...], str] | None = following
         while found is not None:
-            ids.append(found[0])
+            ids += found[0]
             texts.append(found[1])
             at += 1
             found = self._framed(events[at]) if at < len(events) else None
@@ -53,10 +53,10 @@ class ChunkReader:
         """As `parse_chunk`, but for `raw`, which is left out where it would tell nothing more. Raises StreamError, and
         what `parse_chunk` raises."""
         framed = self._framed(data)
-        return self._parsed(data) if framed is None else Chunk((framed[0],), framed[1])
+        return self._parsed(data) if framed is None else Chunk(framed[0], framed[1])
 
-    def _framed(self, data: bytes) -> tuple[int, str] | None:
-        """The token and the text of an event that looks as the last parsed one did around them."""
+    def _framed(self, data: bytes) -> tuple[tuple[int, ...], str] | None:
+        """The tokens and the text of an event that looks as the last parsed one did around them."""
         if self._frame is None:
             return None
         head, middle, tail = self._frame
@@ -64,15 +64,17 @@ class ChunkReader:
             return None
         text_at = len(head)
         text_stop = data.find(b'"', text_at)
-        ids = data[text_stop + len(middle) : -len(tail)]
-        if not data.startswith(middle, text_stop) or not ids.isdigit() or (ids[0] == ord("0") and ids != b"0"):
+        if not data.startswith(middle, text_stop):
+            return None
+        listed = data[text_stop + len(middle) : -len(tail)].split(b",")
+        if not all(number.isdigit() and (number[0] != ord("0") or number == b"0") for number in listed):
             return None
         try:
             text = data[text_at:text_stop].decode()
         except UnicodeDecodeError:
             return None
         # Escapes and control characters are for the parser.
-        return None if "\\" in text or not text.isprintable() else (int(ids), text)
+        return None if "\\" in text or not text.isprintable() else (tuple(map(int, listed)), text)
 
     def _parsed(self, data: bytes) -> Chunk | None:
         event = json.loads(data)

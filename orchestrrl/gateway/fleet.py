@@ -157,7 +157,10 @@ class Fleet:
     def choose(self, context_tokens: int, without: Iterable[EngineId] = ()) -> Slot | None:
         """The engine that a request should go to, None where none may take it."""
         excluded = set(without)
-        loads = [slot.load() for slot in self._slots.values() if slot.usable and slot.id not in excluded]
+        usable = [slot for slot in self._slots.values() if slot.usable and slot.id not in excluded]
+        if len(usable) == 1 and self._round_robin is None:
+            return usable[0]
+        loads = [slot.load() for slot in usable]
         choice: Choice | None
         choice = self._round_robin.choose(loads) if self._round_robin else choose(loads, context_tokens)
         return None if choice is None else self._slots[choice.engine]

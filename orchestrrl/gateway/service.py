@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -69,6 +70,7 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until the file descriptor `stop_on` can be read, then drain. `ready` is given
     the URL. With a `place` the URL is of this process alone, which listens on the shared port too."""
+    _allow_many_connections()
     clock = WallClock()
 
     def connect_engine(url: str) -> Engine:
@@ -113,6 +115,12 @@ async def serve(
         for task in tasks:
             await task
     await fleet.close()
+
+
+def _allow_many_connections() -> None:
+    """A request has two connections, and the usual limit of 1,024 is only a default."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _node(options: GatewayOptions, url: str, place: Place | None) -> NodeId:

@@ -95,6 +95,39 @@ async def test_asks_for_a_stream_with_token_ids_under_its_own_request_id(serve: 
     assert chunks[1].raw == LAST["choices"][0]
 
 
+async def test_chunks_of_several_tokens_are_asked_for_unless_the_client_says_otherwise(serve: Serve) -> None:
+    seen: list[Any] = []
+
+    async def handler(asked: web.Request) -> web.StreamResponse:
+        seen.append((await asked.json()).get("stream_interval"))
+        return await streaming(FIRST, LAST, "[DONE]")(asked)
+
+    engine = await serve(handler)
+    for body, coalesce_tokens in (({}, 1), ({}, 8), ({"stream_interval": 2}, 8)):
+        asked = GenerationRequest("x", Endpoint.COMPLETIONS, {"prompt": [1], **body}, coalesce_tokens)
+        assert len([chunk async for chunk in engine.generate(asked)]) == 2
+    assert seen == [None, 8, 2]
+
+
+async def test_requests_that_end_well_share_a_connection_and_one_that_is_cut_ends_its_own(serve: Serve) -> None:
+    peers: list[Any] = []
+
+    async def handler(asked: web.Request) -> web.StreamResponse:
+        assert asked.transport is not None
+        peers.append(asked.transport.get_extra_info("peername"))
+        return await streaming(FIRST, FIRST, LAST, "[DONE]")(asked)
+
+    engine = await serve(handler)
+    for _ in range(3):
+        assert len(await chunks_of(engine)) == 3
+    assert len(set(peers)) == 1
+    async for _ in (stream := engine.generate(request())):
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert len(await chunks_of(engine)) == 3
+    assert len(set(peers)) == 2
+
+
 @pytest.mark.parametrize("cut", [False, True])
 async def test_a_stream_without_a_finish_reason_has_an_unknown_outcome(serve: Serve, cut: bool) -> None:
     engine = await serve(streaming(FIRST, cut=cut))

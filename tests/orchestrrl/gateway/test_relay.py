@@ -40,6 +40,24 @@ def assert_undisturbed(job: Job, prompt: list[int], max_tokens: int) -> None:
     assert record.finish_reason == finish_reason
 
 
+@pytest.mark.parametrize(("stream", "coalesce_tokens"), [(False, 8), (True, 1)])
+async def test_only_what_is_not_streamed_is_asked_for_in_chunks_of_several_tokens(
+    stream: bool, coalesce_tokens: int
+) -> None:
+    w = world(coalesce_tokens=8)
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, stream=stream)):
+        await w.step()
+        await w.step()
+        (source,) = [name for name, engine in w.engines.items() if engine.attempts]
+        target = "e1" if source == "e0" else "e0"
+        moving = asyncio.create_task(w.gateway.move([RequestMove(RequestId("r"), EngineId(source), EngineId(target))]))
+        await w.settle()
+        await w.step()
+        assert (await moving)[0].done
+        seen = [request.coalesce_tokens for engine in w.engines.values() for request in engine.seen]
+        assert seen == [coalesce_tokens] * 2
+
+
 async def test_a_request_that_nothing_happens_to() -> None:
     w = world()
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:

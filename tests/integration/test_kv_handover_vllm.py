@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from orchestrrl.deployers.local import LocalEngine, start_vllm
 from orchestrrl.engines import handover
 from orchestrrl.instrument.kv_entries import Store
-from tests.integration.conftest import INTERRUPTED_TOKENS, MAX_NUM_SEQS, VLLM_PLUGIN, VLLM_PYTHON
+from tests.integration.conftest import INTERRUPTED_TOKENS, MAX_NUM_SEQS, TINY_MODEL_SCRIPT, VLLM_PLUGIN, VLLM_PYTHON
 from tests.integration.streams import Answer
 
 pytestmark = pytest.mark.vllm
@@ -83,6 +83,11 @@ class Pair:
     async def control(self, server: int, path: str, body: dict[str, Any] | None = None) -> None:
         async with self.http.post(self.urls[server] + path, json=body) as response:
             assert response.status == 200, await response.text()
+
+    async def reload_weights(self, server: int, model: Path) -> None:
+        await self.control(
+            server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+        )
 
     async def loaded_tokens(self, server: int) -> float:
         return (await self._prompt_tokens(server))[handover.EXTERNAL_SOURCE]
@@ -251,6 +256,33 @@ async def test_kv_of_other_weights_is_recomputed(pair: Pair) -> None:
     rest = await pair.ask(1, prompt + part.token_ids, REST_TOKENS, params)
     assert await pair.loaded_tokens(1) == before
     await pair.check(prompt, [part, rest])
+
+
+@pytest.fixture
+def other_weights(tmp_path: Path) -> Path:
+    """The same model with other random weights."""
+    command = [VLLM_PYTHON, TINY_MODEL_SCRIPT, tmp_path / "other", "--seed", "1"]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    return tmp_path / "other"
+
+
+async def test_kv_of_old_weights_never_reaches_new_ones(pair: Pair, tiny_model: Path, other_weights: Path) -> None:
+    """The destination gets other weights than the source has, and answers as it does without any KV."""
+    prompt, entry = next(prompts), pair.entry()
+    part = await pair.ask(1, prompt, 10 * INTERRUPTED_TOKENS, handover.saving("v1", entry), stop_at=100)
+    await pair.until_saved(entry)
+    continued = prompt + part.token_ids
+    before = await pair.loaded_tokens(0)
+    try:
+        await pair.reload_weights(0, other_weights)
+        rest = await pair.ask(0, continued, REST_TOKENS, handover.loading("v2", entry, wait_s=WAIT_S))
+        without = await pair.ask(0, continued, REST_TOKENS, {})
+    finally:
+        await pair.reload_weights(0, tiny_model)
+    assert await pair.loaded_tokens(0) == before
+    assert rest.token_ids == without.token_ids
+    assert rest.token_ids != (await pair.ask(0, continued, REST_TOKENS, {})).token_ids
 
 
 def cut_short(file: Path) -> None:

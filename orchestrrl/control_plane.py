@@ -7,7 +7,7 @@ observe -> state -> decide -> gate -> journal -> act -> observe. Time is the clo
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import perf_counter
@@ -15,47 +15,36 @@ from typing import Any
 
 from orchestrrl.balance import BalanceDecision, Situation, balance_problem, decide_balance
 from orchestrrl.clock import Clock
-from orchestrrl.config import Config, FastPolicy
+from orchestrrl.config import Config
 from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.execute.moves import MovesOutcome, run_moves
 from orchestrrl.execute.runner import Runner
 from orchestrrl.execute.settle import Evidence
 from orchestrrl.journal import Journal, Kind
-from orchestrrl.live_profile import LiveProfile
 from orchestrrl.nodes import Attachment, NodeRegistry
 from orchestrrl.operations import MoveRequests, Operation, OperationResult, RequestMove, Route, SetRoutes
-from orchestrrl.outlook import Outlook
-from orchestrrl.plans import Deployment, DeploymentOutcome, EngineStart, PlanBook
+from orchestrrl.planning import Planning
+from orchestrrl.plans import Deployment, DeploymentOutcome, PlanBook
 from orchestrrl.reports import EngineReport, GatewayReport, NodeHello, NodeKind, ReportAck
 from orchestrrl.state import EngineFacts, State, Step
-from orchestrrl.step_lengths import StepLengths
 from planner.model import (
     Act,
-    Configuration,
     ConfigurationId,
     EngineHealth,
     EngineId,
     EngineView,
     Hold,
-    Knowledge,
     Mode,
     Plan,
     PlanId,
     RequestId,
     Snapshot,
 )
-from planner.plan import History, PlannerConfig, make_plan, remaining_of
-from planner.series import StepForecast
+from planner.plan import History
 
 logger = logging.getLogger(__name__)
 
 QUIET_POLL_S = 0.25
-STARTS_REMEMBERED = 256
-# Of the time until the end, that a plan's moves must gain where the fast loop does not pack.
-REBALANCE_SHARE = 0.05
-NICS_ALL_BUT_FREE = 0.995
-# A move that could fill a node's NICs has less of them than this only where others want more than there is.
-NICS_CROWDED = 0.5
 
 Offload = Callable[[Callable[[], Plan]], Awaitable[Plan]]
 
@@ -84,13 +73,10 @@ class ControlPlane:
         self.nodes = NodeRegistry()
         self.runner = Runner(journal, self.nodes, clock, self._closed)
         self.plans = PlanBook(journal, clock)
-        self.costs = LiveProfile(config.fleet, self._note_costs, self._today)
+        self.planning = Planning(config, self._note_costs, self._today)
         self.started_s = clock.now_s()
         self.balance: BalanceDecision | None = None
         self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
-        self.known_output_tokens: Mapping[RequestId, int] | None = None  # told by a simulation, for an oracle's plans
-        self.nic_share = 1.0  # that moves have; whoever watches the links sets it, and who takes the rest
-        self.nic_taken_by: Sequence[str] = ()
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
         self.draining: set[EngineId] = set()  # engines that are about to be stopped: gateways send them nothing new
         self.step_began = asyncio.Event()  # set with each new step, for who waits for one
@@ -104,14 +90,10 @@ class ControlPlane:
         self._moving: set[asyncio.Task[MovesOutcome]] = set()
         self._acting: set[asyncio.Task[None]] = set()  # plans that are being carried out
         self._planning = False  # the slow loop waits for a quiet fleet, or decides
-        self._outlook = Outlook()
-        self._lines = config.fleet.configuration_values()  # of all configurations, as of the latest plan
-        self._expected: StepForecast | None = None  # of this step, as the slow loop last forecast it
         self.mode = self._recovered_mode()
         self.plans.recover()
-        self.lengths = self._recovered_lengths()
+        self.planning.recover(journal)
         self._recover_engines()
-        self._recover_starts()
         operations = self.runner.recover()
         self._note(Kind.DAEMON_STARTED, "", {"mode": self.mode, "open_operations": operations})
 
@@ -121,8 +103,7 @@ class ControlPlane:
         now_s = self.clock.now_s()
         taken = self.state.fold_engine(report, now_s, stream)
         if taken:
-            crowded = self.nic_share < NICS_CROWDED
-            self.costs.observe(report, self.state.configuration_of(report.engine), crowded_links=crowded)
+            self.planning.observe(report, self.state.configuration_of(report.engine))
         if taken and self._health.get(report.engine) is not report.health:
             before = self._health.get(report.engine)
             self._health[report.engine] = report.health
@@ -175,8 +156,8 @@ class ControlPlane:
             self.changes_open + deploying,
             self._moves_ended_s,
             self._planning,
-            self._lines,
-            self._remaining_tokens(snapshot),
+            self.planning.lines,
+            self.planning.remaining_tokens(snapshot),
         )
         decision = decide_balance(snapshot, self.config.fast, situation)
         before, self.balance = self.balance, decision
@@ -211,36 +192,21 @@ class ControlPlane:
         began = self._stopwatch()
         snapshot = self.state.snapshot(self.clock.now_s())
         plan_id = PlanId(f"p{self.journal.generation}-{int(snapshot.now_s * 1000) % 10**9:09d}")
-        control, mode, history = self.plans.control, self.mode, self._history(snapshot)
-        self.costs.refit(engine.id for engine in snapshot.engines)
-        overriding = () if control.configuration is None else (control.configuration,)
-        gpus, costs, cost_notes = gpus_count(self.config, snapshot), self.costs.believed(), self.costs.notes()
-        worth = costs.worth(snapshot, gpus, overriding)
-        settings = planner_config(self.config, (), gpus, can_deploy=self.deployment is not None)
-        settings = replace(settings, **self.costs.moving(self.nic_share)._asdict())
-        lengths = self.lengths
-
-        def decide() -> Plan:
-            self._expected = lengths.expected()
-            told = replace(history, before=self._expected)
-            remaining = () if costs.straight else remaining_of(snapshot, settings, told)
-            self._lines = costs.lines(snapshot, gpus, remaining)
-            choices = replace(settings, configurations=tuple(line for line in self._lines if line.id in worth))
-            return make_plan(plan_id, snapshot, choices, mode=mode, control=control, history=told)
-
+        decide = self.planning.question(
+            plan_id,
+            snapshot,
+            self._history(snapshot),
+            mode=self.mode,
+            control=self.plans.control,
+            can_deploy=self.deployment is not None,
+        )
         plan = await self._offload(decide)
         self.slow_tick_s = self._stopwatch() - began
-        plan = replace(plan, solve_s=self.slow_tick_s, notes=(*plan.notes, *cost_notes, *self._nic_notes()))
+        plan = replace(plan, solve_s=self.slow_tick_s)
         latest = self.plans.latest
         if snapshot.requests or latest is None or latest.verdict.code != plan.verdict.code:
             self.plans.add(plan, _digest(snapshot))
         return plan, snapshot
-
-    def _nic_notes(self) -> Sequence[str]:
-        if self.nic_share >= NICS_ALL_BUT_FREE:
-            return ()
-        take = "takes" if len(self.nic_taken_by) == 1 else "take"
-        return (f"moves have {self.nic_share:.0%} of the NICs: {' and '.join(self.nic_taken_by)} {take} the rest",)
 
     async def _quiet(self) -> None:
         """Let moves of the fast loop end, and their effect be reported. It moves something most of the time: a plan
@@ -285,13 +251,9 @@ class ControlPlane:
 
     def reconfigure(self, config: Config) -> None:
         """Take over a reloaded configuration, as far as it may change while running."""
-        configured, self.config, slow = self.config.mode, config, self.config.slow
-        if (slow.bin_tokens, slow.max_output_tokens) != (config.slow.bin_tokens, config.slow.max_output_tokens):
-            self.lengths = self._recovered_lengths()
+        configured, self.config = self.config.mode, config
         self.state.set_facts(engine_facts(config))
-        self.costs.configured(config.fleet)
-        snapshot = self.state.snapshot(self.clock.now_s())
-        self._lines = self.costs.believed().lines(snapshot, gpus_count(config, snapshot))
+        self.planning.reconfigure(config, self.state.snapshot(self.clock.now_s()), self.journal)
         self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
         if config.mode is not configured:
             self.set_mode(config.mode, "configuration reloaded")
@@ -339,21 +301,8 @@ class ControlPlane:
             last_switch_s=self.plans.last_switch_s,
             underway=self._underway(snapshot),
             correction=self.plans.calibration.correction if self.config.slow.correct_predictions else 1.0,
-            known_output_tokens=self.known_output_tokens,
+            known_output_tokens=self.planning.known_output_tokens,
         )
-
-    def _remaining_tokens(self, snapshot: Snapshot) -> Mapping[RequestId, float]:
-        """What packing expects of the requests in flight."""
-        if self.config.fast.policy is not FastPolicy.PACKING:
-            return {}
-        slow, known = self.config.slow, self.known_output_tokens
-        if known is not None and slow.knowledge is Knowledge.ORACLE:
-            return {
-                request.id: max(1.0, known[request.id] - request.generated_tokens)
-                for request in snapshot.requests
-                if request.id in known
-            }
-        return self._outlook.remaining_tokens(snapshot, slow.bin_tokens, slow.max_output_tokens, self._expected)
 
     def _underway(self, snapshot: Snapshot) -> Hold | None:
         """What changes the fleet already: first let it end, then look again."""
@@ -378,7 +327,7 @@ class ControlPlane:
             outcome = await self.deployment.carry_out(plan, snapshot)
         except OrchestrRLError as error:
             outcome = DeploymentOutcome(False, str(error), self.clock.now_s())
-        self.costs.started(outcome.starts)
+        self.planning.costs.started(outcome.starts)
         self.plans.deployment_ended(plan.id, outcome)
         self.plans.acted(plan.id, outcome.done, outcome.detail)
 
@@ -399,7 +348,7 @@ class ControlPlane:
         if isinstance(operation.action, MoveRequests):
             self._moves_ended_s = self.clock.now_s()
             self.state.fold_result(result)
-            self.costs.moved(operation.action, result, self.state.configuration_of)
+            self.planning.costs.moved(operation.action, result, self.state.configuration_of)
 
     def _route(self, engine: EngineView) -> Route:
         return Route(
@@ -423,23 +372,11 @@ class ControlPlane:
             logger.warning("mode is %s, as an operator set it; configured is %s", mode, self.config.mode)
         return mode
 
-    def _recovered_lengths(self) -> StepLengths:
-        lengths = StepLengths(self.config.slow.bin_tokens, self.config.slow.max_output_tokens)
-        lengths.recover(self.journal)
-        return lengths
-
     def _recover_engines(self) -> None:
         """Engines that were routed to: a gateway that attaches before their agents do must not lose them."""
         latest = self.journal.latest(Kind.ROUTES)
         for route in latest.body["routes"] if latest else ():
             self.state.remember_engine(EngineId(route["engine"]), route["url"], self.started_s)
-
-    def _recover_starts(self) -> None:
-        """Engines are started seldom: what starts take is not learnt anew by every daemon."""
-        for entry in self.journal.tail(STARTS_REMEMBERED, (Kind.ENGINE_STARTED,)):
-            if "took_s" in entry.body:
-                name = ConfigurationId(entry.body["configuration"])
-                self.costs.started([EngineStart(name, entry.body["took_s"], entry.body["expected_s"])])
 
     def _note_step_end(self) -> None:
         step = self.state.step
@@ -449,7 +386,7 @@ class ControlPlane:
         if step is None or step.ended_s is None or step is self._ended_step:
             return
         self._ended_step = step
-        lengths = self.lengths.step_ended(self.state.finished)
+        lengths = self.planning.lengths.step_ended(self.state.finished)
         self._note(Kind.STEP_ENDED, "", {"started_s": step.started_s, "ended_s": step.ended_s, "lengths": lengths})
         self.plans.step_ended(step)
 
@@ -496,41 +433,6 @@ def engine_facts(config: Config) -> list[EngineFacts]:
             )
         )
     return facts
-
-
-def gpus_count(config: Config, snapshot: Snapshot) -> int:
-    """Those that may serve. Without fleet.gpus, the ones that the engines have."""
-    if config.fleet.gpus is not None:
-        return config.fleet.gpus.count
-    needed = {configuration.id: configuration.gpus for configuration in config.fleet.configuration_values()}
-    return max(1, sum(needed[engine.configuration] for engine in snapshot.engines if engine.configuration in needed))
-
-
-def planner_config(
-    config: Config, configurations: tuple[Configuration, ...], gpus: int, *, can_deploy: bool
-) -> PlannerConfig:
-    """What the planner may choose from."""
-    slow = config.slow
-    # The fast loop packs every second by the same lengths: a plan that moves requests as well undoes what that has
-    # settled, unless it knows the lengths (which waives the share).
-    moves_itself = config.fast.policy is not FastPolicy.PACKING
-    return PlannerConfig(
-        configurations=configurations,
-        gpus_count=gpus,
-        per_node=config.fleet.gpus.per_node if config.fleet.gpus else 8,
-        epsilon_s=slow.epsilon_s,
-        rebalance_share=REBALANCE_SHARE if moves_itself else 1.0,
-        cooldown_s=slow.cooldown_s,
-        interval_s=slow.interval_s,
-        stale_after_s=slow.stale_after_s,
-        bin_tokens=slow.bin_tokens,
-        max_output_tokens=slow.max_output_tokens,
-        max_moves_per_request=config.fast.max_moves_per_request,
-        scenarios=slow.scenarios,
-        work_budget=slow.work_budget,
-        knowledge=slow.knowledge,
-        can_deploy=can_deploy,
-    )
 
 
 def _digest(inputs: object) -> str:

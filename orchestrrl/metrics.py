@@ -154,7 +154,7 @@ class PlaneCollector(Collector):
             yield GaugeMetricFamily("orchestrrl_deployment_age_seconds", help_text, age_s)
 
     def _profile(self) -> Iterator[Metric]:
-        beliefs = self._plane.costs.beliefs()
+        beliefs = self._plane.planning.costs.beliefs()
         yield _gauges(
             "orchestrrl_profile_predicted_step_ratio",
             "Predicted over measured seconds of a decode step, running mean; absent until something was measured.",

@@ -8,7 +8,8 @@
             await engine.close()
 
 The engine must be otherwise idle, with few seats (4, say), a longest context of 16,384 tokens and hardly more KV than
-that. Where it may give more than 50 tokens/s to a request for 1,000 or more, tests that step in may come too late. It speaks vLLM's HTTP surface; where the simulated engine and vLLM differ, vLLM is right.
+that. Where it gives more than 50 tokens/s to a request for 1,000 or more, tests that step in may come too late. It
+speaks vLLM's HTTP surface; where the simulated engine and vLLM differ, vLLM is right.
 """
 
 import asyncio

@@ -79,6 +79,18 @@ def fleet_section(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind
     return {
         "gpus": {"count": scenario.gpus, "per_node": scenario.gpus_per_node},
         "configurations": [_settings(kinds[name], scenario) for name in written],
+        "kv_transfer": _kv_transfer(scenario) if scenario.network.kv_transfer else None,
+    }
+
+
+def _kv_transfer(scenario: Scenario) -> dict[str, object]:
+    """Links as they are when nobody else uses them: the daemon learns of crowding by itself."""
+    links = scenario.network
+    return {
+        "inter_node_gbps_per_gpu": links.nic_gbps_per_node / scenario.gpus_per_node,
+        "intra_node_gbps_per_gpu": links.nvlink_gbps_per_gpu,
+        "latency_s": links.latency_s,
+        "kv_bytes_per_token": scenario.engines.moved_bytes_per_token,
     }
 
 

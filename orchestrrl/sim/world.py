@@ -108,7 +108,7 @@ class World:
 
     def know(self, output_tokens: Mapping[RequestId, int]) -> None:
         """Let the planner know how long every answer will be."""
-        self.plane.known_output_tokens = output_tokens
+        self.plane.planning.known_output_tokens = output_tokens
 
     async def __aenter__(self) -> "World":
         await self.deployment.adopt()
@@ -250,7 +250,7 @@ class World:
     def _links_changed(self) -> None:
         """Engines that talk over NICs decode more slowly where those are crowded; plans say what moves have left."""
         now_s, left = self.clock.now_s(), self.network.left_for_moves()
-        self.plane.nic_share, self.plane.nic_taken_by = left.share, left.taken_by
+        self.plane.planning.nic_share, self.plane.planning.nic_taken_by = left.share, left.taken_by
         for engine in self.engines.values():
             if engine.kind.nic_gbps:
                 crowding = max(self.network.crowding(node) for node in self._nodes_of(engine))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from orchestrrl import control_plane
+from orchestrrl import planning
 from orchestrrl.clock import VirtualClock
 from orchestrrl.config import parse_config
 from orchestrrl.control_plane import ControlPlane, engine_facts
@@ -488,7 +488,7 @@ def _registry(plane: ControlPlane) -> CollectorRegistry:
 
 async def test_plans_foresee_what_slower_engines_take(tmp_path: Path) -> None:
     world, outcomes = await one_step(parse_scenario(SCENARIO), 1.5, tmp_path / "journal.sqlite")
-    (belief,) = world.plane.costs.beliefs()
+    (belief,) = world.plane.planning.costs.beliefs()
     assert belief.factor == pytest.approx(1.5, rel=0.05)
     _, first_s, took_s = outcomes[0]
     assert took_s / first_s == pytest.approx(1.5, rel=0.1)  # as the profile has it
@@ -517,23 +517,23 @@ async def test_plans_foresee_what_engines_take_whose_step_times_bend(tmp_path: P
 
 async def test_engines_as_their_profile_says_are_left_as_they_are(tmp_path: Path) -> None:
     world, _ = await one_step(parse_scenario(SCENARIO), 1.0, tmp_path / "journal.sqlite")
-    (belief,) = world.plane.costs.beliefs()
+    (belief,) = world.plane.planning.costs.beliefs()
     assert not belief.refitted
     assert belief.predicted_ratio == pytest.approx(1.0, abs=0.03)
     assert belief.taken > 20
 
 
-@pytest.mark.parametrize(("crowded_below", "misled"), [(control_plane.NICS_CROWDED, False), (0.0, True)])
+@pytest.mark.parametrize(("crowded_below", "misled"), [(planning.NICS_CROWDED, False), (0.0, True)])
 async def test_weights_that_pass_by_are_not_learnt_as_slower_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crowded_below: float, misled: bool
 ) -> None:
     """New weights come in through NICs that engines decode over. With the limit off, their time is taken for the
     engines' own."""
-    monkeypatch.setattr(control_plane, "NICS_CROWDED", crowded_below)
+    monkeypatch.setattr(planning, "NICS_CROWDED", crowded_below)
     network = "network: {nic_gbps_per_node: 100, weight_gbytes: 60}\nengines:"
     told = SCENARIO.replace("engines:", network).replace("switch_s: 1.0}", "switch_s: 1.0, nic_gbps: 40}")
     world, _ = await one_step(parse_scenario(told), 1.0, tmp_path / "journal.sqlite")
-    (belief,) = world.plane.costs.beliefs()
+    (belief,) = world.plane.planning.costs.beliefs()
     with closing(JournalReader(tmp_path / "journal.sqlite")) as reader:
         learnt = [entry.body["step_time_factor"] for entry in reader.since(0, (Kind.PROFILE_REFITTED,))]
     assert belief.taken > 5
@@ -572,16 +572,16 @@ async def test_a_late_report_teaches_nothing(journal: Journal) -> None:
     for sequence, at_s, total in ((1, 0.0, 0), (3, 10.0, 4000), (2, 5.0, 3999), (4, 20.0, 8000)):
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
         plane.engine_reported(engine_report("e0", sequence, sample(at_s, 8, 0, total, **fields)), 1)
-    assert plane.costs.beliefs()[0].taken == 2
+    assert plane.planning.costs.beliefs()[0].taken == 2
 
 
 async def test_links_that_others_fill_teach_nothing_about_engines(journal: Journal) -> None:
     plane = ControlPlane(parse_config(CONFIG), journal, VirtualClock(0.0))
     for sequence in range(1, 40):
-        plane.nic_share = 0.45 if sequence < 20 else 0.55  # more is wanted than there is; there is enough
+        plane.planning.nic_share = 0.45 if sequence < 20 else 0.55  # more is wanted than there is; there is enough
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
         plane.engine_reported(engine_report("e0", sequence, sample(float(sequence), 8, 0, 160 * sequence, **fields)), 1)
-    assert plane.costs.beliefs()[0].taken == 19
+    assert plane.planning.costs.beliefs()[0].taken == 19
 
 
 async def test_what_starts_take_is_known_to_the_next_daemon(journal: Journal) -> None:
@@ -590,5 +590,5 @@ async def test_what_starts_take_is_known_to_the_next_daemon(journal: Journal) ->
         journal.append(0.0, Kind.ENGINE_STARTED, engine, body)
     journal.append(0.0, Kind.ENGINE_STARTED, "e9", {"done": False, "detail": "no such image"})
     plane = ControlPlane(parse_config(CONFIG), journal, VirtualClock(0.0))
-    plane.costs.refit([])
-    assert [line.switch_s for line in plane.costs.believed().as_written.values()] == [30.0]
+    plane.planning.costs.refit([])
+    assert [line.switch_s for line in plane.planning.costs.believed().as_written.values()] == [30.0]

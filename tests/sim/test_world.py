@@ -102,8 +102,8 @@ def test_the_shipped_contention_costs_time_and_shows_in_the_plans(tmp_path: Path
     notes = [note for plan in plans for note in plan["notes"] if "NICs" in note]
     # New weights come in as a step begins; after that it is experts alone.
     assert notes[0] == (
-        "moves have 36% of the NICs: weight sync and engines' own traffic take the rest, and KV between nodes is priced at"
-        " 2.8 times its time"
+        "moves have 36% of the NICs: weight sync and engines' own traffic take the rest, "
+        "and KV between nodes is priced at 2.8 times its time"
     )
     assert any(
         note.startswith("moves have 56% of the NICs: engines' own traffic takes the rest, and") for note in notes

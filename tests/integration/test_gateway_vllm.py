@@ -49,7 +49,7 @@ class House:
         self.holds: deque[int] = deque()
         self.released = asyncio.Event()
         self.fleet = Fleet(lambda url: HeldEngine(url, self.holds, self.released), clock=WallClock())
-        self.gateway = Gateway(NodeId("gateway"), self.fleet, limits=Limits(), clock=WallClock())
+        self.gateway = Gateway(NodeId("gateway"), self.fleet, limits=Limits(coalesce_tokens=4), clock=WallClock())
         self.gateway.set_routes([Route(EngineId(f"e{i}"), engine.url) for i, engine in enumerate(engines)])
         self.server = Server(self.gateway)
         self.url = ""

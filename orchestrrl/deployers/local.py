@@ -26,6 +26,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # /pause, /abort_requests and the other control endpoints
     "OMP_NUM_THREADS": "1",  # a small model fills one core; more threads get into each other's way
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by itself each server binds to the same core as the others
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 

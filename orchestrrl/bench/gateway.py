@@ -28,7 +28,7 @@ class Load:
     whole_requests: int = 300
     in_flight: int = 16
     streams: int = 32  # and as many answers of their length that are not
-    lone_requests: int = 150
+    lone_requests: int = 100
     bursts: tuple[int, ...] = (256, 1024)  # streams that open at once
 
 

@@ -1,0 +1,110 @@
+"""Train a model with TRL's GRPO, generating through OrchestrRL's gateway. Runs in the trainer's environment.
+
+    python deploy/examples/trl_grpo.py --model DIR --gateway http://127.0.0.1:8000 \
+        --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 --weights-dir DIR --out DIR
+
+The task is a toy, to say many different letters, so that nothing has to be downloaded: put your own dataset, reward and
+GRPOConfig in its place. What belongs to OrchestrRL is the rollout function, and one more sync at the end.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from orchestrrl.adapters.trl import GatewayRollout
+
+GREEDY_TOKENS = 12
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of the model that the engines serve, in HF's format")
+    parser.add_argument("--gateway", required=True, help="URL of OrchestrRL's gateway")
+    parser.add_argument("--engine", action="append", required=True, help="URL of a vLLM server behind it; repeat")
+    parser.add_argument("--weights-dir", type=Path, required=True, help="folder that the engines see as well")
+    parser.add_argument("--out", type=Path, required=True, help="where TRL and this script write")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=4, help="per step")
+    parser.add_argument("--samples", type=int, default=4, help="of each prompt")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument("--conversations", action="store_true", help="prompts as chat messages rather than text")
+    return parser.parse_args()
+
+
+def different_letters(completions: list, **_: object) -> list[float]:
+    """The reward: which share of the alphabet a completion has."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [len({letter for letter in text.lower() if "a" <= letter <= "z"}) / 26 for text in texts]
+
+
+def prompt(index: int, conversations: bool) -> str | list[dict[str, str]]:
+    text = f"Story {index}: ba ke lo mi"
+    return [{"role": "user", "content": text}] if conversations else text
+
+
+def greedy(trainer: GRPOTrainer, prompts: list[list[int]]) -> list[list[int]]:
+    """What the trained model itself says after each prompt, the likeliest token each time."""
+    trainer.model.eval()
+    answers = []
+    for prompt_ids in prompts:
+        ids = list(prompt_ids)
+        for _ in range(GREEDY_TOKENS):
+            with torch.no_grad():
+                logits = trainer.model(
+                    torch.tensor([ids], device=trainer.model.device)
+                ).logits  # [1, tokens, vocabulary]
+            ids.append(int(logits[0, -1].argmax()))
+        answers.append(ids[len(prompt_ids) :])
+    return answers
+
+
+def main() -> None:
+    asked = arguments()
+    rollout = GatewayRollout(asked.gateway, engine_urls=asked.engine, weights_dir=asked.weights_dir, tag="trl-example")
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(asked.model),
+        reward_funcs=different_letters,
+        train_dataset=Dataset.from_list(
+            [{"prompt": prompt(index, asked.conversations)} for index in range(asked.prompts * asked.steps)]
+        ),
+        rollout_func=rollout,
+        args=GRPOConfig(
+            output_dir=str(asked.out),
+            max_steps=asked.steps,
+            per_device_train_batch_size=asked.prompts * asked.samples,
+            num_generations=asked.samples,
+            max_completion_length=asked.max_tokens,
+            learning_rate=asked.learning_rate,
+            lr_scheduler_type="constant",
+            use_cpu=not torch.cuda.is_available(),
+            bf16=torch.cuda.is_available(),
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+        ),
+    )
+    trainer.train()
+    rollout.sync_weights(trainer)  # the engines serve on, with the last step's weights
+    told_ids = trainer.processing_class(text=["ba ke lo mi", "Story"])["input_ids"]
+    report = {
+        "steps": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "requests": rollout.requests,
+        "bypassed": rollout.bypassed,
+        "syncs": rollout.syncs,
+        "prompt_ids": told_ids,
+        "greedy_ids": greedy(trainer, told_ids),
+    }
+    (asked.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    sys.stdout.write(f"{asked.out / 'report.json'}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What puts a trainer's generation on OrchestrRL: one thin file per framework, for the trainer's own environment."""

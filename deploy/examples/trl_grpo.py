@@ -4,7 +4,8 @@
         --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 --weights-dir DIR --out DIR
 
 The task is a toy, to say many different letters, so that nothing has to be downloaded: put your own dataset, reward and
-GRPOConfig in its place. What belongs to OrchestrRL is the rollout function, and one more sync at the end.
+GRPOConfig in its place. What belongs to OrchestrRL is the rollout function, and one more sync at the end. The rest of
+what it reports shows that the engines follow the trainer.
 """
 
 import argparse
@@ -49,6 +50,29 @@ def prompt(index: int, conversations: bool) -> str | list[dict[str, str]]:
     return [{"role": "user", "content": text}] if conversations else text
 
 
+class WatchedRollout(GatewayRollout):
+    """How far the engines' log-probabilities are from the trainer's: near 0 while they have the same weights.
+
+    Worth a look when you set up your own run, not in every step: it costs a forward pass.
+    """
+
+    def __init__(self, *names: object, **settings: object) -> None:
+        super().__init__(*names, **settings)
+        self.gaps: list[float] = []  # the largest of each batch, at temperature 1
+
+    def __call__(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
+        rolled = super().__call__(prompts, trainer)
+        gaps = []
+        for prompt_ids, drawn_ids, told in zip(*rolled.values(), strict=True):
+            ids = torch.tensor([[*prompt_ids, *drawn_ids]], device=trainer.model.device)
+            with torch.no_grad():
+                logits = trainer.model(ids).logits[0, len(prompt_ids) - 1 : -1]  # [drawn tokens, vocabulary]
+            own = logits.log_softmax(-1).gather(1, ids[0, len(prompt_ids) :, None]).squeeze(1)
+            gaps.append((own - torch.tensor(told, device=own.device)).abs().max().item())
+        self.gaps.append(max(gaps))
+        return rolled
+
+
 def greedy(trainer: GRPOTrainer, prompts: list[list[int]]) -> list[list[int]]:
     """What the trained model itself says after each prompt, the likeliest token each time."""
     trainer.model.eval()
@@ -67,7 +91,7 @@ def greedy(trainer: GRPOTrainer, prompts: list[list[int]]) -> list[list[int]]:
 
 def main() -> None:
     asked = arguments()
-    rollout = GatewayRollout(asked.gateway, engine_urls=asked.engine, weights_dir=asked.weights_dir, tag="trl-example")
+    rollout = WatchedRollout(asked.gateway, engine_urls=asked.engine, weights_dir=asked.weights_dir, tag="trl-example")
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(asked.model),
@@ -99,6 +123,7 @@ def main() -> None:
         "requests": rollout.requests,
         "bypassed": rollout.bypassed,
         "syncs": rollout.syncs,
+        "logprob_gaps": rollout.gaps,
         "prompt_ids": told_ids,
         "greedy_ids": greedy(trainer, told_ids),
     }

@@ -238,14 +238,16 @@ async def _reload(urls: Sequence[str], weights_path: str, timeout_s: float) -> N
         # vLLM drops all KV with it, the prefix cache included, unless told otherwise.
         failures = await _each(urls, lambda url: _post(http, f"{url}/pause?mode=keep"))
         if failures:
-            left = await _each(urls, lambda url: _post(http, f"{url}/resume"))
-            raise _told("no weights were changed", failures | left)
+            # One that did not answer may be paused all the same.
+            stuck = await _each(urls, lambda url: _post(http, f"{url}/resume"))
+            raise _told("no weights were changed", stuck | failures)
         order = {"method": "reload_weights", "kwargs": {"weights_path": weights_path}}
         torn = await _each(urls, lambda url: _post(http, f"{url}/collective_rpc", order))
         stuck = await _each([url for url in urls if url not in torn], lambda url: _post(http, f"{url}/resume"))
     if torn or stuck:
         raise OutcomeUnknown(
-            "after loading weights these engines are left paused, restart them or reload and POST /resume: "
+            f"these engines are left paused after loading {weights_path}, which they must see under this path; restart "
+            "them, or load weights again and POST /resume: "
             + "; ".join(str(error) for error in (torn | stuck).values())
         )
 

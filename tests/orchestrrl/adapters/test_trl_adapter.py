@@ -1,0 +1,300 @@
+"""The TRL adapter without TRL: a trainer that has what the adapter reads, and servers that behave like vLLM's."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from multidict import CIMultiDictProxy
+
+from orchestrrl.adapters.trl import GatewayRollout, read_completion, reload_weights, sampling_parameters, tokenize
+from orchestrrl.client import Patience
+from orchestrrl.engines.base import Refused
+from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+from tests.orchestrrl.gateway.processes import free_port
+
+PATIENCE = Patience(connect_s=2.0, probe_first_s=0.02, probe_cap_s=0.05, watch_s=0.05, nobody_s=0.2)
+WITHIN_S = 60.0
+
+
+class FakeTokenizer:
+    """One token per character."""
+
+    def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(letter) for letter in prompt] for prompt in text]}
+
+    def apply_chat_template(self, conversation: list[Any], **options: Any) -> dict[str, list[list[int]]]:
+        assert options == {
+            "chat_template": "a template",
+            "add_generation_prompt": True,
+            "tokenize": True,
+            "return_dict": True,
+            "thinking": False,
+        }
+        return self(["|".join(str(message["content"]) for message in prompt) for prompt in conversation])
+
+
+class FakeTrainer:
+    def __init__(self) -> None:
+        self.model: Any = object()
+        self.processing_class = FakeTokenizer()
+        self.args = SimpleNamespace(generation_kwargs=None)
+        self.state = SimpleNamespace(global_step=0)
+        self.accelerator = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+        self.tools: Any = None
+        self.chat_template = "a template"
+        self.chat_template_kwargs = {"thinking": False}
+        self.max_completion_length: int | None = 3
+        self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty = 0.7, 0.9, 0, None, 1.0
+
+    def save_model(self, output_dir: str, _internal_call: bool) -> None:
+        assert _internal_call, "every step's weights would be pushed to the hub"
+        folder = Path(output_dir)
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text(f"weights of step {self.state.global_step}")
+
+
+class FakeVllm:
+    """Answers a prompt with its ids backwards, all requests of a batch together, the last first."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.batch = 1  # answers wait until so many requests are there
+        self.asked: list[tuple[dict[str, Any], CIMultiDictProxy[str]]] = []
+        self.statuses: dict[str, int] = {}
+        self.paused = False
+        self.left = 0  # clients that did not wait for their answer
+        self.url = ""
+
+    async def complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        place = len(self.asked)
+        self.asked.append((body, request.headers))
+        if body["prompt"] == [ord("?")]:
+            return web.json_response({"error": {"message": "what?"}}, status=400)
+        try:
+            while len(self.asked) < self.batch:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.02 * (self.batch - place))
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+        ids = list(reversed(body["prompt"]))
+        logprobs = {"token_logprobs": [-0.5] * len(ids)}
+        return web.json_response({"choices": [{"token_ids": ids, "finish_reason": "stop", "logprobs": logprobs}]})
+
+    async def control(self, request: web.Request) -> web.Response:
+        if request.path == "/collective_rpc":
+            order = await request.json()
+            folder = Path(order["kwargs"]["weights_path"])
+            self.log.append(f"{self.url} {order['method']} {(folder / 'model.safetensors').read_text()}")
+        else:
+            self.log.append(f"{self.url} {request.path_qs}")
+        status = self.statuses.get(request.path, 200)
+        if status == 200 and request.path != "/collective_rpc":
+            self.paused = request.path == "/pause"
+        return web.json_response({}, status=status)
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+
+@asynccontextmanager
+async def servers(count: int = 1) -> AsyncIterator[list[FakeVllm]]:
+    log: list[str] = []
+    fakes, runners = [FakeVllm(log) for _ in range(count)], []
+    for fake in fakes:
+        app = web.Application()
+        app.router.add_post("/v1/completions", fake.complete)
+        app.router.add_get("/health", fake.health)
+        for path in ("/pause", "/resume", "/collective_rpc"):
+            app.router.add_post(path, fake.control)
+        runner = web.AppRunner(app, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        runners.append(runner)
+    try:
+        yield fakes
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+
+
+async def test_a_batch_is_asked_at_once_and_answered_in_order() -> None:
+    async with servers() as (gateway,):
+        gateway.batch = 6
+        rollout, trainer = GatewayRollout(gateway.url, tag="job"), FakeTrainer()
+        prompts = ["ab", "ab", "ab", "xyz", "xyz", "xyz"]
+        rolled = await asyncio.to_thread(rollout, prompts, trainer)
+    assert rolled["prompt_ids"] == [[97, 98]] * 3 + [[120, 121, 122]] * 3
+    assert rolled["completion_ids"] == [[98, 97]] * 3 + [[122, 121, 120]] * 3
+    assert rolled["logprobs"] == [[-0.5] * 2] * 3 + [[-0.5] * 3] * 3
+    assert len({headers["X-Request-Id"] for _, headers in gateway.asked}) == 6
+    assert {headers["X-Tag"] for _, headers in gateway.asked} == {"job"}
+    groups = {(tuple(body["prompt"]), headers["X-Group-Id"]) for body, headers in gateway.asked}
+    assert len(groups) == len({group for _, group in groups}) == 2
+    assert gateway.asked[0][0] == {
+        "prompt": gateway.asked[0][0]["prompt"],
+        "max_tokens": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    assert (rollout.requests, rollout.bypassed) == (6, 0)
+
+
+async def test_names_are_new_with_every_batch_and_groups_with_every_step() -> None:
+    async with servers() as (gateway,):
+        rollout, trainer = GatewayRollout(gateway.url), FakeTrainer()
+        for trainer.state.global_step in (0, 0, 1):
+            await asyncio.to_thread(rollout, ["a"], trainer)
+        again = GatewayRollout(gateway.url)
+        await asyncio.to_thread(again, ["a"], trainer)
+    assert len({headers["X-Request-Id"] for _, headers in gateway.asked}) == 4
+    first, second, third, fourth = (headers["X-Group-Id"] for _, headers in gateway.asked)
+    assert first == second != third == fourth
+
+
+async def test_weights_go_to_the_engines_before_a_rollout_of_a_new_step_alone(tmp_path: Path) -> None:
+    async with servers(3) as (gateway, *engines):
+        urls = [engine.url for engine in engines]
+        rollout, trainer = GatewayRollout(gateway.url, engine_urls=urls, weights_dir=tmp_path), FakeTrainer()
+        for trainer.state.global_step in (0, 0, 1):
+            await asyncio.to_thread(rollout, ["a"], trainer)
+        assert rollout.syncs == 2
+        await asyncio.to_thread(rollout.sync_weights, trainer)
+    log = engines[0].log
+    assert not any(line.startswith(gateway.url) for line in log)
+    for sync, step in enumerate((0, 1, 1)):
+        lines = log[6 * sync : 6 * sync + 6]
+        assert sorted(lines[:2]) == sorted(f"{url} /pause?mode=keep" for url in urls)
+        assert sorted(lines[2:4]) == sorted(f"{url} reload_weights weights of step {step}" for url in urls)
+        assert sorted(lines[4:]) == sorted(f"{url} /resume" for url in urls)
+    assert len(log) == 18
+    assert len(list(tmp_path.iterdir())) == 1, "weights that nobody reads any longer are left"
+
+
+async def test_engines_answer_while_there_is_no_gateway() -> None:
+    async with servers() as (engine,):
+        nowhere = f"http://127.0.0.1:{free_port()}"
+        rollout = GatewayRollout(nowhere, engine_urls=[engine.url], patience=PATIENCE)
+        rolled = await asyncio.to_thread(rollout, ["ab", "cd"], FakeTrainer())
+    assert rolled["completion_ids"] == [[98, 97], [100, 99]]
+    assert rollout.bypassed == 2
+
+
+async def test_a_refusal_ends_the_batch_with_the_reason_and_nothing_runs_on() -> None:
+    async with servers() as (gateway,):
+        gateway.batch = 100
+        with pytest.raises(Refused, match="what"):
+            await asyncio.to_thread(GatewayRollout(gateway.url), ["ab", "cd", "?"], FakeTrainer())
+        async with asyncio.timeout(WITHIN_S):
+            while gateway.left < len(gateway.asked) - 1:
+                await asyncio.sleep(0.01)
+
+
+async def test_nobody_there_is_told() -> None:
+    rollout = GatewayRollout(f"http://127.0.0.1:{free_port()}", patience=PATIENCE)
+    with pytest.raises(Retryable, match="neither"):
+        await asyncio.to_thread(rollout, ["a"], FakeTrainer())
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc"])
+async def test_engines_that_weights_cannot_be_loaded_into(path: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("new")
+    async with servers(2) as (good, bad):
+        bad.statuses[path] = 500
+        outcome = Permanent if path == "/pause" else OutcomeUnknown
+        with pytest.raises(outcome, match=bad.url):
+            await asyncio.to_thread(reload_weights, [good.url, bad.url], tmp_path)
+    assert not good.paused
+    assert bad.paused is (path == "/collective_rpc"), "half of the weights must not answer"
+    assert any("reload_weights" in line for line in good.log) is (path == "/collective_rpc")
+
+
+async def test_an_engine_that_is_gone_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    async with servers() as (engine,):
+        gone = f"http://127.0.0.1:{free_port()}"
+        with pytest.raises(Retryable, match="no weights were changed"):
+            await asyncio.to_thread(reload_weights, [engine.url, gone], tmp_path)
+        assert not engine.paused
+        engine.statuses["/pause"] = 404
+        with pytest.raises(Permanent, match="VLLM_SERVER_DEV_MODE"):
+            await asyncio.to_thread(reload_weights, [engine.url], tmp_path)
+
+
+async def test_it_can_be_called_where_a_loop_is_running(tmp_path: Path) -> None:
+    reload_weights([], tmp_path)
+
+
+def test_conversations_go_through_the_trainers_template() -> None:
+    conversation = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert tokenize([conversation], FakeTrainer()) == [[97, 124, 98]]
+
+
+def test_what_cannot_be_served_is_said() -> None:
+    image = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
+    with pytest.raises(Permanent, match="prompts"):
+        tokenize([image], FakeTrainer())
+    trainer = FakeTrainer()
+    trainer.tools = [print]
+    with pytest.raises(Permanent, match="tools"):
+        tokenize(["a"], trainer)
+    trainer.max_completion_length = None
+    with pytest.raises(Permanent, match="max_completion_length"):
+        sampling_parameters(trainer)
+    with pytest.raises(ValueError, match="engine_urls"):
+        GatewayRollout("http://127.0.0.1:1", weights_dir=Path("weights"))
+    with pytest.raises(Permanent, match="weights_dir"):
+        GatewayRollout("http://127.0.0.1:1").sync_weights(trainer)
+    trainer.model = SimpleNamespace(peft_config={})
+    rollout = GatewayRollout("http://127.0.0.1:1", engine_urls=["http://127.0.0.1:2"], weights_dir=Path("weights"))
+    with pytest.raises(Permanent, match="PEFT"):
+        rollout.sync_weights(trainer)
+
+
+def test_generation_kwargs_win_over_settings_but_not_over_what_the_adapter_needs() -> None:
+    trainer = FakeTrainer()
+    trainer.args.generation_kwargs = {"temperature": 0.1, "stop_token_ids": [5], "logprobs": 20}
+    asked = sampling_parameters(trainer)
+    assert (asked["temperature"], asked["stop_token_ids"], asked["logprobs"]) == (0.1, [5], 0)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"token_ids": [1, 2], "finish_reason": "abort", "logprobs": {"token_logprobs": [-1.0, -1.0]}},
+        {"token_ids": [1, 2], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0]}},
+        {"token_ids": [], "finish_reason": "stop", "logprobs": {"token_logprobs": []}},
+        {"token_ids": [1], "finish_reason": "stop", "logprobs": None},
+        {"text": "a", "finish_reason": "stop"},
+    ],
+    ids=["stopped", "a logprob is missing", "empty", "no logprobs", "text alone"],
+)
+def test_an_answer_that_must_not_be_learnt_from(choice: dict[str, Any]) -> None:
+    with pytest.raises(Permanent, match="r1"):
+        read_completion({"choices": [choice]}, "r1")
+
+
+def test_a_logprob_that_is_not_a_number_is_passed_on_as_trl_expects_it() -> None:
+    choice = {"token_ids": [1, 2], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0, None]}}
+    assert read_completion({"choices": [choice]}, "r1").logprobs == [-1.0, None]
+
+
+def test_the_trainers_environment_needs_little() -> None:
+    heavy = "{'grpc', 'numpy', 'ortools', 'prometheus_client', 'scipy', 'statsmodels', 'torch', 'typer', 'yaml'}"
+    code = f"import sys, orchestrrl.adapters.trl; print(sorted({heavy} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"

@@ -1,6 +1,7 @@
 """The TRL adapter without TRL: a trainer that has what the adapter reads, and servers that behave like vLLM's."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from orchestrrl.engines.base import Refused
 from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
 from tests.orchestrrl.gateway.processes import free_port
 
+REPOSITORY = Path(__file__).parents[3]
 PATIENCE = Patience(connect_s=2.0, probe_first_s=0.02, probe_cap_s=0.05, watch_s=0.05, nobody_s=0.2)
 WITHIN_S = 60.0
 
@@ -291,6 +293,14 @@ def test_an_answer_that_must_not_be_learnt_from(choice: dict[str, Any]) -> None:
 def test_a_logprob_that_is_not_a_number_is_passed_on_as_trl_expects_it() -> None:
     choice = {"token_ids": [1, 2], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0, None]}}
     assert read_completion({"choices": [choice]}, "r1").logprobs == [-1.0, None]
+
+
+def test_the_documented_command_has_the_examples_flags() -> None:
+    example = (REPOSITORY / "deploy" / "examples" / "trl_grpo.py").read_text()
+    (command,) = re.findall(r"^```sh\n(.*?)^```", (REPOSITORY / "docs" / "trainers.md").read_text(), re.M | re.S)
+    known = set(re.findall(r'add_argument\("(--[a-z-]+)"', example))
+    required = set(re.findall(r'add_argument\("(--[a-z-]+)"[^\n]*required=True', example))
+    assert required <= set(re.findall(r"--[a-z-]+", command)) <= known
 
 
 def test_the_trainers_environment_needs_little() -> None:

@@ -5,7 +5,8 @@
 
 The task is a toy, to say many different letters, so that nothing has to be downloaded: put your own dataset, reward and
 GRPOConfig in its place. What belongs to OrchestrRL is the rollout function, and one more sync at the end. The rest of
-what it reports shows that the engines follow the trainer.
+what it reports shows that the engines follow the trainer. With several processes (torchrun, accelerate launch) each asks
+for its own samples.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -31,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--weights-dir", type=Path, required=True, help="folder that the engines see as well")
     parser.add_argument("--out", type=Path, required=True, help="where TRL and this script write")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=4, help="per step")
+    parser.add_argument("--prompts", type=int, default=4, help="per step and process")
     parser.add_argument("--samples", type=int, default=4, help="of each prompt")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
@@ -120,15 +122,16 @@ def main() -> None:
     told_ids = trainer.processing_class(text=["ba ke lo mi", "Story"])["input_ids"]
     report = {
         "steps": [entry for entry in trainer.state.log_history if "loss" in entry],
-        "requests": rollout.requests,
-        "bypassed": rollout.bypassed,
+        "requests": sum(gather_object([rollout.requests])),  # of all processes
+        "bypassed": sum(gather_object([rollout.bypassed])),
+        "logprob_gaps": gather_object(rollout.gaps),
         "syncs": rollout.syncs,
-        "logprob_gaps": rollout.gaps,
         "prompt_ids": told_ids,
         "greedy_ids": greedy(trainer, told_ids),
     }
-    (asked.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    sys.stdout.write(f"{asked.out / 'report.json'}\n")
+    if trainer.is_world_process_zero():
+        (asked.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        sys.stdout.write(f"{asked.out / 'report.json'}\n")
 
 
 if __name__ == "__main__":

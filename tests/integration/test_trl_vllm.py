@@ -21,19 +21,22 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 EXAMPLE = REPOSITORY / "deploy" / "examples" / "trl_grpo.py"
 TRAINED_WITHIN_S = 600.0
-STEPS, PROMPTS, SAMPLES = 3, 4, 4
+STEPS, PROMPTS, SAMPLES = 3, 4, 4  # prompts of all processes
 REQUESTS = STEPS * PROMPTS * SAMPLES
 # Both compute in float32. Without an update of the weights it is 8 after one step.
 SAME_WEIGHTS = 1e-3
 
 
-async def train(stack: Stack, engines: Sequence[LocalEngine], model: Path, out: Path) -> dict[str, Any]:
+async def train(
+    stack: Stack, engines: Sequence[LocalEngine], model: Path, out: Path, processes: int, more: Sequence[str]
+) -> dict[str, Any]:
     """Run the example as users do, in the trainer's environment; its report."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     named = [text for engine in engines for text in ("--engine", engine.url)]
-    sizes = ["--steps", str(STEPS), "--prompts", str(PROMPTS), "--samples", str(SAMPLES)]
+    sizes = ["--steps", str(STEPS), "--prompts", str(PROMPTS // processes), "--samples", str(SAMPLES)]
     process = await asyncio.create_subprocess_exec(
-        *(str(VLLM_PYTHON), str(EXAMPLE), "--model", str(model), "--gateway", stack.gateway_url, *named, *sizes),
-        *("--weights-dir", str(out / "weights"), "--out", str(out)),
+        *(str(VLLM_PYTHON), *launcher, str(EXAMPLE), "--model", str(model), "--gateway", stack.gateway_url, *named),
+        *(*sizes, "--weights-dir", str(out / "weights"), "--out", str(out), *more),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={
@@ -48,7 +51,7 @@ async def train(stack: Stack, engines: Sequence[LocalEngine], model: Path, out: 
         shown, _ = await asyncio.wait_for(process.communicate(), TRAINED_WITHIN_S)
     finally:
         if process.returncode is None:
-            process.kill()
+            process.terminate()  # a launcher ends its processes, too
             await process.wait()
     assert process.returncode == 0, shown.decode(errors="replace")[-5000:]
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
@@ -72,15 +75,18 @@ async def ledger(stack: Stack) -> dict[str, Any]:
         return told
 
 
+@pytest.mark.parametrize(
+    ("processes", "more"), [(1, []), (2, ["--conversations"])], ids=["text", "two processes, conversations"]
+)
 async def test_grpo_through_the_gateway(
-    vllm_servers: tuple[LocalEngine, ...], tiny_model: Path, tmp_path: Path
+    processes: int, more: list[str], vllm_servers: tuple[LocalEngine, ...], tiny_model: Path, tmp_path: Path
 ) -> None:
     urls = [engine.url for engine in vllm_servers]
     probe = [[40, 41, 42, 43]]
     untrained_probe = await greedy(urls[0], probe, 16)
     try:
         async with orchestrrl(load_scenario("vllm"), "vllm", vllm_servers, tmp_path) as stack:
-            report = await train(stack, vllm_servers, tiny_model, tmp_path)
+            report = await train(stack, vllm_servers, tiny_model, tmp_path, processes, more)
             told = await ledger(stack)
         prompts, expected = report["prompt_ids"], report["greedy_ids"]
         trained = [await greedy(url, prompts, len(expected[0])) for url in urls]
@@ -94,7 +100,7 @@ async def test_grpo_through_the_gateway(
     for step in report["steps"]:
         assert all(math.isfinite(step[name]) for name in ("loss", "reward", "reward_std", "grad_norm")), step
     assert any(step["grad_norm"] > 0 for step in report["steps"])
-    assert len(report["logprob_gaps"]) == STEPS
+    assert len(report["logprob_gaps"]) == STEPS * processes
     assert max(report["logprob_gaps"]) < SAME_WEIGHTS
     # After the last step, both servers say what the trainer's model says, which is not what they said before.
     assert trained == [expected, expected]

@@ -5,7 +5,7 @@
 
 The task is a toy, to say many different letters, so that nothing has to be downloaded: put your own dataset, reward and
 GRPOConfig in its place. What belongs to OrchestrRL is the rollout function, and one more sync at the end. The rest of
-what it reports shows that the engines follow the trainer. With several processes (torchrun, accelerate launch) each asks
+what it reports shows that the engines follow the trainer. Where it runs as several processes (torchrun), each asks
 for its own samples.
 """
 

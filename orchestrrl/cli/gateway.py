@@ -39,6 +39,12 @@ def gateway(
     processes: Annotated[
         int, typer.Option(help="Serve with this many processes on one port; the daemon sees each as a gateway.")
     ] = 1,
+    plain_http: Annotated[
+        bool,
+        typer.Option(
+            "--plain-http", help="Serve all requests by aiohttp, which costs more, and none by the fast path."
+        ),
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug | info | warning | error")] = "info",
 ) -> None:
     """Serve `/v1/completions` and `/v1/chat/completions` in front of engines.
@@ -62,6 +68,7 @@ def gateway(
             coalesce_tokens=coalesce_tokens,
             processes=processes,
             log_level=log_level,
+            plain_http=plain_http,
         )
         log_to_stderr(log_level)
         if processes == 1:
@@ -87,6 +94,7 @@ def read_options(
     coalesce_tokens: int,
     processes: int,
     log_level: str,
+    plain_http: bool = False,
 ) -> GatewayOptions:
     """Raises ProblemFaults that names every bad flag."""
     faults: list[str] = []
@@ -125,6 +133,7 @@ def read_options(
         drain_s=drain_s,
         processes=processes,
         log_level=log_level,
+        plain_http=plain_http,
     )
 
 

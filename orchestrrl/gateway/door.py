@@ -3,10 +3,16 @@
 A general HTTP server costs more for each request and each piece of an answer than all that the gateway does for them.
 A usual request is a POST to one of the two endpoints, in HTTP/1.1, whose body has a known and moderate length. The
 first request of a connection that is anything else takes the whole connection, with what has been read, to aiohttp.
+
+It can be left out: with `orchestrrl gateway --plain-http` all requests are aiohttp's. What it must keep to is that both
+give the same answers (tests/orchestrrl/gateway/test_door_oracle.py sends the same bytes to both), so whatever is not
+plainly usual is handed over, and aiohttp judges it. As with aiohttp, a client that closes its side of the connection,
+or only half of it, has left.
 """
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -16,15 +22,21 @@ from orchestrrl.engines.base import Endpoint
 
 logger = logging.getLogger(__name__)
 
-MOST_HEAD_BYTES = 16_384
+# As aiohttp has them, which judges what has more.
+MOST_HEAD_BYTES = 8190
+MOST_HEADERS = 128
 MOST_BODY_BYTES = 4 << 20
-MOST_AHEAD_BYTES = 1 << 20  # of requests that a client sends before it has its answer
+MOST_AHEAD_BYTES = 1 << 16  # of requests that a client sends before it has its answer
+REQUEST_WITHIN_S = 120.0  # from a request's first byte to its last
+# A client whose machine is gone is found out after two minutes.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
 
 _LINES = {
     b"POST /v1/completions HTTP/1.1": Endpoint.COMPLETIONS,
     b"POST /v1/chat/completions HTTP/1.1": Endpoint.CHAT,
 }
-_LONGEST_LINE = max(map(len, _LINES))
+# Tabs and the ends of lines are looked at on their own.
+_CONTROL = re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
 # What these ask for is not done here.
 _UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"content-encoding"})
 _LABELS = frozenset({b"x-request-id", b"x-group-id", b"x-tag"})
@@ -33,7 +45,19 @@ _STREAM_HEAD = (
     b"Transfer-Encoding: chunked\r\n\r\n"
 )
 _DEFECT = b'{"error":{"message":"a defect of the gateway","type":"InternalServerError","param":null,"code":500}}'
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 409: "Conflict", 429: "Too Many Requests"}
+_TOO_SLOW = (
+    b'{"error":{"message":"the request was not all there after %d s","type":"BadRequestError","param":null,"code":408}}'
+    % REQUEST_WITHIN_S
+)
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    408: "Request Timeout",
+    409: "Conflict",
+    429: "Too Many Requests",
+    503: "Service Unavailable",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +75,9 @@ def read_head(head: bytes) -> Head | None:
     """The head of a usual request, without the empty line at its end; None for any other. Pure."""
     first, *lines = head.split(b"\r\n")
     endpoint = _LINES.get(first)
-    if endpoint is None or head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines) or b"\0" in head:
+    if endpoint is None or head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
+        return None
+    if len(head) > MOST_HEAD_BYTES or len(lines) > MOST_HEADERS or _CONTROL.search(head) is not None:
         return None
     length: int | None = None
     host = False
@@ -66,6 +92,8 @@ def read_head(head: bytes) -> Head | None:
                 return None
             labels[name] = value.strip(b" \t").decode("utf-8", "surrogateescape")
         elif name == b"host":
+            if host:
+                return None
             host = True
         elif name == b"content-length":
             value = value.strip(b" \t")
@@ -80,10 +108,9 @@ def read_head(head: bytes) -> Head | None:
     return Head(endpoint, request_id, group, tag, length)
 
 
-def may_be_usual(data: bytes) -> bool:
-    """Whether a head that is not all there may become a usual one. Pure."""
-    first = data[:_LONGEST_LINE]
-    return len(data) <= MOST_HEAD_BYTES and any(first.startswith(line[: len(first)]) for line in _LINES)
+def may_be_a_head(data: bytes) -> bool:
+    """Whether what has come may be the beginning of a head, and is worth waiting for the rest. Pure."""
+    return len(data) <= MOST_HEAD_BYTES and data[:1].isalpha() and data.count(b"\n") == data.count(b"\r\n")
 
 
 class Door(asyncio.Protocol):
@@ -93,9 +120,8 @@ class Door(asyncio.Protocol):
         self._house = house
         self._transport: asyncio.Transport | None = None
         self._data = b""
-        self._body: list[bytes] = []  # of a request that is not all there
-        self._missing_bytes = 0
-        self._head: Head | None = None
+        self._head: Head | None = None  # of a request that is not all there
+        self._body = bytearray()  # of the same
         self._task: asyncio.Task[None] | None = None
         self.answered = False  # the head of an answer has been written
         self._paused = False
@@ -105,7 +131,9 @@ class Door(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        return self._task is not None
+        """A request is being answered, or the client has yet to read the answer."""
+        unread = self._transport is not None and self._transport.get_write_buffer_size() > 0
+        return self._task is not None or unread
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -146,8 +174,19 @@ class Door(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
         if task is not None:
-            task.cancel()
+            self._cut(task)
             await asyncio.wait({task})
+
+    def refuse_slow(self) -> None:
+        """The request did not come in time."""
+        assert self._transport is not None
+        self.whole(408, _TOO_SLOW)
+        self._transport.close()
+
+    def _cut(self, task: "asyncio.Task[None]") -> None:
+        """Once: a second cancellation would break off what the first one has to clean up."""
+        if not task.cancelling():
+            task.cancel()
 
     # --- asyncio -----------------------------------------------------------------------------------------------------
 
@@ -158,11 +197,14 @@ class Door(asyncio.Protocol):
         peer: socket.socket | None = transport.get_extra_info("socket")
         if peer is not None:  # a client that is gone without a word is found out
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                peer.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._house.doors.discard(self)
+        self._house.forget(self)
+        self._data = b""  # requests that nobody waits for
         if self._task is not None:
-            self._task.cancel()
+            self._cut(self._task)
 
     def pause_writing(self) -> None:
         self.writable = False
@@ -174,18 +216,19 @@ class Door(asyncio.Protocol):
             drained.set_result(None)
         if self.on_writable is not None:
             self.on_writable()
+        if self._task is None:
+            self._go_on()
 
     def data_received(self, data: bytes) -> None:
-        if self._task is not None:
-            self._data += data
-            if len(self._data) > MOST_AHEAD_BYTES and not self._paused and self._transport is not None:
-                self._paused = True
-                self._transport.pause_reading()
-        elif self._head is not None:
+        if self._head is not None:
             self._more_of_body(data)
-        else:
-            self._data = self._data + data if self._data else data
+            return
+        self._data = self._data + data if self._data else data
+        if self._task is None and self.writable:
             self._next_request()
+        elif len(self._data) > MOST_AHEAD_BYTES and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -193,8 +236,10 @@ class Door(asyncio.Protocol):
         data = self._data
         head_stop = data.find(b"\r\n\r\n")
         if head_stop < 0:
-            if data and not may_be_usual(data):
+            if not may_be_a_head(data):
                 self._hand_over()
+            else:
+                self._house.expect(self)
             return
         head = read_head(data[:head_stop])
         if head is None:
@@ -202,20 +247,23 @@ class Door(asyncio.Protocol):
             return
         self._data = b""
         self._head = head
-        self._body, self._missing_bytes = [], head.body_bytes
         self._more_of_body(data[head_stop + 4 :])
 
     def _more_of_body(self, data: bytes) -> None:
         head = self._head
         assert head is not None
-        if len(data) > self._missing_bytes:
-            self._data = data[self._missing_bytes :]
-            data = data[: self._missing_bytes]
-        self._body.append(data)
-        self._missing_bytes -= len(data)
-        if self._missing_bytes:
+        missing_bytes = head.body_bytes - len(self._body)
+        if len(data) < missing_bytes:
+            self._body += data
+            self._house.expect(self)
             return
-        body, self._body, self._head = b"".join(self._body), [], None
+        self._data = data[missing_bytes:]
+        body = data[:missing_bytes]
+        if self._body:
+            body = bytes(self._body) + body
+            self._body = bytearray()
+        self._house.unfinished.pop(self, None)
+        self._head = None
         self.answered = False
         self._task = asyncio.get_running_loop().create_task(self._house.answer(head, body, self))
         self._task.add_done_callback(self._over)
@@ -227,12 +275,17 @@ class Door(asyncio.Protocol):
                 logger.error("a request could not be served", exc_info=task.exception())
             if self._transport is not None:
                 if not self.answered and not task.cancelled():
-                    self.whole(
-                        500, b'{"error":{"message":"a defect of the gateway","type":"InternalServerError","code":500}}'
-                    )
+                    self.whole(500, _DEFECT)
                 self._transport.close()
             return
-        if self._paused and self._transport is not None:
+        if self.writable:  # a client that does not read its answers gets no more of them
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """With what the client has sent meanwhile."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._paused:
             self._paused = False
             self._transport.resume_reading()
         if self._data:
@@ -241,7 +294,7 @@ class Door(asyncio.Protocol):
     def _hand_over(self) -> None:
         """The connection is aiohttp's from here on."""
         assert self._transport is not None
-        self._house.doors.discard(self)
+        self._house.forget(self)
         protocol = self._house.general()
         data, self._data = self._data, b""
         self._transport.set_protocol(protocol)
@@ -249,13 +302,19 @@ class Door(asyncio.Protocol):
         protocol.data_received(data)
 
 
-@dataclass(slots=True)
 class House:
     """All doors, what answers usual requests, and what makes aiohttp's side of a connection."""
 
-    answer: Callable[[Head, bytes, Door], Coroutine[Any, Any, None]]
-    general: Callable[[], asyncio.Protocol]
-    doors: set[Door]
+    def __init__(
+        self,
+        answer: Callable[[Head, bytes, Door], Coroutine[Any, Any, None]],
+        general: Callable[[], asyncio.Protocol],
+    ) -> None:
+        self.answer = answer
+        self.general = general
+        self.doors: set[Door] = set()
+        self.unfinished: dict[Door, float] = {}  # by when the rest of its request must have come; the first is first
+        self._timer: asyncio.TimerHandle | None = None
 
     def door(self) -> Door:
         return Door(self)
@@ -264,5 +323,30 @@ class House:
     def busy(self) -> bool:
         return any(door.busy for door in self.doors)
 
+    def expect(self, door: Door) -> None:
+        """A part of a request has come."""
+        if door not in self.unfinished:
+            loop = asyncio.get_running_loop()
+            self.unfinished[door] = until_s = loop.time() + REQUEST_WITHIN_S
+            if self._timer is None:
+                self._timer = loop.call_at(until_s, self._refuse_slow)
+
+    def forget(self, door: Door) -> None:
+        self.doors.discard(door)
+        self.unfinished.pop(door, None)
+
     async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         await asyncio.gather(*(door.close() for door in self.doors))
+
+    def _refuse_slow(self) -> None:
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        for door, until_s in list(self.unfinished.items()):
+            if until_s > now_s:
+                break
+            del self.unfinished[door]
+            door.refuse_slow()
+        following_s = next(iter(self.unfinished.values()), None)
+        self._timer = None if following_s is None else loop.call_at(following_s, self._refuse_slow)

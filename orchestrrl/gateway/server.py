@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 DRAIN_POLL_S = 0.05
+# aiohttp's own patience with what it serves when it ends; drain() has been patient before.
+END_WITHIN_S = 1.0
 
 Elsewhere = Callable[[RequestId, EngineId], Awaitable[ItemResult]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -58,10 +60,11 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 class Server:
-    """Serves one gateway. Call `start`, then `drain` and `close`."""
+    """Serves one gateway. Call `start`, then `drain` and `close`. `plain`: by aiohttp alone, without the door."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, *, plain: bool = False) -> None:
         self._gateway = gateway
+        self._plain = plain
         self._draining = False
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(GatewayCollector(gateway))
@@ -86,10 +89,12 @@ class Server:
     async def start(self, host: str, port: int) -> str:
         """Listen; returns the URL, with the port that was chosen where 0 was asked for."""
         # A client that leaves ends its handler, which stops its request on the engine.
-        self._runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            self.app, handler_cancellation=True, access_log=None, shutdown_timeout=END_WITHIN_S
+        )
         await self._runner.setup()
         assert self._runner.server is not None
-        self._house = House(self._usual, self._runner.server, set())
+        self._house = House(self._usual, self._runner.server)
         bound_port = await self.listen(host, port)
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{bound_port}"
@@ -98,7 +103,8 @@ class Server:
         """Listen on one more port. `shared`: other processes may listen on it, too."""
         assert self._house is not None
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(self._house.door, host, port, backlog=4096, reuse_port=shared or None)
+        connected = self._house.general if self._plain else self._house.door
+        server = await loop.create_server(connected, host, port, backlog=4096, reuse_port=shared or None)
         self._servers.append(server)
         bound_port: int = server.sockets[0].getsockname()[1]
         return bound_port
@@ -171,7 +177,7 @@ class Server:
             return failure_of("the gateway is shutting down", 503)
         try:
             body = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return failure_of(f"the body is not JSON: {error}", 400)
         own_id = body.get("request_id") if isinstance(body, dict) else None
         try:
@@ -325,9 +331,10 @@ async def _stream_at(door: Door, job: Job) -> None:
 
     door.on_writable = write_all
     await job.run(write)
-    while not door.writable:
-        await door.drain()
-    write_all()
+    for record in job.records:
+        while not door.writable:
+            await door.drain()
+        write(record)
     if job.failure is not None and not door.answered:
         _refuse(door, job.failure)
     else:

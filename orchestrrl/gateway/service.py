@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from orchestrrl.clock import WallClock
@@ -41,6 +40,7 @@ class GatewayOptions:
     drain_s: float
     processes: int
     log_level: str
+    plain_http: bool = False  # aiohttp serves everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ async def serve(
 
     fleet = Fleet(connect_engine, clock=clock, policy=options.policy)
     core = Gateway(options.node, fleet, limits=options.limits, clock=clock)
-    server = Server(core)
+    server = Server(core, plain=options.plain_http)
     try:
         core.url = await server.start(options.host, 0 if place else options.port)
     except OSError as error:
@@ -111,10 +111,11 @@ async def serve(
     await server.close()
     for task in (ending, *tasks):
         task.cancel()
-    with suppress(asyncio.CancelledError):
-        for task in tasks:
-            await task
+    await asyncio.wait(tasks)
     await fleet.close()
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
 
 
 def _allow_many_connections() -> None:

@@ -168,9 +168,20 @@ class EngineSettings(Section):
         return tuple(GpuId(gpu) for gpu in self.gpus)
 
 
+class KvConnector(StrEnum):
+    """What the engines were started with to hand KV over, as far as gateways know how to use it."""
+
+    KV_HANDOVER = "kv_handover"  # OrchestrRL's own, see docs/kv-handover.md
+
+
 class KvTransfer(Section):
     """Engines can hand the KV of a running request over to each other. What is left out here, the profile's `moves` has
     to say."""
+
+    # All engines have it, those of a configuration with a directory in common. None: KV is only priced in plans.
+    connector: Annotated[KvConnector, Field(strict=False)] | None = None
+    # Names the weights that all engines have. KV of another name is never used: it must change with the weights.
+    weights: Name = "initial"
 
     inter_node_gbps_per_gpu: PositiveFloat | None = None
     intra_node_gbps_per_gpu: PositiveFloat | None = None  # by default as between nodes

@@ -7,6 +7,7 @@ observe -> state -> decide -> gate -> journal -> act -> observe. Time is the clo
 import asyncio
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from orchestrrl.execute.moves import MovesOutcome, run_moves
 from orchestrrl.execute.runner import Runner
 from orchestrrl.execute.settle import Evidence
 from orchestrrl.journal import Journal, Kind
+from orchestrrl.move_methods import MovedRequest, ended, with_methods
 from orchestrrl.nodes import Attachment, NodeRegistry
 from orchestrrl.operations import MoveRequests, Operation, OperationResult, RequestMove, Route, SetRoutes
 from orchestrrl.planning import Planning
@@ -45,6 +47,7 @@ from planner.plan import History
 logger = logging.getLogger(__name__)
 
 QUIET_POLL_S = 0.25
+MOVES_SHOWN = 64  # of those that ended last
 
 Offload = Callable[[Callable[[], Plan]], Awaitable[Plan]]
 
@@ -76,6 +79,7 @@ class ControlPlane:
         self.planning = Planning(config, self._note_costs, self._today)
         self.started_s = clock.now_s()
         self.balance: BalanceDecision | None = None
+        self.latest_moves: deque[MovedRequest] = deque(maxlen=MOVES_SHOWN)
         self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
         self.draining: set[EngineId] = set()  # engines that are about to be stopped: gateways send them nothing new
@@ -165,7 +169,7 @@ class ControlPlane:
         if acts or before is None or before.verdict.code != decision.verdict.code:
             self._note_balance(decision, snapshot)
         if acts:
-            task = asyncio.create_task(self._move(decision.moves))
+            task = asyncio.create_task(self._move(decision.moves, snapshot))
             self._moving.add(task)
             task.add_done_callback(self._moved)
         self.send_routes(snapshot.engines)
@@ -238,7 +242,7 @@ class ControlPlane:
             raise Permanent(f"request {request} is {where}")
         if engines[to_engine].health is not EngineHealth.OK:
             raise Permanent(f"engine {to_engine} is {engines[to_engine].health}: {engines[to_engine].health_detail}")
-        return await self._move((RequestMove(request, found.engine, to_engine),))
+        return await self._move((RequestMove(request, found.engine, to_engine),), snapshot)
 
     def set_mode(self, mode: Mode, reason: str) -> Mode:
         """The mode from now on, also after a restart while the configured one stays the same; returns the previous."""
@@ -255,6 +259,7 @@ class ControlPlane:
         self.state.set_facts(engine_facts(config))
         self.planning.reconfigure(config, self.state.snapshot(self.clock.now_s()), self.journal)
         self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
+        self.send_routes(self.state.engines(self.clock.now_s()))
         if config.mode is not configured:
             self.set_mode(config.mode, "configuration reloaded")
 
@@ -318,7 +323,8 @@ class ControlPlane:
     async def _act_on(self, plan: Plan, snapshot: Snapshot) -> None:
         """Carry a plan out, and write down what became of it."""
         if plan.decision == "rebalance":
-            moved = await self._move([RequestMove(move.request, move.source, move.destination) for move in plan.moves])
+            moves = [RequestMove(move.request, move.source, move.destination) for move in plan.moves]
+            moved = await self._move(moves, snapshot)
             done = sum(item.done for item in moved.items)
             self.plans.acted(plan.id, done > 0, f"{done} of {len(moved.items)} requests moved")
             return
@@ -336,8 +342,10 @@ class ControlPlane:
         if not task.cancelled() and task.exception() is not None:
             logger.error("a plan was not carried out: %s", task.exception())
 
-    async def _move(self, moves: Sequence[RequestMove]) -> MovesOutcome:
-        return await run_moves(self.runner, moves, self.state.gateway_of, self.config.fast.operation_expiry_s)
+    async def _move(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
+        versions = {engine.id: self._kv_version(engine) for engine in snapshot.engines}
+        priced = with_methods(moves, snapshot, self.planning.move_costing(versions))
+        return await run_moves(self.runner, priced, self.state.gateway_of, self.config.fast.operation_expiry_s)
 
     def _moved(self, task: asyncio.Task[MovesOutcome]) -> None:
         self._moving.discard(task)
@@ -349,6 +357,7 @@ class ControlPlane:
             self._moves_ended_s = self.clock.now_s()
             self.state.fold_result(result)
             self.planning.costs.moved(operation.action, result, self.state.configuration_of)
+            self.latest_moves.extend(ended(self._moves_ended_s, operation.action.moves, result.items))
 
     def _route(self, engine: EngineView) -> Route:
         return Route(
@@ -360,7 +369,15 @@ class ControlPlane:
             kv_free_tokens=engine.kv_free_tokens,
             max_sequences=engine.max_sequences,
             draining=engine.id in self.draining,
+            kv_version=self._kv_version(engine),
         )
+
+    def _kv_version(self, engine: EngineView) -> str:
+        """Engines hand KV over to those of the same configuration and weights; empty: to none."""
+        links = self.config.fleet.kv_transfer
+        if links is None or links.connector is None or engine.configuration is None:
+            return ""
+        return f"{engine.configuration}/{links.weights}"
 
     def _recovered_mode(self) -> Mode:
         """The configured mode, unless an operator set another since it was configured so."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrrl.beliefs import Belief, Believed, Moving, said
-from orchestrrl.config import Fleet
-from orchestrrl.operations import MoveRequests, OperationResult
+from orchestrrl.config import Fleet, KvTransfer
+from orchestrrl.operations import ItemResult, MoveMethod, MoveRequests, OperationResult
 from orchestrrl.plans import EngineStart
 from orchestrrl.profiles.refit import (
     Batch,
@@ -27,7 +27,7 @@ from orchestrrl.profiles.refit import (
 from orchestrrl.reports import EngineReport, EngineSample
 from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, RequestId
 from planner.problem import Transfer
-from planner.profile import EngineProfile, MoveCosts, Profile
+from planner.profile import Curve, EngineProfile, MoveCosts, Profile
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +85,14 @@ class LiveProfile:
         self._note = note
         self._today = today
         self._watched: dict[EngineId, _Watched] = {}
-        self._links = fleet.kv_transfer
         self._begin(fleet)
 
     def configured(self, fleet: Fleet) -> None:
         """Take over a reloaded configuration. What was learnt stays, unless what it rests on has changed."""
-        self._links = fleet.kv_transfer
         if _costs_of(fleet) != self._costs:
             self._begin(fleet)
+        elif _rates_of(fleet.kv_transfer) != _rates_of(self._links):
+            self._begin_transfers(fleet.kv_transfer)
 
     # --- learn
 
@@ -125,13 +125,18 @@ class LiveProfile:
         result: OperationResult,
         configuration_of: Callable[[EngineId], ConfigurationId | None],
     ) -> None:
-        """Finished moves. Those to one engine are prefilled together: their tokens took as long as the last of them."""
+        """Finished moves. Those to one engine are prefilled together: their tokens took as long as the last of them.
+        KV comes for each by itself."""
         destination = {move.request: move.to_engine for move in action.moves}
         tokens: dict[EngineId, list[int]] = {}
         seconds: dict[EngineId, float] = {}
         for item in result.items:
             engine = destination.get(RequestId(item.id))
-            if engine is not None and item.done and item.recomputed_tokens and item.duration_s:
+            if engine is None or not item.done or not item.duration_s:
+                continue
+            if item.method is MoveMethod.TRANSFER:
+                self._loaded(configuration_of(engine), item)
+            elif item.recomputed_tokens:
                 tokens.setdefault(engine, []).append(item.recomputed_tokens)
                 seconds[engine] = max(seconds.get(engine, 0.0), item.duration_s)
         for engine, contexts in sorted(tokens.items()):
@@ -139,6 +144,13 @@ class LiveProfile:
             configuration = configuration_of(engine)
             if configuration and self._refitter.observe_recompute(configuration, contexts, seconds[engine]):
                 self._known[configuration].fresh = True
+
+    def _loaded(self, configuration: ConfigurationId | None, item: ItemResult) -> None:
+        """Each GPU of an engine has its part of the KV, and they send at once."""
+        known = self._known.get(configuration) if configuration is not None else None
+        if known is not None and self._transfers is not None:
+            tokens = max(1, round(item.loaded_tokens / known.held.parallelism.gpus))
+            self._transfers.observe_move(MoveMethod.TRANSFER, tokens, item.duration_s)
 
     def started(self, starts: Iterable[EngineStart]) -> None:
         """Engines that a change of the deployment brought up. Those that began under another `switch_s` were started by
@@ -193,7 +205,7 @@ class LiveProfile:
     def moving(self, nic_share: float = 1.0) -> Moving:
         """The same for a plan. KV is handed over only where the configuration says that engines can; between nodes with
         that share of the NICs."""
-        moves, links = self._refitter.moves(), self._links
+        moves, links, learnt = self._refitter.moves(), self._links, self._learnt_transfer()
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
         if links is None:
             return Moving(Transfer(0.0, 0.0, 0.0, rebuilt_tokens), 0.0)
@@ -203,7 +215,15 @@ class LiveProfile:
             latency_s = moves.transfer_s.at(0.0) if moves is not None else 0.0
         inside_gbps = links.intra_node_gbps_per_gpu or across_gbps
         kv_bytes = links.kv_bytes_per_token or (moves.kv_bytes_per_token if moves is not None else 0.0)
+        if learnt is not None:  # moves by KV were measured, whatever way they went
+            latency_s, across_gbps = max(0.0, learnt.transfer_s.at(0.0)), learnt.transfer_gbps or across_gbps
+            inside_gbps = learnt.transfer_gbps or inside_gbps
         return Moving(Transfer(across_gbps * nic_share, inside_gbps, latency_s, rebuilt_tokens), kv_bytes)
+
+    def _learnt_transfer(self) -> MoveCosts | None:
+        """What moves by KV are now believed to cost; None while few were measured."""
+        moves = None if self._transfers is None else self._transfers.moves()
+        return None if moves is None or moves.provenance is None else moves
 
     def notes(self) -> tuple[str, ...]:
         """For a plan's reader."""
@@ -216,7 +236,17 @@ class LiveProfile:
         given = _given(fleet, self._today())
         written = {settings.id: settings.value() for settings in fleet.configurations}
         self._refitter = Refitter(given, self._today)
+        self._begin_transfers(fleet.kv_transfer)
         self._known = {engine.id: _Known(engine, written.get(engine.id), engine) for engine in given.configurations}
+
+    def _begin_transfers(self, links: KvTransfer | None) -> None:
+        """Believe what is configured of handing KV over, until moves were measured."""
+        self._links = links
+        self._transfers: Refitter | None = None
+        if links is not None:
+            told = self.moving()
+            priced = MoveCosts(told.kv_bytes_per_token, _line(told.transfer), Curve.line(0.0, 0.0))
+            self._transfers = Refitter(Profile("", "", "", (), priced), self._today)
 
     def _learn(self, known: _Known, batch: Batch) -> None:
         given_s = known.given.step.at(batch.sequences, batch.kv_tokens)
@@ -286,6 +316,16 @@ class LiveProfile:
         }
         self._note(known.given.id, body)
         logger.info("%s: %s is %.3g, was %.3g (%s)", known.given.id, name, found.value, before, found.provenance.detail)
+
+
+def _line(transfer: Transfer) -> Curve:
+    """Seconds over bytes, between one GPU and another on another node."""
+    gbps = transfer.inter_node_gbps_per_gpu
+    return Curve.line(transfer.latency_s, 8 / (gbps * 1e9) if gbps > 0 else 0.0)
+
+
+def _rates_of(links: KvTransfer | None) -> object:
+    return None if links is None else links.model_copy(update={"weights": ""})
 
 
 def _costs_of(fleet: Fleet) -> object:

@@ -14,12 +14,22 @@ from planner.model import EngineHealth, EngineId, NodeId, RequestId
 OperationId = NewType("OperationId", str)
 
 
+class MoveMethod(StrEnum):
+    """How a running request comes by its context at the destination."""
+
+    RECOMPUTE = "recompute"  # prefilled again from its tokens
+    TRANSFER = "transfer"  # its KV is handed over
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """One engine that a gateway may route to.
 
     `health` None: no agent has reported the engine yet, so the gateway goes by what it sees itself. An empty `url`:
     the gateway knows better than the daemon where the engine is, and keeps its own.
+
+    `kv_version` names what KV depends on, configuration and weights: engines that have the same can hand the KV of
+    requests over to each other, as long as it is the one under which the request began. Empty: such moves are none.
     """
 
     engine: EngineId
@@ -30,16 +40,24 @@ class Route:
     kv_free_tokens: int = 0
     max_sequences: int = 0  # 0: unknown
     draining: bool = False
+    kv_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMove:
-    """`hold_s`: for so long the gateway keeps the request for a destination that is not in its routes yet."""
+    """`hold_s`: for so long the gateway keeps the request for a destination that is not in its routes yet.
+
+    `method` is the cheaper one, by what is believed of costs; the gateway falls back to recompute where KV cannot be
+    had. 0 seconds: nothing was predicted, or the other method was not to be had.
+    """
 
     request: RequestId
     from_engine: EngineId
     to_engine: EngineId
     hold_s: float = 0.0
+    method: MoveMethod = MoveMethod.RECOMPUTE
+    predicted_s: float = 0.0  # until the request goes on, its next decode step not counted
+    other_s: float = 0.0  # the same by the other method
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +123,17 @@ class OperationStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ItemResult:
+    """Of a move: `duration_s` until its next token, less a decode step; 0 where that was not seen. `method` is the one
+    that it went by in the end, None where that is not known, or nothing was to be brought."""
+
     id: str
     done: bool
     detail: str = ""  # why not
     recomputed_tokens: int = 0
     duration_s: float = 0.0
+    method: MoveMethod | None = None
+    loaded_tokens: int = 0  # whose KV was handed over
+    predicted_s: float = 0.0  # as it was ordered
 
 
 @dataclass(frozen=True, slots=True)

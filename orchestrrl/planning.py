@@ -10,12 +10,13 @@ from dataclasses import replace
 from orchestrrl.config import Config, FastPolicy
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.live_profile import LiveProfile, Note
+from orchestrrl.move_methods import MoveCosting
 from orchestrrl.outlook import Outlook
 from orchestrrl.plans import EngineStart
 from orchestrrl.reports import EngineReport
 from orchestrrl.step_lengths import StepLengths
 from planner.gate import Control
-from planner.model import Configuration, ConfigurationId, Knowledge, Mode, Plan, PlanId, RequestId, Snapshot
+from planner.model import Configuration, ConfigurationId, EngineId, Knowledge, Mode, Plan, PlanId, RequestId, Snapshot
 from planner.plan import History, PlannerConfig, make_plan, remaining_of
 from planner.series import StepForecast
 
@@ -110,6 +111,12 @@ class Planning:
             return replace(plan, notes=(*plan.notes, *notes))
 
         return decide
+
+    def move_costing(self, kv_versions: Mapping[EngineId, str]) -> MoveCosting:
+        """What single moves are priced by, now."""
+        gpus = self._config.fleet.gpus
+        profiles = {profile.id: profile for profile in self.costs.believed().profiles}
+        return MoveCosting(profiles, self.costs.moving(self.nic_share), gpus.per_node if gpus else 8, kv_versions)
 
     def _nic_notes(self) -> Sequence[str]:
         if self.nic_share >= NICS_ALL_BUT_FREE:

@@ -1,4 +1,4 @@
-"""`orchestrrl moves`: the fast loop's last decision."""
+"""`orchestrrl moves`: the fast loop's last decision, and what became of moves."""
 
 from typing import Any
 
@@ -13,9 +13,11 @@ from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 
+ENDED_COLUMNS = ("ended", "request", "from", "to", "by", "predicted", "actual", "loaded", "recomputed")
+
 
 def moves(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
-    """Show the fast loop's last decision: load indices before and after, the moves, why no more.
+    """Show the fast loop's last decision: load indices before and after, the moves, why no more. And how moves went.
 
     Example: `orchestrrl moves`
     """
@@ -35,6 +37,8 @@ def moves(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> N
     if found["moves"]:
         print_table("Moves, in order", ("request", "from", "to", "state"), (move_row(move) for move in found["moves"]))
     print_lines(reasons(found))
+    if found["ended_moves"]:
+        print_table("Latest moves", ENDED_COLUMNS, (_ended_row(move) for move in found["ended_moves"]))
 
 
 def reasons(found: dict[str, Any]) -> list[str]:
@@ -50,6 +54,22 @@ def reasons(found: dict[str, Any]) -> list[str]:
 
 def move_row(move: dict[str, Any]) -> tuple[str, ...]:
     return move["request_id"], move["from_engine_id"], move["to_engine_id"], move["state"]
+
+
+def _ended_row(move: dict[str, Any]) -> tuple[str | None, ...]:
+    """A method other than the ordered one is the one that a move fell back to."""
+    method, ordered = move["method"], move["ordered_method"]
+    return (
+        time_of_day(move["ended_unix_s"]),
+        move["request_id"],
+        move["from_engine_id"],
+        move["to_engine_id"],
+        method if method in ("", ordered) else f"{method}, not {ordered}",
+        duration(move["predicted_s"]) if move["predicted_s"] else None,
+        duration(move["actual_s"]) if move["actual_s"] else None,
+        f"{move['loaded_tokens']:,}",
+        f"{move['recomputed_tokens']:,}",
+    )
 
 
 def _index(value: float | None) -> str:

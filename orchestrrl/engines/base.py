@@ -51,7 +51,8 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """One reading of an engine's metrics. Totals are counters since the engine's start."""
+    """One reading of an engine's metrics. Totals are counters since the engine's start; prompt tokens that were loaded
+    do not count as such."""
 
     running: int
     waiting: int
@@ -60,6 +61,7 @@ class EngineMetrics:
     generation_tokens_total: int
     prompt_tokens_total: int
     preemptions_total: int
+    loaded_tokens_total: int | None = None  # prompt tokens whose KV came from elsewhere; None: it does not say
 
 
 @dataclass(frozen=True, slots=True)

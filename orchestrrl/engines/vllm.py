@@ -26,6 +26,7 @@ from orchestrrl.engines.base import (
     Refused,
 )
 from orchestrrl.engines.exchange import Exchange, Pool
+from orchestrrl.engines.handover import EXTERNAL_SOURCE
 from orchestrrl.engines.openai_chunks import ChunkReader, StreamError
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 
@@ -44,7 +45,9 @@ GENERATED = "vllm:generation_tokens_total"
 PROMPT = "vllm:prompt_tokens_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
 CACHE_CONFIG = "vllm:cache_config_info"
-_SAMPLES = tuple(f"{name}{{" for name in (RUNNING, WAITING, KV_USAGE, GENERATED, PROMPT, PREEMPTIONS, CACHE_CONFIG))
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"  # not every version has it
+_NAMES = (RUNNING, WAITING, KV_USAGE, GENERATED, PROMPT, PREEMPTIONS, CACHE_CONFIG, BY_SOURCE)
+_SAMPLES = tuple(f"{name}{{" for name in _NAMES)
 
 
 @dataclass(slots=True)
@@ -324,20 +327,23 @@ def parse_metrics(text: str) -> EngineMetrics:
     # Most of the page is histograms, which cost much to parse and say nothing here.
     wanted = "\n".join(line for line in text.splitlines() if line.startswith(_SAMPLES))
     values: dict[str, list[float]] = {}
-    capacity_tokens = 0
+    capacity_tokens, loaded_tokens = 0, None
     for family in text_string_to_metric_families(wanted + "\n"):
         for sample in family.samples:
             values.setdefault(sample.name, []).append(sample.value)
             if sample.name == CACHE_CONFIG:
                 capacity_tokens += int(sample.labels["block_size"]) * int(sample.labels["num_gpu_blocks"])
+            elif sample.name == BY_SOURCE and sample.labels["source"] == EXTERNAL_SOURCE:
+                loaded_tokens = (loaded_tokens or 0) + int(sample.value)
     return EngineMetrics(
         running=int(sum(values[RUNNING])),
         waiting=int(sum(values[WAITING])),
         kv_usage_fraction=sum(values[KV_USAGE]) / len(values[KV_USAGE]),
         kv_capacity_tokens=capacity_tokens,
         generation_tokens_total=int(sum(values[GENERATED])),
-        prompt_tokens_total=int(sum(values[PROMPT])),
+        prompt_tokens_total=int(sum(values[PROMPT])) - (loaded_tokens or 0),
         preemptions_total=int(sum(values[PREEMPTIONS])),
+        loaded_tokens_total=loaded_tokens,
     )
 
 

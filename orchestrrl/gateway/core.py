@@ -112,6 +112,7 @@ class Gateway:
         self.moves_done = 0
         self.moves_refused = 0
         self.tokens_recomputed = 0
+        self.tokens_loaded = 0
 
     def job(self, ask: Ask) -> Job:
         return Job(ask, self)
@@ -133,6 +134,7 @@ class Gateway:
             self.moves_done += result.done
             self.moves_refused += not result.done
             self.tokens_recomputed += result.recomputed_tokens
+            self.tokens_loaded += result.loaded_tokens
         return tuple(results)
 
     def knows(self, request: RequestId) -> bool:
@@ -153,7 +155,7 @@ class Gateway:
         if held:
             return relay.hold_for(move.to_engine, move.hold_s)
         assert target is not None
-        return await relay.move(target)
+        return await relay.move(target, move)
 
     def report(self) -> GatewayReport:
         """Every request in flight, for the daemon."""

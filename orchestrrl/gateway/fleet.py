@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,7 @@ class Slot:
     failures_total: int = 0
     kv_base_tokens: int = 0  # free KV as last told, plus what we had running then
     seconds_per_token: float | None = None
+    loads_found_tokens: int = 0  # whose KV it was found to have loaded for our requests
 
     @property
     def waiting(self) -> int:
@@ -117,6 +119,7 @@ class Fleet:
     def __init__(self, connect: Connect, *, clock: Clock, policy: Policy = Policy.LOAD_INDEX) -> None:
         self._connect = connect
         self._clock = clock
+        self.incarnation = uuid.uuid4().hex  # makes names of ours differ from those of every other gateway and start
         self._round_robin = RoundRobin() if policy is Policy.ROUND_ROBIN else None
         self._slots: dict[EngineId, Slot] = {}
         self._changed = asyncio.Event()

@@ -57,7 +57,9 @@ class GatewayCollector(Collector):
             f"{PREFIX}_recomputed_tokens", "Tokens that moves made an engine prefill again."
         )
         recomputed.add_metric((), self._gateway.tokens_recomputed)
-        yield from (moves, recomputed)
+        loaded = CounterMetricFamily(f"{PREFIX}_loaded_tokens", "Tokens whose KV moves handed over between engines.")
+        loaded.add_metric((), self._gateway.tokens_loaded)
+        yield from (moves, recomputed, loaded)
 
     def _engines(self) -> Iterator[Metric]:
         usable = GaugeMetricFamily(

@@ -12,13 +12,15 @@ from typing import Any, cast
 
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, Refused
+from orchestrrl.engines.handover import loading, saving
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.gateway.fleet import Fleet, Slot
+from orchestrrl.gateway.handing import Left, LoadCount, left_by, usable, wait_s
 from orchestrrl.gateway.ledger import Failure, Record
 from orchestrrl.gateway.movable import continued
 from orchestrrl.gateway.openai import error_body
 from orchestrrl.gateway.seam import Seam, open_seam
-from orchestrrl.operations import ItemResult
+from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
 from planner.model import EngineId, RequestState
 
 logger = logging.getLogger(__name__)
@@ -39,11 +41,15 @@ class Limits:
 
 @dataclass(slots=True)
 class _Move:
+    order: RequestMove
     source: Slot
     target: Slot
-    recomputed_tokens: int
+    context_tokens: int  # to be brought; 0: it was waiting
     cut_s: float
+    step_s: float  # a decode step where it was cut
     result: "asyncio.Future[ItemResult]"
+    load: Left | None = None  # None: the context is computed again
+    count: LoadCount | None = None  # of what is loaded
     submitted: bool = False
 
 
@@ -59,6 +65,8 @@ class Relay:
         self._clock = clock
         self._grown = grown
         self._slot: Slot | None = None
+        self._left: Left | None = None  # what the present attempt leaves when it is cut
+        self._began: tuple[float, int] | None = None  # when the present attempt's first token came, and how many then
         self._pump_task: asyncio.Task[bool] | None = None
         self._move: _Move | None = None
         self._back_to: Slot | None = None  # where a refused move came from
@@ -82,7 +90,7 @@ class Relay:
 
     # --- moves -------------------------------------------------------------------------------------------------------
 
-    async def move(self, target: Slot) -> ItemResult:
+    async def move(self, target: Slot, order: RequestMove) -> ItemResult:
         """Stop the request where it runs and continue it on `target`. Answers within about `move_answer_s`."""
         because = self._not_movable_to(target)
         if because:
@@ -92,7 +100,9 @@ class Relay:
         computed = self.record.state is RequestState.RUNNING
         result: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
         tokens = self.record.context_tokens if computed else 0
-        move = _Move(self._slot, target, tokens, self._clock.now_s(), result)
+        move = _Move(order, self._slot, target, tokens, self._clock.now_s(), self._step_s(), result)
+        if computed and usable(self._left, order, self._slot, target):
+            move.load, move.count = self._left, LoadCount(target)
         self._move = move
         self._pump_task.cancel()
         patience = asyncio.create_task(self._sleep(self._limits.move_answer_s))
@@ -103,7 +113,7 @@ class Relay:
             patience.cancel()
         if self._move is move:  # it has been taken, and waits there for its turn
             self._answer_move(True)
-        return result.result()
+        return await result
 
     def hold_for(self, engine: EngineId, hold_s: float) -> ItemResult:
         """Stop the request where it runs and keep it until it can go on at an engine that is yet to come; any other
@@ -116,7 +126,7 @@ class Relay:
         self._awaited = (engine, self._clock.now_s() + hold_s)
         self.record.moves += 1
         self._pump_task.cancel()
-        return ItemResult(self.record.id, True, "", tokens)
+        return ItemResult(self.record.id, True, "", tokens, method=MoveMethod.RECOMPUTE if tokens else None)
 
     def _not_movable_to(self, target: Slot) -> str:
         if because := self._not_movable():
@@ -140,13 +150,63 @@ class Relay:
         return ""
 
     def _answer_move(self, done: bool, detail: str = "") -> None:
+        """The move has failed, or nobody waits any longer to see how it ends."""
         move, self._move = self._move, None
         if move is None:
             return
         self.record.moves += done
-        tokens = move.recomputed_tokens if done else 0
-        duration_s = self._clock.now_s() - move.cut_s
-        move.result.set_result(ItemResult(self.record.id, done, detail, tokens, duration_s))
+        if move.count is not None:
+            move.count.forget()
+        if done:
+            move.result.set_result(self._outcome(move, 0.0, None if move.load is not None else 0))
+        else:
+            duration_s = self._clock.now_s() - move.cut_s
+            move.result.set_result(ItemResult(self.record.id, False, detail, 0, duration_s))
+
+    def _arrived(self) -> None:
+        """The request goes on where it was moved to."""
+        move, self._move = self._move, None
+        assert move is not None
+        self.record.moves += 1
+        # What is loaded or computed again yields the next token, which a step would have made anyway.
+        duration_s = max(0.0, self._clock.now_s() - move.cut_s - move.step_s)
+        if move.count is None:
+            move.result.set_result(self._outcome(move, duration_s, 0))
+        else:
+            self._fleet.in_background(self._count(move, move.count, duration_s))
+
+    async def _count(self, move: _Move, count: LoadCount, duration_s: float) -> None:
+        """Find out whether the KV came, and say so."""
+        loaded: int | None = None
+        try:
+            loaded = await count.tokens(move.context_tokens - 1)
+        finally:
+            if not move.result.done():  # who waited for it may have left
+                move.result.set_result(self._outcome(move, duration_s, loaded))
+
+    def _outcome(self, move: _Move, duration_s: float, loaded_tokens: int | None) -> ItemResult:
+        """Of a move that is done. `loaded_tokens` None: KV was sent for, and nobody knows whether it came."""
+        if loaded_tokens:
+            method, recomputed = MoveMethod.TRANSFER, move.context_tokens - loaded_tokens
+        else:
+            method, recomputed = MoveMethod.RECOMPUTE, move.context_tokens
+        return ItemResult(
+            id=self.record.id,
+            done=True,
+            recomputed_tokens=0 if loaded_tokens is None else recomputed,
+            duration_s=duration_s,
+            method=None if loaded_tokens is None or not move.context_tokens else method,
+            loaded_tokens=loaded_tokens or 0,
+            predicted_s=move.order.predicted_s,
+        )
+
+    def _step_s(self) -> float:
+        """A decode step of the present attempt, as its tokens came; 0 where few have."""
+        if self._began is None:
+            return 0.0
+        began_s, tokens_then = self._began
+        made = len(self.record.generated_ids) - tokens_then
+        return (self.record.progressed_s - began_s) / made if made > 0 else 0.0
 
     # --- attempts ----------------------------------------------------------------------------------------------------
 
@@ -219,6 +279,8 @@ class Relay:
         slot.enter(record, self._clock.now_s())
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
         self._slot = slot
+        self._began = None
+        self._left = left_by(record, slot, self._fleet.incarnation)
         self._pump_task = task = asyncio.create_task(self._pump(slot, self._request()))
         over = asyncio.Event()
         task.add_done_callback(lambda _: over.set())
@@ -316,12 +378,22 @@ class Relay:
     def _request(self) -> GenerationRequest:
         record = self.record
         coalesce = 1 if record.streaming else self._limits.coalesce_tokens
+        kv = self._kv_fields()
         if not record.generated_ids:
-            return GenerationRequest(record.attempt_id, record.endpoint, record.body, coalesce)
+            body = {**record.body, **kv} if kv else record.body
+            return GenerationRequest(record.attempt_id, record.endpoint, body, coalesce)
         assert record.prompt_ids is not None
         assert record.max_tokens is not None
         body = continued(record.endpoint, record.body, record.prompt_ids, record.generated_ids, record.max_tokens)
-        return GenerationRequest(record.attempt_id, Endpoint.COMPLETIONS, body, coalesce)
+        return GenerationRequest(record.attempt_id, Endpoint.COMPLETIONS, {**body, **kv}, coalesce)
+
+    def _kv_fields(self) -> Mapping[str, Any]:
+        """What the body of the present attempt says of KV: what to leave, and what to load."""
+        left, move = self._left, self._move
+        load = move.load if move is not None and move.submitted else None
+        if move is None or load is None or left is None or load.version != left.version:
+            return saving(left.version, left.entry) if left is not None else {}
+        return loading(left.version, load.entry, left.entry, wait_s(move.order))
 
     # --- the stream --------------------------------------------------------------------------------------------------
 
@@ -361,13 +433,14 @@ class Relay:
         if was is not record.state:
             self._first_token(slot)
         if self._move is not None and self._move.target is slot and (chunk.token_ids or chunk.finish_reason):
-            self._answer_move(True)
+            self._arrived()
         if record.streaming:
             self._grown(record)
 
     def _first_token(self, slot: Slot) -> None:
         """The attempt has begun to generate."""
         record = self.record
+        self._began = record.progressed_s, len(record.generated_ids)
         self._fleet.trust(slot)
         if record.prompt_ids is None:
             record.immovable_because = record.immovable_because or "the engine does not tell the prompt's tokens"

@@ -18,7 +18,7 @@ from orchestrrl.gateway.door import Door, Head, House
 from orchestrrl.gateway.ledger import DuplicateRequest, Failure, Record
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.openai import DONE, ChunkWriter, error_body, event, response, usage_chunk
-from orchestrrl.operations import ItemResult, RequestMove
+from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
 from planner.model import EngineId, RequestId
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class Server:
         return web.json_response({"in_flight": in_flight, "finished": finished})
 
     async def _move(self, request: web.Request) -> web.Response:
-        """Body: `{"moves": [{"request_id", "to_engine_id", "from_engine_id" (optional)}]}`."""
+        """Body: `{"moves": [{"request_id", "to_engine_id", "from_engine_id", "method" (optional)}]}`."""
         try:
             moves = self._read_moves(json.loads(await request.read()))
         except ValueError as error:
@@ -279,6 +279,8 @@ class Server:
                 "detail": item.detail,
                 "recomputed_tokens": item.recomputed_tokens,
                 "duration_s": item.duration_s,
+                "method": item.method,
+                "loaded_tokens": item.loaded_tokens,
             }
             for item in results
         ]
@@ -302,7 +304,11 @@ class Server:
                     raise ValueError(f"moves[{index}].{name}: must be text")
             record = self._gateway.ledger.get(RequestId(item["request_id"]))
             source = item.get("from_engine_id") or (record.engine if record is not None else None) or ""
-            moves.append(RequestMove(RequestId(item["request_id"]), EngineId(source), EngineId(item["to_engine_id"])))
+            method = item.get("method", MoveMethod.RECOMPUTE)
+            if method not in list(MoveMethod):
+                raise ValueError(f"moves[{index}].method: must be one of {', '.join(MoveMethod)}, got {method!r}")
+            ids = RequestId(item["request_id"]), EngineId(source), EngineId(item["to_engine_id"])
+            moves.append(RequestMove(*ids, method=MoveMethod(method)))
         return moves
 
 

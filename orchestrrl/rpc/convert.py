@@ -8,6 +8,7 @@ from orchestrrl.operations import (
     AbortRequests,
     Action,
     ItemResult,
+    MoveMethod,
     MoveRequests,
     Operation,
     OperationId,
@@ -57,6 +58,12 @@ _STATUS_TO_PB = {
     OperationStatus.UNKNOWN: agent_pb2.OPERATION_STATUS_UNKNOWN,
 }
 _STATUS_FROM_PB = {pb: status for status, pb in _STATUS_TO_PB.items()}
+
+_METHOD_TO_PB = {
+    MoveMethod.RECOMPUTE: agent_pb2.MOVE_METHOD_RECOMPUTE,
+    MoveMethod.TRANSFER: agent_pb2.MOVE_METHOD_TRANSFER,
+}
+_METHOD_FROM_PB = {pb: method for method, pb in _METHOD_TO_PB.items()}
 
 
 def _required(name: str, value: str) -> str:
@@ -297,6 +304,7 @@ def route_to_pb(route: Route) -> agent_pb2.Route:
         kv_free_tokens=route.kv_free_tokens,
         max_sequences=route.max_sequences,
         draining=route.draining,
+        kv_version=route.kv_version,
     )
 
 
@@ -310,6 +318,7 @@ def route_from_pb(message: agent_pb2.Route) -> Route:
         kv_free_tokens=message.kv_free_tokens,
         max_sequences=message.max_sequences,
         draining=message.draining,
+        kv_version=message.kv_version,
     )
 
 
@@ -329,6 +338,9 @@ def operation_to_pb(operation: Operation) -> agent_pb2.Operation:
                     from_engine_id=move.from_engine,
                     to_engine_id=move.to_engine,
                     hold_s=move.hold_s,
+                    method=_METHOD_TO_PB[move.method],
+                    predicted_s=move.predicted_s,
+                    other_s=move.other_s,
                 )
                 for move in moves
             )
@@ -377,6 +389,9 @@ def _move_from_pb(move: agent_pb2.RequestMove) -> RequestMove:
         EngineId(_required("from_engine_id", move.from_engine_id)),
         EngineId(_required("to_engine_id", move.to_engine_id)),
         move.hold_s,
+        _METHOD_FROM_PB.get(move.method, MoveMethod.RECOMPUTE),
+        move.predicted_s,
+        move.other_s,
     )
 
 
@@ -394,6 +409,9 @@ def result_to_pb(result: OperationResult) -> agent_pb2.OperationResult:
                 detail=item.detail,
                 recomputed_tokens=item.recomputed_tokens,
                 duration_s=item.duration_s,
+                method=agent_pb2.MOVE_METHOD_UNSPECIFIED if item.method is None else _METHOD_TO_PB[item.method],
+                loaded_tokens=item.loaded_tokens,
+                predicted_s=item.predicted_s,
             )
             for item in result.items
         ],
@@ -408,7 +426,16 @@ def result_from_pb(message: agent_pb2.OperationResult) -> OperationResult:
         detail=message.detail,
         duration_s=message.duration_s,
         items=tuple(
-            ItemResult(item.id, item.done, item.detail, item.recomputed_tokens, item.duration_s)
+            ItemResult(
+                id=item.id,
+                done=item.done,
+                detail=item.detail,
+                recomputed_tokens=item.recomputed_tokens,
+                duration_s=item.duration_s,
+                method=_METHOD_FROM_PB.get(item.method),
+                loaded_tokens=item.loaded_tokens,
+                predicted_s=item.predicted_s,
+            )
             for item in message.items
         ),
     )

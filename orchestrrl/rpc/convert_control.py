@@ -1,10 +1,12 @@
 """Between the daemon's values and the Control service's messages. Beside convert.py because nodes do not need it."""
 
 import json
+from collections.abc import Iterable
 
 from orchestrrl.balance import BalanceDecision
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.journal import Entry
+from orchestrrl.move_methods import MovedRequest
 from orchestrrl.nodes import NodeState
 from orchestrrl.plans import PlanEvent
 from orchestrrl.rpc.convert import capabilities_to_pb, health_to_pb
@@ -186,7 +188,7 @@ def plan_event_to_pb(event: PlanEvent) -> pb.PlanEvent:
     return pb.PlanEvent(plan=plan_to_pb(event.plan) if event.plan else None, control=control_to_pb(event.control))
 
 
-def balance_to_pb(decision: BalanceDecision) -> pb.Balance:
+def balance_to_pb(decision: BalanceDecision, ended_moves: Iterable[MovedRequest] = ()) -> pb.Balance:
     balance = decision.balance
     return pb.Balance(
         decided_unix_s=decision.decided_s,
@@ -209,6 +211,23 @@ def balance_to_pb(decision: BalanceDecision) -> pb.Balance:
         stopped_because=balance.stopped_because,
         gate_reason=_verdict(decision),
         inputs_age_s=decision.inputs_age_s or 0.0,
+        ended_moves=map(_ended_move_to_pb, ended_moves),
+    )
+
+
+def _ended_move_to_pb(moved: MovedRequest) -> pb.EndedMove:
+    move, item = moved.move, moved.item
+    return pb.EndedMove(
+        ended_unix_s=moved.ended_s,
+        request_id=move.request,
+        from_engine_id=move.from_engine,
+        to_engine_id=move.to_engine,
+        ordered_method=move.method,
+        method=item.method or "",
+        predicted_s=move.predicted_s,
+        actual_s=item.duration_s,
+        loaded_tokens=item.loaded_tokens,
+        recomputed_tokens=item.recomputed_tokens,
     )
 
 

@@ -201,7 +201,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def GetBalance(self, request: control_pb2.GetBalanceRequest, context: Context) -> control_pb2.Balance:
         if self._plane.balance is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "the fast loop has not decided anything yet")
-        return convert_control.balance_to_pb(self._plane.balance)
+        return convert_control.balance_to_pb(self._plane.balance, self._plane.latest_moves)
 
     async def SetMode(self, request: control_pb2.SetModeRequest, context: Context) -> control_pb2.SetModeResponse:
         mode = await _read(context, request.mode, convert_control.mode_from_pb)

@@ -14,7 +14,7 @@ from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.relay import Limits
 from orchestrrl.gateway.server import Server
-from orchestrrl.operations import ItemResult, RequestMove, Route
+from orchestrrl.operations import ItemResult, MoveMethod, RequestMove, Route
 from planner.model import EngineId, NodeId, RequestId, RequestState
 from tests.integration.conftest import INTERRUPTED_TOKENS, StartVllm
 from tests.integration.streams import Answer, read_stream, read_whole
@@ -43,14 +43,17 @@ REPEATING = ("/v1/completions", {**GREEDY, "prompt": [50, 51], "repetition_penal
 class House:
     """A gateway in this process before vLLM servers e0, e1, ... `holds` are for the next attempts, in their order."""
 
-    def __init__(self, engines: tuple[LocalEngine, ...], http: aiohttp.ClientSession) -> None:
+    def __init__(self, engines: tuple[LocalEngine, ...], http: aiohttp.ClientSession, kv_version: str = "") -> None:
         self.engines = engines
         self.http = http
         self.holds: deque[int] = deque()
         self.released = asyncio.Event()
         self.fleet = Fleet(lambda url: HeldEngine(url, self.holds, self.released), clock=WallClock())
-        self.gateway = Gateway(NodeId("gateway"), self.fleet, limits=Limits(coalesce_tokens=4), clock=WallClock())
-        self.gateway.set_routes([Route(EngineId(f"e{i}"), engine.url) for i, engine in enumerate(engines)])
+        limits = Limits(coalesce_tokens=4, move_answer_s=DEADLINE_S)
+        self.gateway = Gateway(NodeId("gateway"), self.fleet, limits=limits, clock=WallClock())
+        self.gateway.set_routes(
+            [Route(EngineId(f"e{i}"), engine.url, kv_version=kv_version) for i, engine in enumerate(engines)]
+        )
         self.server = Server(self.gateway)
         self.url = ""
 
@@ -70,11 +73,14 @@ class House:
                     return record.engine
                 await asyncio.sleep(0.002)
 
-    async def move(self, request_id: str, tokens: int) -> ItemResult:
+    async def move(
+        self, request_id: str, tokens: int, method: MoveMethod = MoveMethod.RECOMPUTE, other_s: float = 0.0
+    ) -> ItemResult:
         """Move the request once it has this many tokens in all."""
         source = await self.until(request_id, tokens)
         target = EngineId("e1" if source == "e0" else "e0")
-        (result,) = await self.gateway.move([RequestMove(RequestId(request_id), source, target)])
+        order = RequestMove(RequestId(request_id), source, target, method=method, other_s=other_s)
+        (result,) = await self.gateway.move([order])
         return result
 
 

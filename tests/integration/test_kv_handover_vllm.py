@@ -17,8 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from orchestrrl.deployers.local import LocalEngine, start_vllm
 from orchestrrl.engines import handover
 from orchestrrl.instrument.kv_entries import Store
+from orchestrrl.operations import MoveMethod
 from tests.integration.conftest import INTERRUPTED_TOKENS, MAX_NUM_SEQS, TINY_MODEL_SCRIPT, VLLM_PLUGIN, VLLM_PYTHON
 from tests.integration.streams import Answer
+from tests.integration.test_gateway_vllm import CHAT, COMPLETION, House
 
 pytestmark = pytest.mark.vllm
 
@@ -187,6 +189,40 @@ async def test_a_running_request_goes_on_elsewhere_with_its_kv(pair: Pair) -> No
     assert loaded_tokens == len(continued) - 1
     assert loaded_tokens > len(prompt)
     await pair.check(prompt, [part, rest])
+
+
+@pytest.mark.parametrize(("ask", "stream"), [(COMPLETION, True), (CHAT, False)], ids=["completion", "chat"])
+async def test_the_gateway_moves_both_ways_by_both_methods(
+    handover_servers: tuple[Path, tuple[LocalEngine, ...]], pair: Pair, ask: tuple[str, Any], stream: bool
+) -> None:
+    """The second server has a prefix cache, which may have what it computed itself."""
+    path, body = ask
+    body = {**body, "max_tokens": INTERRUPTED_TOKENS + 310}  # each attempt but the last is slow enough to be cut
+    if path == "/v1/completions":
+        body["prompt"] = next(prompts)
+    else:
+        body["messages"] = [{"role": "user", "content": f"Tell me {next(NAMES)}"}]
+    house = House(handover_servers[1], pair.http, kv_version="tp1/v1")
+    house.url = await house.server.start("127.0.0.1", 0)
+    undisturbed = await house.ask(pair.urls[0], path, body, stream=stream)
+    prompt_tokens = len(undisturbed.prompt_token_ids)
+    house.holds.extend((100, 100, 100, 100))
+    asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=stream))
+    moved = []
+    for turn, method in enumerate((MoveMethod.TRANSFER,) * 2 + (MoveMethod.RECOMPUTE,) * 2):
+        moved.append(await house.move("r", 100 * (turn + 1), method, other_s=2 * WAIT_S))
+        assert moved[-1].done, moved[-1]
+        assert moved[-1].method is method, moved[-1]
+    answer = await asking
+    assert answer.token_ids == undisturbed.token_ids
+    assert answer.text == undisturbed.text
+    assert answer.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-3)
+    for turn, item in enumerate(moved[:2]):
+        assert item.recomputed_tokens == 1
+        assert item.loaded_tokens >= prompt_tokens + 100 * (turn + 1) - 1 > prompt_tokens
+    assert [item.loaded_tokens for item in moved[2:]] == [0, 0]
+    await house.server.close()
+    await house.fleet.close()
 
 
 async def test_it_moves_again_and_back(pair: Pair) -> None:

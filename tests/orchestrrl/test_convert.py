@@ -9,6 +9,7 @@ from orchestrrl.engines.base import Capabilities, PauseMode
 from orchestrrl.operations import (
     AbortRequests,
     ItemResult,
+    MoveMethod,
     MoveRequests,
     Operation,
     OperationId,
@@ -80,10 +81,17 @@ gateway_reports = st.builds(
 routes = st.builds(
     Route, engine=engines, url=words, health=optional(st.sampled_from(EngineHealth)), load_index=optional(numbers),
     kv_capacity_tokens=totals, kv_free_tokens=totals, max_sequences=counts, draining=st.booleans(),
+    kv_version=words,
+)  # fmt: skip
+moves = st.builds(
+    RequestMove, requests, engines, engines, numbers, st.sampled_from(MoveMethod), predicted_s=numbers, other_s=numbers,
+)  # fmt: skip
+items = st.builds(
+    ItemResult, words, st.booleans(), words, counts, numbers, optional(st.sampled_from(MoveMethod)), counts, numbers,
 )  # fmt: skip
 actions = st.one_of(
     st.builds(SetRoutes, tuples(routes)),
-    st.builds(MoveRequests, tuples(st.builds(RequestMove, requests, engines, engines))),
+    st.builds(MoveRequests, tuples(moves)),
     st.builds(PauseEngine, engines, st.sampled_from(PauseMode)),
     st.builds(ResumeEngine, engines),
     st.builds(AbortRequests, engines, tuples(requests)),
@@ -94,7 +102,7 @@ operations = st.builds(
 )  # fmt: skip
 results = st.builds(
     OperationResult, operation=ids.map(OperationId), node=nodes, status=st.sampled_from(OperationStatus), detail=words,
-    duration_s=numbers, items=tuples(st.builds(ItemResult, words, st.booleans(), words, counts, numbers)),
+    duration_s=numbers, items=tuples(items),
 )  # fmt: skip
 hellos = st.builds(
     NodeHello, node=nodes, kind=st.sampled_from(NodeKind), engines=tuples(engines), version=words, url=words

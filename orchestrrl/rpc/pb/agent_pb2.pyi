@@ -40,6 +40,30 @@ NODE_KIND_AGENT: NodeKind.ValueType  # 1
 NODE_KIND_GATEWAY: NodeKind.ValueType  # 2
 Global___NodeKind: _TypeAlias = NodeKind  # noqa: Y015
 
+class _MoveMethod:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MoveMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MoveMethod.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MOVE_METHOD_UNSPECIFIED: _MoveMethod.ValueType  # 0
+    """Of a move: recompute. Of a result: not known, or nothing was to be brought."""
+    MOVE_METHOD_RECOMPUTE: _MoveMethod.ValueType  # 1
+    """Prefilled again from its tokens."""
+    MOVE_METHOD_TRANSFER: _MoveMethod.ValueType  # 2
+    """Its KV is handed over."""
+
+class MoveMethod(_MoveMethod, metaclass=_MoveMethodEnumTypeWrapper):
+    """How a running request comes by its context at the destination."""
+
+MOVE_METHOD_UNSPECIFIED: MoveMethod.ValueType  # 0
+"""Of a move: recompute. Of a result: not known, or nothing was to be brought."""
+MOVE_METHOD_RECOMPUTE: MoveMethod.ValueType  # 1
+"""Prefilled again from its tokens."""
+MOVE_METHOD_TRANSFER: MoveMethod.ValueType  # 2
+"""Its KV is handed over."""
+Global___MoveMethod: _TypeAlias = MoveMethod  # noqa: Y015
+
 class _OperationStatus:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -217,6 +241,7 @@ class Route(_message.Message):
     KV_FREE_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    KV_VERSION_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     url: _builtins.str
     """Empty: the gateway keeps the address that it has."""
@@ -229,6 +254,10 @@ class Route(_message.Message):
     max_sequences: _builtins.int
     draining: _builtins.bool
     """True: finish what it has, take nothing new."""
+    kv_version: _builtins.str
+    """Engines of the same one can hand the KV of requests over to each other; it names configuration and weights. Empty:
+    this engine cannot.
+    """
     def __init__(
         self,
         *,
@@ -240,10 +269,11 @@ class Route(_message.Message):
         kv_free_tokens: _builtins.int = ...,
         max_sequences: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        kv_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_load_index", b"_load_index", "load_index", b"load_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_index", b"_load_index", "draining", b"draining", "engine_id", b"engine_id", "health", b"health", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_free_tokens", b"kv_free_tokens", "load_index", b"load_index", "max_sequences", b"max_sequences", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_index", b"_load_index", "draining", b"draining", "engine_id", b"engine_id", "health", b"health", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_free_tokens", b"kv_free_tokens", "kv_version", b"kv_version", "load_index", b"load_index", "max_sequences", b"max_sequences", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__load_index: _TypeAlias = _typing.Literal["load_index"]  # noqa: Y015
     _WhichOneofArgType__load_index: _TypeAlias = _typing.Literal["_load_index", b"_load_index"]  # noqa: Y015
@@ -279,11 +309,19 @@ class RequestMove(_message.Message):
     FROM_ENGINE_ID_FIELD_NUMBER: _builtins.int
     TO_ENGINE_ID_FIELD_NUMBER: _builtins.int
     HOLD_S_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    OTHER_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     from_engine_id: _builtins.str
     to_engine_id: _builtins.str
     hold_s: _builtins.float
     """For so long the gateway keeps the request for a destination that it has no route to yet. 0: such a move is refused."""
+    method: Global___MoveMethod.ValueType
+    predicted_s: _builtins.float
+    """Seconds until the request goes on, its next decode step not counted. 0: nothing was predicted."""
+    other_s: _builtins.float
+    """The same by the other method. 0: that is not to be had."""
     def __init__(
         self,
         *,
@@ -291,10 +329,13 @@ class RequestMove(_message.Message):
         from_engine_id: _builtins.str = ...,
         to_engine_id: _builtins.str = ...,
         hold_s: _builtins.float = ...,
+        method: Global___MoveMethod.ValueType = ...,
+        predicted_s: _builtins.float = ...,
+        other_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_engine_id", b"from_engine_id", "hold_s", b"hold_s", "request_id", b"request_id", "to_engine_id", b"to_engine_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_engine_id", b"from_engine_id", "hold_s", b"hold_s", "method", b"method", "other_s", b"other_s", "predicted_s", b"predicted_s", "request_id", b"request_id", "to_engine_id", b"to_engine_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -430,6 +471,9 @@ class ItemResult(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     done: _builtins.bool
     detail: _builtins.str
@@ -437,6 +481,13 @@ class ItemResult(_message.Message):
     recomputed_tokens: _builtins.int
     """Tokens that the destination had to prefill again."""
     duration_s: _builtins.float
+    """Of a move: until its next token, less a decode step. 0: that was not seen."""
+    method: Global___MoveMethod.ValueType
+    """The one that it went by in the end."""
+    loaded_tokens: _builtins.int
+    """Tokens whose KV was handed over."""
+    predicted_s: _builtins.float
+    """As the move was ordered."""
     def __init__(
         self,
         *,
@@ -445,10 +496,13 @@ class ItemResult(_message.Message):
         detail: _builtins.str = ...,
         recomputed_tokens: _builtins.int = ...,
         duration_s: _builtins.float = ...,
+        method: Global___MoveMethod.ValueType = ...,
+        loaded_tokens: _builtins.int = ...,
+        predicted_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done", b"done", "duration_s", b"duration_s", "id", b"id", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done", b"done", "duration_s", b"duration_s", "id", b"id", "loaded_tokens", b"loaded_tokens", "method", b"method", "predicted_s", b"predicted_s", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -909,6 +909,7 @@ class Balance(_message.Message):
     STOPPED_BECAUSE_FIELD_NUMBER: _builtins.int
     GATE_REASON_FIELD_NUMBER: _builtins.int
     INPUTS_AGE_S_FIELD_NUMBER: _builtins.int
+    ENDED_MOVES_FIELD_NUMBER: _builtins.int
     decided_unix_s: _builtins.float
     spread_before: _builtins.float
     spread_after: _builtins.float
@@ -920,6 +921,10 @@ class Balance(_message.Message):
     def load_index(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLoad]: ...
     @_builtins.property
     def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___BalanceMove]: ...
+    @_builtins.property
+    def ended_moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedMove]:
+        """Those that ended last, the balancer's and others', oldest first."""
+
     def __init__(
         self,
         *,
@@ -932,10 +937,11 @@ class Balance(_message.Message):
         stopped_because: _builtins.str = ...,
         gate_reason: _builtins.str = ...,
         inputs_age_s: _builtins.float = ...,
+        ended_moves: _abc.Iterable[Global___EndedMove] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "spread_after", b"spread_after", "spread_before", b"spread_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "decided_unix_s", b"decided_unix_s", "gate_reason", b"gate_reason", "inputs_age_s", b"inputs_age_s", "load_index", b"load_index", "moves", b"moves", "spread_after", b"spread_after", "spread_before", b"spread_before", "stopped_because", b"stopped_because", "theta", b"theta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "decided_unix_s", b"decided_unix_s", "ended_moves", b"ended_moves", "gate_reason", b"gate_reason", "inputs_age_s", b"inputs_age_s", "load_index", b"load_index", "moves", b"moves", "spread_after", b"spread_after", "spread_before", b"spread_before", "stopped_because", b"stopped_because", "theta", b"theta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__spread_after: _TypeAlias = _typing.Literal["spread_after"]  # noqa: Y015
     _WhichOneofArgType__spread_after: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after"]  # noqa: Y015
@@ -947,6 +953,54 @@ class Balance(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__spread_before) -> _WhichOneofReturnType__spread_before | None: ...
 
 Global___Balance: _TypeAlias = Balance  # noqa: Y015
+
+@_typing.final
+class EndedMove(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDED_UNIX_S_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FROM_ENGINE_ID_FIELD_NUMBER: _builtins.int
+    TO_ENGINE_ID_FIELD_NUMBER: _builtins.int
+    ORDERED_METHOD_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    ACTUAL_S_FIELD_NUMBER: _builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ended_unix_s: _builtins.float
+    request_id: _builtins.str
+    from_engine_id: _builtins.str
+    to_engine_id: _builtins.str
+    ordered_method: _builtins.str
+    """transfer | recompute, as ordered; and as it went, empty when not known, or when there was nothing to bring."""
+    method: _builtins.str
+    predicted_s: _builtins.float
+    """Until the request went on. 0: not predicted, not seen."""
+    actual_s: _builtins.float
+    loaded_tokens: _builtins.int
+    recomputed_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        ended_unix_s: _builtins.float = ...,
+        request_id: _builtins.str = ...,
+        from_engine_id: _builtins.str = ...,
+        to_engine_id: _builtins.str = ...,
+        ordered_method: _builtins.str = ...,
+        method: _builtins.str = ...,
+        predicted_s: _builtins.float = ...,
+        actual_s: _builtins.float = ...,
+        loaded_tokens: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual_s", b"actual_s", "ended_unix_s", b"ended_unix_s", "from_engine_id", b"from_engine_id", "loaded_tokens", b"loaded_tokens", "method", b"method", "ordered_method", b"ordered_method", "predicted_s", b"predicted_s", "recomputed_tokens", b"recomputed_tokens", "request_id", b"request_id", "to_engine_id", b"to_engine_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndedMove: _TypeAlias = EndedMove  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):

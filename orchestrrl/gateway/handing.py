@@ -1,0 +1,82 @@
+"""Requests that go on elsewhere with their KV: what an attempt leaves when it is cut, and whether that was loaded.
+
+KV belongs to a version, of configuration and weights. It is loaded only where the request began, the engine that it
+leaves and the one that it goes to are all of the same one; else, and whatever goes wrong, it is computed again.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from orchestrrl.engines.handover import entry_id
+from orchestrrl.errors import OrchestrRLError
+from orchestrrl.gateway.fleet import Slot
+from orchestrrl.gateway.ledger import Record
+from orchestrrl.instrument.kv_desk import DEFAULT_WAIT_S, MAX_WAIT_S
+from orchestrrl.operations import MoveMethod, RequestMove
+
+# Of what recomputing would take: so long a destination waits for KV that is still being written.
+WAIT_SHARE = 0.5
+COUNTED_WITHIN_S = 5.0  # a busy engine answers late, and the next moves wait for it
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The KV that an attempt leaves where it is cut: an entry of the engines' connector."""
+
+    version: str  # under which the attempt began
+    entry: str
+
+
+def left_by(record: Record, slot: Slot, incarnation: str) -> Left | None:
+    """What the record's present attempt will leave on this engine; None where that could not be used."""
+    version = slot.route.kv_version
+    if not version or record.immovable_because:
+        return None
+    return Left(version, entry_id(incarnation, record.id, record.attempt))
+
+
+def usable(left: Left | None, order: RequestMove, source: Slot, target: Slot) -> bool:
+    """Whether the move can go by KV, if it was ordered to. An engine whose version has changed since the attempt began
+    has computed on with other weights."""
+    if left is None or order.method is not MoveMethod.TRANSFER:
+        return False
+    return left.version == source.route.kv_version == target.route.kv_version
+
+
+def wait_s(order: RequestMove) -> float:
+    """How long the destination should wait for KV before it recomputes."""
+    return min(MAX_WAIT_S, WAIT_SHARE * order.other_s) if order.other_s > 0 else DEFAULT_WAIT_S
+
+
+class LoadCount:
+    """How many tokens an engine loads for one request: what its total grows by from now on, less what was found to be
+    other requests'. Where several load at once and some fail, one may be taken for the other; their sum is right."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._found_before = slot.loads_found_tokens
+        self._before = asyncio.create_task(_loaded_total(slot))
+
+    async def tokens(self, most: int) -> int | None:
+        """To be asked when the request goes on. None: the engine does not say."""
+        try:
+            async with asyncio.timeout(COUNTED_WITHIN_S):
+                before, after = await self._before, await _loaded_total(self._slot)
+        except TimeoutError:
+            return None
+        if before is None or after is None:
+            return None
+        others = self._slot.loads_found_tokens - self._found_before
+        found = min(most, max(0, after - before - others))
+        self._slot.loads_found_tokens += found
+        return found
+
+    def forget(self) -> None:
+        self._before.cancel()
+
+
+async def _loaded_total(slot: Slot) -> int | None:
+    try:
+        return (await slot.engine.metrics()).loaded_tokens_total
+    except OrchestrRLError:
+        return None  # it answers requests, or the move will fail by that

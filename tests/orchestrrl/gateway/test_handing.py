@@ -1,0 +1,253 @@
+"""Moves by KV: what engines are told, when KV is not used, and what is said of how a move went."""
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from orchestrrl.engines.base import EngineMetrics
+from orchestrrl.errors import Retryable
+from orchestrrl.gateway.core import Job
+from orchestrrl.gateway.fleet import Slot
+from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
+from planner.model import EngineId, RequestId
+from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed, world
+
+PROMPT = list(b"what is the answer?")
+MAX_TOKENS = 60
+R = RequestId("r")
+
+
+@dataclass
+class Loading:
+    """What the engines' metrics say was loaded, by engine."""
+
+    w: World
+    tokens: dict[str, int | None]
+
+    def __post_init__(self) -> None:
+        for name, engine in self.w.engines.items():
+            engine.metrics = self._metrics_of(name)  # type: ignore[method-assign]
+
+    def _metrics_of(self, name: str) -> Any:
+        async def metrics() -> EngineMetrics:
+            return EngineMetrics(0, 0, 0.0, 0, 0, 0, 0, self.tokens[name])
+
+        return metrics
+
+
+def handing_world(**versions: str) -> tuple[World, Loading]:
+    """Engines e0 and e1 that hand KV of version `c/v1` over, unless told otherwise."""
+    w = world()
+    set_versions(w, **{"e0": "c/v1", "e1": "c/v1", **versions})
+    return w, Loading(w, {"e0": 0, "e1": 0})
+
+
+def set_versions(w: World, **versions: str) -> None:
+    w.gateway.set_routes(
+        [replace(slot.route, kv_version=versions.get(slot.id, slot.route.kv_version)) for slot in w.fleet]
+    )
+
+
+def source_of(w: World) -> tuple[FakeEngine, Slot, FakeEngine, Slot]:
+    """The request's engine, and the other."""
+    record = w.gateway.ledger.get(R)
+    assert record is not None
+    assert record.engine is not None
+    names = [record.engine, EngineId("e1" if record.engine == "e0" else "e0")]
+    (here, source), (there, target) = ((w.engines[name], w.fleet.get(name)) for name in names)
+    assert source is not None
+    assert target is not None
+    return here, source, there, target
+
+
+def told(engine: FakeEngine) -> Any:
+    """What the last request to the engine says of KV."""
+    params = engine.seen[-1].body.get("kv_transfer_params")
+    return None if params is None else params["handover"]
+
+
+async def begun(w: World, job: Job) -> None:
+    for _ in range(5):
+        await w.step()
+        await w.clock.advance(0.1)
+
+
+def ordered(source: Slot, target: Slot, method: MoveMethod = MoveMethod.TRANSFER) -> RequestMove:
+    return RequestMove(R, source.id, target.id, method=method, predicted_s=0.5, other_s=3.0)
+
+
+async def carry_out(w: World, order: RequestMove, loading: Loading, loaded: int | None) -> ItemResult:
+    """Move; the destination loads so many tokens on the way."""
+    moving = asyncio.create_task(w.gateway.move([order]))
+    await w.settle()
+    before = loading.tokens[order.to_engine]
+    loading.tokens[order.to_engine] = None if loaded is None or before is None else before + loaded
+    await w.clock.advance(0.4)
+    await w.step()
+    (result,) = await moving
+    return result
+
+
+async def finish(w: World, job: Job) -> None:
+    for _ in range(2 * MAX_TOKENS):
+        if not job.done:
+            await w.step()
+    (record,) = job.records
+    assert list(record.generated_ids) == undisturbed(PROMPT, MAX_TOKENS)[0]
+
+
+async def test_a_move_by_kv_names_what_its_source_leaves() -> None:
+    w, loading = handing_world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+        await begun(w, job)
+        here, source, there, target = source_of(w)
+        left = told(here)
+        assert set(left) == {"weights", "save"}
+        (record,) = job.records
+        context = record.context_tokens
+        result = await carry_out(w, ordered(source, target), loading, context - 1)
+        wish = told(there)
+        assert (wish["weights"], wish["load"]) == (left["weights"], left["save"])
+        assert wish["save"] not in (None, left["save"])
+        assert wish["wait_s"] == 1.5  # half of what recomputing would take
+        assert (result.done, result.method, result.predicted_s) == (True, MoveMethod.TRANSFER, 0.5)
+        assert (result.loaded_tokens, result.recomputed_tokens) == (context - 1, 1)
+        assert result.duration_s == pytest.approx(0.4 - 0.1)  # a step took 0.1 s
+        # And back, with what it leaves there.
+        context = record.context_tokens
+        again = await carry_out(w, ordered(target, source), loading, context - 1)
+        assert again.method is MoveMethod.TRANSFER
+        assert told(here)["load"] == wish["save"]
+        await finish(w, job)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "method", "recomputes"), [(0, MoveMethod.RECOMPUTE, True), (None, None, False)], ids=["not", "unknown"]
+)
+async def test_kv_that_did_not_come_is_not_taken_for_a_transfer(
+    loaded: int | None, method: MoveMethod | None, recomputes: bool
+) -> None:
+    w, loading = handing_world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+        await begun(w, job)
+        _, source, _, target = source_of(w)
+        context = job.records[0].context_tokens
+        result = await carry_out(w, ordered(source, target), loading, loaded)
+        assert (result.done, result.method, result.loaded_tokens) == (True, method, 0)
+        assert result.recomputed_tokens == (context if recomputes else 0)
+        await finish(w, job)
+
+
+async def test_kv_of_old_weights_is_never_sent_for() -> None:
+    """Neither where both engines have new ones since the attempt began, nor where one of them has."""
+    for changed in (("e0", "e1"), ("e0",), ("e1",)):
+        w, loading = handing_world()
+        async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+            await begun(w, job)
+            _, source, there, target = source_of(w)
+            set_versions(w, **dict.fromkeys(changed, "c/v2"))
+            result = await carry_out(w, ordered(source, target), loading, 0)
+            assert result.method is MoveMethod.RECOMPUTE
+            assert set(told(there)) == {"weights", "save"}
+            assert told(there)["weights"] == target.route.kv_version
+            await finish(w, job)
+
+
+async def test_weights_that_change_on_the_way_stop_the_load() -> None:
+    w, _ = handing_world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+        await begun(w, job)
+        _, source, there, target = source_of(w)
+        moving = asyncio.create_task(w.gateway.move([ordered(source, target)]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        set_versions(w, e0="c/v2", e1="c/v2")
+        await w.settle()
+        assert set(told(there)) == {"weights", "save"}
+        assert told(there)["weights"] == "c/v2"
+        await w.step()
+        assert (await moving)[0].done
+        await finish(w, job)
+
+
+async def test_a_request_that_was_ordered_to_recompute_does() -> None:
+    w, loading = handing_world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+        await begun(w, job)
+        _, source, there, target = source_of(w)
+        result = await carry_out(w, ordered(source, target, MoveMethod.RECOMPUTE), loading, 0)
+        assert (result.method, result.recomputed_tokens > 0) == (MoveMethod.RECOMPUTE, True)
+        assert set(told(there)) == {"weights", "save"}
+        await finish(w, job)
+
+
+async def test_engines_without_a_version_are_told_nothing() -> None:
+    w, _ = handing_world(e0="", e1="")
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+        await begun(w, job)
+        here, *_ = source_of(w)
+        assert told(here) is None
+        await finish(w, job)
+
+
+async def test_a_request_that_cannot_be_continued_leaves_no_kv() -> None:
+    w, _ = handing_world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS, stop=["never"])) as job:
+        await begun(w, job)
+        here, *_ = source_of(w)
+        assert told(here) is None
+        while not job.done:
+            await w.step()
+
+
+async def test_an_attempt_that_fails_there_is_not_taken_up_with_its_kv_again() -> None:
+    """The entry may be used up."""
+    w, _ = handing_world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+        await begun(w, job)
+        here, source, there, target = source_of(w)
+        there.dead = True
+        moving = asyncio.create_task(w.gateway.move([ordered(source, target)]))
+        await w.settle()
+        (result,) = await moving
+        assert not result.done
+        assert set(told(here)) == {"weights", "save"}
+        await finish(w, job)
+
+
+async def test_several_that_load_at_once_are_told_apart() -> None:
+    w, loading = handing_world()
+    set_versions(w)
+    asks = [w.ask(request_id=f"q{index}", prompt=PROMPT[index:], max_tokens=MAX_TOKENS) for index in range(3)]
+    w.gateway.set_routes([replace(slot.route, draining=slot.id == "e1") for slot in w.fleet])
+    async with w.gateway.job(asks[0]) as a, w.gateway.job(asks[1]) as b, w.gateway.job(asks[2]) as c:
+        await begun(w, a)
+        w.gateway.set_routes([replace(slot.route, draining=False) for slot in w.fleet])
+        contexts = [job.records[0].context_tokens for job in (a, b, c)]
+        orders = [
+            RequestMove(RequestId(f"q{index}"), EngineId("e0"), EngineId("e1"), method=MoveMethod.TRANSFER)
+            for index in range(3)
+        ]
+        moving = asyncio.create_task(w.gateway.move(orders))
+        await w.settle()
+        loading.tokens["e1"] = sum(contexts) - 3
+        await w.step()
+        results = await moving
+        assert [result.loaded_tokens for result in results] == [context - 1 for context in contexts]
+
+
+async def test_an_engine_whose_metrics_cannot_be_read_says_nothing() -> None:
+    w, loading = handing_world()
+
+    async def metrics() -> EngineMetrics:
+        raise Retryable("busy", 1.0)
+
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+        await begun(w, job)
+        _, source, there, target = source_of(w)
+        there.metrics = metrics  # type: ignore[method-assign]
+        result = await carry_out(w, ordered(source, target), loading, 10)
+        assert (result.done, result.method, result.loaded_tokens) == (True, None, 0)
+        await finish(w, job)

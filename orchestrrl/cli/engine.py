@@ -44,6 +44,13 @@ def simulated(
         Path | None,
         typer.Option(help="YAML with quantiles, tokens and correlation of answer lengths."),
     ] = None,
+    kv_directory: Annotated[
+        Path | None,
+        typer.Option(help="Directory in common with engines that hand the KV of requests over to each other."),
+    ] = _DEFAULT.kv_directory,
+    kv_bytes_per_token: Annotated[float, typer.Option(help="KV of a token.")] = _DEFAULT.kv_bytes_per_token,
+    kv_gbps: Annotated[float, typer.Option(help="Rate at which KV comes.")] = _DEFAULT.kv_gbps,
+    kv_latency_s: Annotated[float, typer.Option(help="What every transfer of KV waits.")] = _DEFAULT.kv_latency_s,
     speed: Annotated[float, typer.Option(help="Virtual seconds per second.")] = _DEFAULT.speed,
     tick_s: Annotated[float, typer.Option(help="Seconds between looks at the clock.")] = _DEFAULT.tick_s,
 ) -> None:
@@ -64,6 +71,10 @@ def simulated(
         "max_model_len_tokens": max_model_len,
         "vocab_size": vocab_size,
         "seed": seed,
+        "kv_directory": kv_directory,
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "kv_gbps": kv_gbps,
+        "kv_latency_s": kv_latency_s,
         "speed": speed,
         "tick_s": tick_s,
     }

@@ -10,6 +10,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from aiohttp import web
@@ -21,6 +22,7 @@ from orchestrrl.engines.base import Endpoint, PauseMode, Refused
 from orchestrrl.engines.simulated_asks import Served, read_ask, read_detokenize, read_tokenize, refusal
 from orchestrrl.engines.simulated_core import EngineShape
 from orchestrrl.engines.simulated_format import Formatter, metrics_page
+from orchestrrl.engines.simulated_handover import KvLink
 from orchestrrl.engines.simulated_runtime import Answer, Part, Runtime
 from orchestrrl.engines.simulated_tokens import DEFAULT_LENGTHS, LengthModel, TokenModel
 from orchestrrl.engines.vllm import VllmEngine
@@ -53,6 +55,10 @@ class SimulatedOptions(BaseModel):
     vocab_size: Annotated[int, Field(ge=1024)] = 32_000
     seed: int = 0  # of the weights: engines with the same seed are replicas
     lengths: LengthModel = DEFAULT_LENGTHS
+    kv_directory: Path | None = None  # in common with the engines that hand KV over to each other; None: none does
+    kv_bytes_per_token: Annotated[float, Field(gt=0)] = 196_608
+    kv_gbps: Annotated[float, Field(gt=0)] = 400.0
+    kv_latency_s: Annotated[float, Field(ge=0)] = 0.002
     speed: Annotated[float, Field(gt=0)] = 1.0
     tick_s: Annotated[float, Field(gt=0)] = 0.02
 
@@ -65,6 +71,12 @@ class SimulatedOptions(BaseModel):
                 f"{self.max_model_len_tokens}"
             )
         return self
+
+    @property
+    def link(self) -> KvLink | None:
+        if self.kv_directory is None:
+            return None
+        return KvLink(self.kv_directory, self.kv_bytes_per_token, self.kv_gbps, self.kv_latency_s)
 
     @property
     def shape(self) -> EngineShape:
@@ -87,7 +99,8 @@ class SimulatedServer:
     ) -> None:
         model = TokenModel(options.vocab_size, options.lengths, options.seed)
         self.url = ""
-        self.runtime = Runtime(options.shape, model, clock or WallClock(), options.speed, options.tick_s)
+        clock = clock or WallClock()
+        self.runtime = Runtime(options.shape, model, clock, options.speed, options.tick_s, options.link)
         self._options = options
         self._served = Served(options.model_name, model, options.max_model_len_tokens)
         self._address = (host, port)

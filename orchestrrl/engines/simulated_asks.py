@@ -3,6 +3,7 @@
 What vLLM knows and this engine does not (stop strings, several choices, echo ...) is refused rather than ignored.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from orchestrrl.engines.base import Endpoint, Refused
 from orchestrrl.engines.simulated_tokens import TURN_END, TURN_START, TokenModel
 from orchestrrl.errors import faults_of
+from orchestrrl.instrument.kv_desk import Wish, read_wish
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chats go on until they end
 MOST_LOGPROBS = 20
@@ -41,6 +45,7 @@ class Ask:
     include_usage: bool
     token_ids: bool
     top_logprobs: int | None  # alternatives per token; None: no log-probabilities at all
+    handover: Wish | None = None  # of KV, to and from other engines
 
 
 class _StreamOptions(BaseModel):
@@ -66,6 +71,7 @@ class _Body(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     echo: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class _CompletionBody(_Body):
@@ -135,7 +141,17 @@ def read_ask(endpoint: Endpoint, body: Any, served: Served) -> Ask:
         include_usage=read.stream_options is not None and read.stream_options.include_usage,
         token_ids=bool(read.return_token_ids),
         top_logprobs=top_logprobs,
+        handover=_handover(read),
     )
+
+
+def _handover(body: _Body) -> Wish | None:
+    """As vLLM with the connector: a wish that cannot be read is told in the log, and the request is served without."""
+    try:
+        return read_wish(body.kv_transfer_params)
+    except ValueError as error:
+        logger.warning("a request is served without a handover: %s", error)
+        return None
 
 
 def tokenize_chat(messages: list[_Message], add_generation_prompt: bool, model: TokenModel) -> list[int]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrrl.engines.base import Endpoint
+from orchestrrl.engines.handover import EXTERNAL_SOURCE
 from orchestrrl.engines.simulated_asks import Ask
 from orchestrrl.engines.simulated_runtime import Part, Runtime
 from orchestrrl.engines.simulated_tokens import FIRST_WORD, TokenModel
@@ -119,6 +120,11 @@ def metrics_page(runtime: Runtime, model_name: str) -> str:
     config = {"block_size": shape.block_tokens, "engine": "0", "num_gpu_blocks": shape.blocks}
     waiting = runtime.waiting
     by_reason = [({**labels, "reason": "capacity"}, waiting), ({**labels, "reason": "deferred"}, 0)]
+    loaded = runtime.loaded_tokens_total
+    by_source = [
+        ({**labels, "source": "local_compute"}, runtime.prompt_tokens_total - loaded),
+        ({**labels, "source": EXTERNAL_SOURCE}, loaded),
+    ]
     finished = [({**labels, "finished_reason": reason}, n) for reason, n in runtime.finished_total.items()]
     families: list[tuple[str, str, Sequence[tuple[Mapping[str, object], float]]]] = [
         ("num_requests_running", "gauge", [(labels, runtime.running)]),
@@ -127,6 +133,7 @@ def metrics_page(runtime: Runtime, model_name: str) -> str:
         ("kv_cache_usage_perc", "gauge", [(labels, runtime.kv_usage_fraction)]),
         ("num_preemptions_total", "counter", [(labels, scheduler.preemptions_total)]),
         ("prompt_tokens_total", "counter", [(labels, runtime.prompt_tokens_total)]),
+        ("prompt_tokens_by_source_total", "counter", by_source),
         ("generation_tokens_total", "counter", [(labels, scheduler.generated_tokens_total)]),
         ("request_success_total", "counter", finished),
         ("cache_config_info", "gauge", [(config, 1)]),

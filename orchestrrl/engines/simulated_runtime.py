@@ -10,7 +10,9 @@ from orchestrrl.clock import Clock
 from orchestrrl.engines.base import PauseMode
 from orchestrrl.engines.simulated_asks import Ask
 from orchestrrl.engines.simulated_core import EngineShape, Progress, Scheduler
+from orchestrrl.engines.simulated_handover import KvLink
 from orchestrrl.engines.simulated_tokens import EOS, Generation, TokenModel
+from orchestrrl.instrument.kv_desk import Wish
 from planner.model import RequestId
 
 
@@ -59,6 +61,8 @@ class Answer:
     generation: Generation
     ending: "Ending"
     made: int = 0
+    loaded_tokens: int = 0  # whose KV came from another engine: they need no prefill
+    made_ids: list[int] = field(default_factory=list)  # of a request that may be handed over
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
     _finish_reason: str | None = None
@@ -75,6 +79,8 @@ class Answer:
             token, logprob = next_token()
             self._token_ids.append(token)
             self._logprobs.append(logprob)
+        if self.ask.handover is not None and self.ask.handover.save is not None:
+            self.made_ids += self._token_ids[-tokens:]
         self.made += tokens
         if self.made == self.ending.tokens:
             if self.ending.eos:
@@ -102,10 +108,19 @@ class Runtime:
     """One simulated engine. Virtual time runs `speed` times as fast as the clock; `tick_s`, in the clock's seconds, is
     how often the scheduler is brought up to date. Late ticks cost nothing but the size of the parts."""
 
-    def __init__(self, shape: EngineShape, model: TokenModel, clock: Clock, speed: float, tick_s: float) -> None:
+    def __init__(
+        self,
+        shape: EngineShape,
+        model: TokenModel,
+        clock: Clock,
+        speed: float,
+        tick_s: float,
+        link: KvLink | None = None,
+    ) -> None:
         self.scheduler = Scheduler(shape)
         self.pause_mode: PauseMode | None = None
         self.prompt_tokens_total = 0
+        self.loaded_tokens_total = 0  # of those
         self.finished_total = dict.fromkeys(("stop", "length", "abort"), 0)
         self._model = model
         self._clock = clock
@@ -113,6 +128,8 @@ class Runtime:
         self._tick_s = tick_s
         self._epoch_s = clock.now_s()
         self._answers: dict[RequestId, Answer] = {}
+        self._link = link  # None: KV is neither saved nor loaded
+        self._loading: dict[RequestId, asyncio.Task[None]] = {}
         self._held: list[Answer] = []  # arrived, or left waiting, while no new work is taken on
         self._numbers = itertools.count()
         self._work = asyncio.Event()
@@ -124,7 +141,7 @@ class Runtime:
 
     @property
     def waiting(self) -> int:
-        return len(self.scheduler.waiting) + len(self._held)
+        return len(self.scheduler.waiting) + len(self._held) + len(self._loading)
 
     @property
     def kv_usage_fraction(self) -> float:
@@ -137,11 +154,29 @@ class Runtime:
         request_id = RequestId(f"{engine_id}#{next(self._numbers)}")
         answer = Answer(request_id, engine_id, ask, generation, ending_of(ask, generation))
         self._answers[request_id] = answer
+        if self._link is not None and ask.handover is not None and ask.handover.load is not None:
+            self._loading[request_id] = asyncio.create_task(self._load(self._link, answer, ask.handover))
+        else:
+            self._begin(answer)
+        return answer
+
+    def _begin(self, answer: Answer) -> None:
         if self.pause_mode in (PauseMode.WAIT, PauseMode.ABORT):
             self._held.append(answer)
         else:
             self._enqueue(answer)
-        return answer
+
+    async def _load(self, link: KvLink, answer: Answer, wish: Wish) -> None:
+        """Wait for the KV and for its way here; what does not come is prefilled."""
+        asked_s, found = self._clock.now_s(), link.take(wish, answer.ask.prompt_ids)
+        while found is None and self._clock.now_s() - asked_s < wish.wait_s:
+            await self._clock.sleep(self._tick_s)
+            found = link.take(wish, answer.ask.prompt_ids)
+        if found:
+            await self._clock.sleep(link.transfer_s(found) / self._speed)
+            answer.loaded_tokens = found
+        del self._loading[answer.id]
+        self._begin(answer)
 
     def abort(self, engine_ids: Iterable[str]) -> None:
         """Finish these requests with what they have; unknown names are ignored."""
@@ -203,7 +238,9 @@ class Runtime:
     def _enqueue(self, answer: Answer) -> None:
         self._advance()
         context_tokens = len(answer.ask.prompt_ids) + answer.made
-        self.scheduler.submit(self._virtual_s(), answer.id, context_tokens, answer.ending.tokens - answer.made)
+        left = answer.ending.tokens - answer.made
+        loaded = answer.made == 0 and answer.loaded_tokens > 0
+        self.scheduler.submit(self._virtual_s(), answer.id, context_tokens, left, prefilled=loaded)
         self._work.set()
 
     def _advance(self) -> None:
@@ -216,6 +253,7 @@ class Runtime:
         answer = self._answers[progress.id]
         if answer.made == 0:
             self.prompt_tokens_total += len(answer.ask.prompt_ids)
+            self.loaded_tokens_total += answer.loaded_tokens
         answer.make(progress.tokens)
         if answer.finished:
             self.finished_total[answer.ending.finish_reason] += 1
@@ -223,6 +261,10 @@ class Runtime:
 
     def _abort(self, answers: list[Answer]) -> None:
         self._advance()
+        self._save(answers)
+        for answer in answers:
+            if (loading := self._loading.pop(answer.id, None)) is not None:
+                loading.cancel()
         self.scheduler.abort([answer.id for answer in answers])
         self._held = [answer for answer in self._held if answer not in answers]
         for answer in answers:
@@ -230,6 +272,15 @@ class Runtime:
                 answer.finish("abort")
         if not self.scheduler.running:
             self._drained.set()
+
+    def _save(self, answers: list[Answer]) -> None:
+        """Of those that are aborted, what they have in KV: nothing for those that were not running."""
+        running = {sequence.id for sequence in self.scheduler.running}
+        for answer in answers:
+            wish = answer.ask.handover
+            if self._link is not None and wish is not None and wish.save is not None and answer.id in self._answers:
+                there = answer.id in running and answer.made > 0
+                self._link.save(wish, [*answer.ask.prompt_ids, *answer.made_ids] if there else [])
 
     def _preempt_running(self) -> None:
         """Every running request back to the queue, before those that wait already, without its KV."""

@@ -51,7 +51,7 @@ def line_over(curve: Curve, iterations: NDArray[np.float64]) -> tuple[float, flo
     mean_size, mean_s = float(weights @ sizes), float(weights @ seconds)
     slope = float(weights @ ((sizes - mean_size) * (seconds - mean_s))) / float(weights @ (sizes - mean_size) ** 2)
     slope = min(max(0.0, slope), mean_s / mean_size)
-    return mean_s - slope * mean_size, slope
+    return max(0.0, mean_s - slope * mean_size), slope  # rounding may leave a trace below 0
 
 
 def line_ahead(profile: EngineProfile, remaining_tokens: ArrayLike, context: float, gpus_count: int) -> Configuration:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from decode_oracle import curve_decode_s, decode_s
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_builders import engine, request, snapshot
 
@@ -76,6 +76,17 @@ def test_a_bent_curves_line_is_right_over_the_step(curve: Curve, remaining: list
         0.06 * max(abs(line.step_s(int(size), 0) - curve.at(size)) for size in sizes) * pending[0].remaining_tokens
     )
     assert abs(by_line_s - by_curve_s) <= slack_s + 1e-9 * by_curve_s
+    assert line.alpha_s >= 0
+    assert line.beta_s >= 0
+
+
+@given(st.integers(3, 200), st.floats(1e-3, 0.1), st.floats(1.0, 100.0))
+@settings(max_examples=300)
+def test_a_steep_curves_line_never_begins_below_zero(count: int, first_s: float, steepness: float) -> None:
+    """What spills makes curves rise faster than in proportion: such a line goes through 0, and not a rounding below."""
+    knee = float(count // 2 + 1)
+    curve = Curve((1.0, knee, 2 * knee), (first_s, first_s * 1.1, first_s * (1.1 + steepness)))
+    line = line_ahead(profile(curve, tp=1), [1000] * count, 0.0, 1)
     assert line.alpha_s >= 0
     assert line.beta_s >= 0
 

@@ -20,6 +20,7 @@ RETRY_AFTER_S = 1.0
 KEEP_IDLE_S = 2.0
 STREAM_END_S = 5.0  # between what the reader wanted of an answer and the answer's end
 MOST_HEAD_BYTES = 65_536
+_ONCE = frozenset({"content-length", "transfer-encoding"})
 MOST_PENDING_BYTES = 1 << 20  # of an answer that nobody reads; then the engine has to wait
 
 
@@ -28,6 +29,7 @@ class ChunkedBody:
 
     def __init__(self) -> None:
         self.ended = False
+        self.surplus = False  # bytes came that are not the body's
         self._rest = b""  # of a line that is not all there
         self._left = 0  # bytes of the present chunk still to come
         self._line_end = False  # the next line is the end of a chunk's content, and empty
@@ -41,7 +43,8 @@ class ChunkedBody:
         at, end = 0, len(data)
         while at < end:
             if self.ended:
-                raise ValueError("bytes after the end of the body")
+                self.surplus = True
+                break
             if self._left:
                 stop = min(end, at + self._left)
                 pieces.append(data[at:stop])
@@ -191,10 +194,12 @@ class Connection(asyncio.Protocol):
                 return
             data = rest
         if self._chunked is not None:
-            self._add(self._chunked.feed(data), self._chunked.ended)
+            pieces = self._chunked.feed(data)
+            self._keep = self._keep and not self._chunked.surplus
+            self._add(pieces, self._chunked.ended)
         elif self._length is not None:
-            if len(data) > self._length:
-                raise ValueError("the body is longer than its length")
+            if len(data) > self._length:  # the answer is whole; nothing that follows can be trusted
+                self._keep, data = False, data[: self._length]
             self._length -= len(data)
             self._add([data] if data else [], self._length == 0)
         else:
@@ -241,6 +246,8 @@ class Connection(asyncio.Protocol):
             return self._read_head() if rest else None
         self._head, self.status = None, status
         coding, length = self.headers.get("transfer-encoding", "").lower(), self.headers.get("content-length")
+        if coding and length is not None:
+            raise ValueError("transfer-encoding and content-length")
         if coding == "chunked":
             self._chunked = ChunkedBody()
         elif coding:
@@ -291,7 +298,10 @@ def read_head(head: bytes) -> tuple[bytes, int, dict[str, str]]:
         name, separator, value = line.partition(":")
         if not separator:
             raise ValueError(f"header {line[:80]!r}")
-        headers[name.lower()] = value.strip()
+        name = name.lower()
+        if name in headers and name in _ONCE:
+            raise ValueError(f"{name} twice")
+        headers[name] = value.strip()
     return version.encode(), int(status[:3]), headers
 
 
@@ -388,7 +398,7 @@ class Pool:
                 _, connection = await loop.create_connection(
                     lambda: Connection(self), self._host, self._port, ssl=self._tls
                 )
-        except OSError as error:  # TimeoutError is one
+        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError; a host's name may be none
             reason = str(error) or f"no connection within {self._connect_timeout_s:g} s"
             raise Retryable(f"{self.where}: cannot be reached: {reason}", RETRY_AFTER_S) from error
         self._open.add(connection)

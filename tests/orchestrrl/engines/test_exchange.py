@@ -30,9 +30,9 @@ def test_a_chunked_body_is_the_same_however_it_is_cut(pieces: list[bytes], trail
     assert content == b"".join(pieces)
 
 
-@pytest.mark.parametrize("body", [b"-1\r\n", b"1_0\r\n", b"\r\n", b"x\r\n", b"1\r\nab\r\n", b"0\r\n\r\nmore"])
+@pytest.mark.parametrize("body", [b"-1\r\n", b"1_0\r\n", b"\r\n", b"x\r\n", b"1\r\nab\r\n"])
 def test_what_is_no_chunked_body_is_refused(body: bytes) -> None:
-    with pytest.raises(ValueError, match=r"chunk|body|literal"):
+    with pytest.raises(ValueError, match=r"chunk|literal"):
         ChunkedBody().feed(body)
 
 

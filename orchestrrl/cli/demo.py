@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     engine: Annotated[str, typer.Option(help="simulated | vllm (needs `make venv-vllm`)")] = "simulated",
+    kv: Annotated[bool, typer.Option("--kv", help="Long prompts, on engines that can hand KV over.")] = False,
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's five.")] = "",
     out: Annotated[Path, typer.Option(help="Where the report, the picture and the logs go.")] = Path("out/demo"),
     json: JsonFlag = False,
@@ -27,7 +28,8 @@ def demo(
     """Run one generation step without and with OrchestrRL, over several seeds, and compare.
 
     Starts the engines, a daemon, an agent and a gateway as processes on this machine, and ends them again. Writes
-    `report.json` and `remaining_requests.png`. Exit status 1 if a request was lost or its tokens differ.
+    `report.json` and `remaining_requests.png`. Exit status 1 if a request was lost or its tokens differ. With --kv,
+    running requests move by KV or by computing their context again, whichever is predicted to take less.
 
     Example: `orchestrrl demo --seeds 1,2`
     """
@@ -41,7 +43,9 @@ def demo(
     with reporting_errors():
         if engine not in ENGINES:
             raise ProblemFaults([f"--engine: must be one of {', '.join(ENGINES)}, got {engine!r}"])
-        scenario = load_scenario(engine)
+        if kv and engine != "simulated":
+            raise ProblemFaults([f"--kv: goes with --engine simulated, got {engine!r}"])
+        scenario = load_scenario("simulated-kv" if kv else engine)
         chosen = _seeds(seeds) or list(scenario.seeds)
         with Progress(
             TextColumn("{task.description:32}"),
@@ -101,6 +105,22 @@ def _print_tables(demo: "DemoOutcome") -> None:
             for outcome in demo.seeds
         ),
     )
+    if demo.moves_by_method:
+        print_table(
+            f"Running requests that moved: medians, {unit}",
+            ("by", "moves", "tokens of context", "predicted", "actual", "predicted by the other method"),
+            (
+                (
+                    mark.method,
+                    mark.moves,
+                    f"{mark.context_tokens:,.0f}",
+                    f"{mark.predicted_s:.3f}",
+                    f"{mark.actual_s:.3f}",
+                    f"{mark.other_s:.3f}" if mark.other_s else None,
+                )
+                for mark in demo.moves_by_method
+            ),
+        )
     print_table(
         f"Idle {unit} of each engine",
         ("seed", "OrchestrRL", *(f"e{index}" for index in range(demo.scenario.engines))),

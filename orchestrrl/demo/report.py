@@ -1,6 +1,7 @@
 """The demo's outcome for machines (report.json), and a picture of the requests that remain."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def as_json(demo: DemoOutcome) -> dict[str, Any]:
         "gain_kept": demo.gain_kept,
         "moves": sum(outcome.moves for outcome in demo.seeds),
         "tokens_recomputed": sum(outcome.tokens_recomputed for outcome in demo.seeds),
+        "moves_by_method": [asdict(mark) for mark in demo.moves_by_method],
         "lost": demo.lost,
         "differing": demo.differing,
         "idle_s": {

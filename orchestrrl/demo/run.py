@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from orchestrrl.demo.moves import MethodMark, marks_by_method
 from orchestrrl.demo.scenario import Sample, Scenario, expected_ids, samples
 from orchestrrl.demo.stack import READY_WITHIN_S, Stack
 from orchestrrl.demo.stack import engines as started_engines
@@ -71,6 +72,7 @@ class DemoOutcome:
     seeds: list[SeedOutcome]
     lost: int = 0
     differing: int = 0
+    moves_by_method: list[MethodMark] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -116,11 +118,11 @@ async def run_demo(scenario: Scenario, engine: str, seeds: Sequence[int], out_di
             outcomes = await _without(scenario, engine, seeds, [local.url for local in running], clients, report)
             report("starting OrchestrRL", 0, 0)
             async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
-                await _with(scenario, engine, outcomes, stack, clients, report)
+                marks = await _with(scenario, engine, outcomes, stack, clients, report)
         finally:
             for client in clients:
                 await client.close()
-    demo = DemoOutcome(engine, scenario, outcomes)
+    demo = DemoOutcome(engine, scenario, outcomes, moves_by_method=marks)
     for index, outcome in enumerate(outcomes):
         report("asking the oracle", index, len(outcomes))
         await asyncio.to_thread(_judge, demo, outcome)
@@ -157,7 +159,7 @@ async def _with(
     stack: Stack,
     clients: Sequence[Engine],
     report: Report,
-) -> None:
+) -> list[MethodMark]:
     async with ControlClient(stack.daemon_address) as control:
         await _all_attached(control, len(clients))
         for outcome in outcomes:
@@ -174,6 +176,7 @@ async def _with(
             after = await control.control.GetStatus(control_pb2.GetStatusRequest())
             outcome.moves = after.moves_done - before.moves_done
             outcome.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
+        return await marks_by_method(control, scenario.speed)
 
 
 async def _all_attached(control: ControlClient, engines: int) -> None:

@@ -70,6 +70,14 @@ class LengthsSection(_Section):
         return LengthModel(self.quantiles, self.tokens, self.correlation)
 
 
+class KvSection(_Section):
+    """Engines hand KV over to each other, at this price."""
+
+    bytes_per_token: _Positive
+    gbps_per_gpu: _Positive
+    latency_s: Annotated[float, Field(ge=0)]
+
+
 class Scenario(_Section):
     """One generation step, to be run over several seeds."""
 
@@ -82,6 +90,7 @@ class Scenario(_Section):
     lengths: LengthsSection
     # A model without a sense of length: each request's own max_tokens is how long its answer will be.
     length_is_max_tokens: bool = False
+    kv: KvSection | None = None  # None: moved requests are computed again
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
     speed: _Positive
     tick_s: _Positive = 0.03
@@ -103,9 +112,10 @@ class Sample:
         return StepRequest(self.id, self.group, len(self.prompt_ids), self.output_tokens)
 
 
-def load_scenario(engine: str) -> Scenario:
-    """The shipped scenario for `simulated` or `vllm`. Raises ProblemFaults if it has been edited into nonsense."""
-    text = files("orchestrrl.demo").joinpath(f"{engine}.yaml").read_text(encoding="utf-8")
+def load_scenario(name: str) -> Scenario:
+    """The shipped scenario `simulated`, `simulated-kv` or `vllm`. Raises ProblemFaults if it has been edited into
+    nonsense."""
+    text = files("orchestrrl.demo").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     document = yaml.safe_load(text)
     # YAML 1.1 reads 4.1e-8 as a number but 1e-8 as a string; pydantic takes both.
     try:

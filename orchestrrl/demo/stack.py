@@ -20,6 +20,7 @@ from orchestrrl.errors import Permanent
 READY_WITHIN_S = 60.0
 STOP_WITHIN_S = 10.0
 LOG_TAIL_LINES = 15
+GPUS_PER_ENGINE = 2
 STREAM_INTERVAL_TOKENS = 16
 # Of an engine's time: what a plan must gain.
 EPSILON_S = 10.0
@@ -136,6 +137,15 @@ def _simulated(scenario: Scenario, out_dir: Path) -> list[asyncio.Task[LocalEngi
         "speed": scenario.speed,
         "tick-s": scenario.tick_s,
     }
+    if scenario.kv is not None:
+        kv_directory = out_dir / "kv"
+        kv_directory.mkdir(exist_ok=True)
+        flags |= {
+            "kv-directory": kv_directory,
+            "kv-bytes-per-token": scenario.kv.bytes_per_token,
+            "kv-gbps": GPUS_PER_ENGINE * scenario.kv.gbps_per_gpu,
+            "kv-latency-s": scenario.kv.latency_s,
+        }
     arguments = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
     return [
         asyncio.create_task(start_simulated(f"engine-{index}", log_dir=out_dir, arguments=arguments))
@@ -217,7 +227,7 @@ def _daemon_config(scenario: Scenario, running: Sequence[LocalEngine], out_dir: 
     # In wall time, as everything that the daemon sees.
     configuration = {
         "id": "as-started",
-        "gpus": 2,
+        "gpus": GPUS_PER_ENGINE,
         "alpha_s": engine.alpha_s / speed,
         "beta_s": engine.beta_s / speed,
         "gamma_s": engine.gamma_s / speed,
@@ -242,17 +252,29 @@ def _daemon_config(scenario: Scenario, running: Sequence[LocalEngine], out_dir: 
             "max_output_tokens": scenario.max_tokens,
         },
         "fleet": {
-            "gpus": {"count": 2 * len(running), "per_node": 8},
+            "gpus": {"count": GPUS_PER_ENGINE * len(running), "per_node": 8},
+            "kv_transfer": _kv_transfer(scenario),
             "configurations": [configuration],
             "engines": [
                 {
                     "id": f"e{index}",
                     "url": local.url,
                     "configuration": "as-started",
-                    "gpus": [2 * index, 2 * index + 1],
+                    "gpus": list(range(GPUS_PER_ENGINE * index, GPUS_PER_ENGINE * (index + 1))),
                     "max_sequences": engine.max_num_seqs,
                 }
                 for index, local in enumerate(running)
             ],
         },
+    }
+
+
+def _kv_transfer(scenario: Scenario) -> dict[str, object] | None:
+    if scenario.kv is None:
+        return None
+    return {
+        "connector": "kv_handover",
+        "inter_node_gbps_per_gpu": scenario.kv.gbps_per_gpu * scenario.speed,
+        "latency_s": scenario.kv.latency_s / scenario.speed,
+        "kv_bytes_per_token": scenario.kv.bytes_per_token,
     }

@@ -11,6 +11,7 @@ from orchestrrl.cli.main import application
 from orchestrrl.demo.report import as_json, write
 from orchestrrl.demo.run import DemoOutcome, OracleMark, SeedOutcome
 from orchestrrl.demo.scenario import ENGINES, expected_ids, load_scenario, samples
+from orchestrrl.demo.stack import GPUS_PER_ENGINE
 from orchestrrl.demo.step import StepRecord
 from orchestrrl.engines.simulated_tokens import EOS
 
@@ -24,6 +25,19 @@ def test_the_step_is_as_rl_frameworks_submit_it():
     assert len({sample.prompt_ids for sample in step}) == 256
     assert step == samples(scenario, "simulated", 1)
     assert step != samples(scenario, "simulated", 2)
+
+
+def test_either_method_is_the_cheaper_one_for_some_requests_of_the_step_with_kv():
+    scenario = load_scenario("simulated-kv")
+    assert scenario.kv is not None
+    rate = GPUS_PER_ENGINE * scenario.kv.gbps_per_gpu * 1e9 / 8
+    contexts = [len(sample.prompt_ids) for seed in scenario.seeds for sample in samples(scenario, "simulated", seed)]
+    by_kv = [
+        scenario.kv.latency_s + tokens * scenario.kv.bytes_per_token / rate
+        < tokens / scenario.engine.prefill_tokens_per_s
+        for tokens in contexts
+    ]
+    assert 0.1 < sum(by_kv) / len(by_kv) < 0.9
 
 
 def test_lengths_have_the_heavy_tail():
@@ -106,6 +120,7 @@ def test_an_oracle_without_a_gain_leaves_nothing_to_keep():
     ("arguments", "fault"),
     [
         (["--engine", "sglang"], "--engine: must be one of simulated, vllm, got 'sglang'"),
+        (["--engine", "vllm", "--kv"], "--kv: goes with --engine simulated, got 'vllm'"),
         (["--seeds", "1,x,-2"], "--seeds[1]: must be a whole number, got 'x'"),
     ],
 )

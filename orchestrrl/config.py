@@ -423,6 +423,7 @@ fleet:
   # Only where engines hand the KV of running requests over to each other, which none does by itself: without this,
   # plans prefill moved requests again. Anything left out is as the profile's `moves` has it:
   # {inter_node_gbps_per_gpu: 200.0, intra_node_gbps_per_gpu: 1600.0, latency_s: 0.002, kv_bytes_per_token: 196608.0}
+  # With `connector: kv_handover` (docs/kv-handover.md) gateways use it, for KV of the weights that `weights` names.
   kv_transfer: null
   configurations:
     # One decode iteration over b sequences that hold K KV tokens takes alpha_s + beta_s*b + gamma_s*K.

@@ -288,6 +288,35 @@ async def test_an_operators_move_goes_the_same_way(house: House) -> None:
         ]
 
 
+async def test_moves_go_by_the_cheaper_method_and_tell_what_it_took(house: House) -> None:
+    """KV comes at once, prefill takes 400 tokens a second; until the weights have another name."""
+    links = "connector: kv_handover, weights: v1, inter_node_gbps_per_gpu: 8.0, latency_s: 0.01"
+    config = CONFIG.replace("mode: act", "mode: advise").replace("tokens_per_s: 9000", "tokens_per_s: 400")
+    config = config.replace("fleet:", f"fleet:\n  kv_transfer: {{{links}, kv_bytes_per_token: 1000.0}}")
+    plane = house.start(config)
+    house.fleet.submit("e0", 4000)
+    async with house.running() as fleet:
+        await house.clock.advance(1.0)
+        assert [route.kv_version for route in fleet.routes[-1].routes] == ["tp2/v1"] * 2
+        context = 100 + fleet.generated["r00"]
+        assert (await plane.move(RequestId("r00"), EngineId("e1"))).items[0].done
+        ordered = house.entries(Kind.OPERATION_INTENT)[0].body["operation"]["action"]["moves"][0]
+        assert ordered["method"] == "transfer"
+        assert ordered["predicted_s"] == pytest.approx(0.01 + context * 1000 / 2e9)  # both GPUs send
+        assert ordered["other_s"] == pytest.approx(context / 400)
+        (moved,) = plane.latest_moves
+        assert (moved.move.request, moved.item.done) == ("r00", True)
+        plane.reconfigure(parse_config(config.replace("v1", "v2")))
+        await house.clock.advance(0.1)
+        assert [route.kv_version for route in fleet.routes[-1].routes] == ["tp2/v2"] * 2
+        plane.reconfigure(parse_config(config.replace("connector: kv_handover, ", "")))
+        await house.clock.advance(0.5)
+        assert [route.kv_version for route in fleet.routes[-1].routes] == [""] * 2
+        assert (await plane.move(RequestId("r00"), EngineId("e0"))).items[0].done
+        ordered = house.entries(Kind.OPERATION_INTENT)[1].body["operation"]["action"]["moves"][0]
+        assert (ordered["method"], ordered["other_s"]) == ("recompute", 0.0)
+
+
 async def test_a_node_that_attaches_again_replaces_its_old_stream(house: House) -> None:
     plane = house.start()
     old = plane.attach(gateway_hello("e0"))

@@ -21,7 +21,15 @@ from orchestrrl.control_plane import ControlPlane, engine_facts
 from orchestrrl.journal import Journal, JournalReader, Kind
 from orchestrrl.live_profile import LiveProfile
 from orchestrrl.metrics import PlaneCollector
-from orchestrrl.operations import ItemResult, MoveRequests, OperationId, OperationResult, OperationStatus, RequestMove
+from orchestrrl.operations import (
+    ItemResult,
+    MoveMethod,
+    MoveRequests,
+    OperationId,
+    OperationResult,
+    OperationStatus,
+    RequestMove,
+)
 from orchestrrl.plans import EngineStart
 from orchestrrl.profiles.store import write_profile
 from orchestrrl.sim.engines import EngineKind, fleet_section, homogeneous, kinds_of
@@ -290,6 +298,45 @@ def test_kv_is_handed_over_only_where_the_configuration_says_so(profiled: str) -
     assert (transfer.intra_node_gbps_per_gpu, transfer.latency_s, kv_bytes) == (900.0, 0.0, 4.0)
     bench.costs.configured(parse_config(profiled).fleet)
     assert bench.costs.moving().transfer.intra_node_gbps_per_gpu == 0.0
+
+
+def moved(bench: Bench, method: MoveMethod | None, loaded: int, recomputed: int, seconds: float) -> None:
+    """One finished move to an engine of two GPUs."""
+    action = MoveRequests((RequestMove(RequestId("r"), EngineId("e2"), EngineId("e0"), method=MoveMethod.TRANSFER),))
+    items = (ItemResult("r", True, "", recomputed, seconds, method, loaded),)
+    done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
+    bench.costs.moved(action, done, lambda engine: ConfigurationId("bent2"))
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
+def test_transfers_are_learnt_from_moves_by_kv_alone(profiled: str, factor: float) -> None:
+    """Configured: 80 Gbit/s for each of two GPUs and 0.1 s for each transfer, 1 MB a token: 5e-5 s each."""
+    links = "kv_transfer: {inter_node_gbps_per_gpu: 80.0, latency_s: 0.1, kv_bytes_per_token: 1.0e+6}, gpus:"
+    bench = Bench(profiled.replace("gpus:", links))
+    for tokens in (1000, 2000, 4000, 8000, 12_000) * 3:
+        moved(bench, MoveMethod.TRANSFER, tokens, 1, factor * (0.1 + 5e-5 * tokens))
+        moved(bench, None, 0, 0, 7.0)  # nobody knows how it went
+    transfer, kv_bytes = bench.costs.moving()
+    assert transfer.inter_node_gbps_per_gpu == pytest.approx(80.0 / factor, rel=0.1)
+    assert transfer.latency_s + 8000 * kv_bytes * 8 / (2 * transfer.inter_node_gbps_per_gpu * 1e9) == pytest.approx(
+        factor * 0.5, rel=0.1
+    )
+    assert bench.costs.moves() == Bench(profiled).costs.moves()  # of recomputing nothing was learnt
+    half, _ = bench.costs.moving(nic_share=0.5)
+    assert half.inter_node_gbps_per_gpu == pytest.approx(transfer.inter_node_gbps_per_gpu / 2)
+
+
+def test_kv_that_did_not_come_teaches_what_recomputing_takes(profiled: str) -> None:
+    links = "kv_transfer: {inter_node_gbps_per_gpu: 80.0, latency_s: 0.1, kv_bytes_per_token: 1.0e+6}, gpus:"
+    bench = Bench(profiled.replace("gpus:", links))
+    before = bench.costs.moving().transfer
+    for tokens in (1000, 2000, 4000, 8000, 12_000) * 3:
+        moved(bench, MoveMethod.RECOMPUTE, 0, tokens, tokens / 3000)
+    moves = bench.costs.moves()
+    assert moves is not None
+    assert moves.recompute_s.at(3000) == pytest.approx(1.0, rel=0.05)
+    after = bench.costs.moving().transfer
+    assert (after.inter_node_gbps_per_gpu, after.latency_s) == (before.inter_node_gbps_per_gpu, before.latency_s)
 
 
 def test_a_bent_curve_follows_the_step_into_its_tail(profiled: str) -> None:

@@ -122,6 +122,19 @@ BALANCE = pb.Balance(
     stopped_because="within_theta",
     gate_reason="rebalance: load differs by 0.006",
     inputs_age_s=0.2,
+    ended_moves=[
+        pb.EndedMove(
+            ended_unix_s=1_000_004.0,
+            request_id="r5",
+            from_engine_id="e1",
+            to_engine_id="e0",
+            ordered_method="transfer",
+            method="recompute",
+            predicted_s=0.25,
+            actual_s=1.5,
+            recomputed_tokens=12_000,
+        )
+    ],
 )
 STATUS = pb.Status(
     version="0.1.0",

@@ -134,6 +134,9 @@ def test_moves(daemon: FakeDaemon) -> None:
     assert "r7 e0 e1 waiting" in text
     assert "rebalance: load differs by 0.006" in text
     assert "1 moves, stopped because within_theta" in text
+    assert "recompute, not transfer" in text
+    assert "250 ms" in text
+    assert "12,000" in text
 
 
 def test_plan_show(daemon: FakeDaemon) -> None:

@@ -14,7 +14,7 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := .venv-vllm/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
+.PHONY: help demo test test-slow test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,11 +50,14 @@ endif
 demo: $(VENV_STAMP)  ## one generation step without and with OrchestrRL (ENGINE=vllm: on two real vLLM servers)
 	@$(BIN)/orchestrrl demo --engine $(ENGINE)
 
-test: $(DEV_STAMP) $(VLLM_STAMP)  ## every test, those against real vLLM included
-	@$(BIN)/python -m pytest
+test: $(DEV_STAMP) $(VLLM_STAMP)  ## every test but the slow ones, those against real vLLM included
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(DEV_STAMP) $(VLLM_STAMP)  ## the slow tests: trainers, and KV between real vLLM servers
+	@$(BIN)/python -m pytest -m slow
 
 test-fast: $(DEV_STAMP)  ## the tests that need no vLLM
-	@$(BIN)/python -m pytest -m "not vllm"
+	@$(BIN)/python -m pytest -m "not vllm and not slow"
 
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## only the tests against real vLLM
 	@$(BIN)/python -m pytest -m vllm

@@ -17,7 +17,7 @@ from orchestrrl.demo.stack import Stack, orchestrrl
 from orchestrrl.deployers.local import LocalEngine
 from tests.integration.conftest import REPOSITORY, VLLM_PYTHON
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 EXAMPLE = REPOSITORY / "deploy" / "examples" / "trl_grpo.py"
 TRAINED_WITHIN_S = 600.0

@@ -27,9 +27,7 @@ ANSWERS = {
     "no body": OK + b"Content-Length: 0\r\n\r\n",
     "until it closes": OK + b"\r\nabcd",
     "http 1.0": b"HTTP/1.0 200 OK\r\n\r\nabcd",
-    "continue": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n"
-    + OK
-    + b"Content-Length: 1\r\n\r\na",
+    "continue": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 E\r\nLink: x\r\n\r\n" + OK + b"Content-Length: 1\r\n\r\na",
     "500": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 21\r\n\r\nInternal Server Error",
     "no reason": b"HTTP/1.1 503\r\nContent-Length: 1\r\n\r\na",
     "no content": b"HTTP/1.1 204 No Content\r\n\r\n",
@@ -55,7 +53,7 @@ ANSWERS = {
     "header without a colon": OK + b"Content-Length 4\r\n\r\nabcd",
     "long head": OK + b"X: %b\r\nContent-Length: 1\r\n\r\na" % (b"a" * 8000),
 }
-# aiohttp refuses these, or not, as the network cuts them. Here the answer counts always, and its connection is not kept.
+# aiohttp refuses these, or not, as the network cuts them. Here the answer counts, and its connection is not kept.
 LENIENT = {"bytes after the length", "bytes after the chunks"}
 AIOHTTP_S = 1.0  # it waits for ever for the rest of some
 

@@ -1,0 +1,217 @@
+"""Clients that mean harm or fare badly, at the door: too much, too slow, gone half-way. Memory and waits are bounded."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+from aiohttp import web
+
+from orchestrrl.gateway import door as doors
+from orchestrrl.gateway.door import MOST_AHEAD_BYTES, Door, Head, House
+
+DEADLINE_S = 30.0
+LINE = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n"
+
+
+def usual(body: bytes) -> bytes:
+    return LINE + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+@dataclass
+class Served:
+    """What a body asks for: `wait` for ever, `tidy` up after that, `large` answers; any other is said back."""
+
+    house: House
+    port: int
+    seen: list[bytes] = field(default_factory=list)
+    tidied: int = 0
+
+    @property
+    def door(self) -> Door:
+        (door,) = self.house.doors
+        return door
+
+    @property
+    def unread_bytes(self) -> int:
+        """Written for all clients, and still in this process."""
+        return sum(door._transport.get_write_buffer_size() for door in self.house.doors if door._transport is not None)
+
+    async def connect(self, *, receive_bytes: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        client = socket.socket()
+        if receive_bytes is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", self.port))
+        return await asyncio.open_connection(sock=client)
+
+    async def until_quiet(self) -> None:
+        """Until nothing has been asked for a while."""
+        before = -1
+        while before != len(self.seen):
+            before = len(self.seen)
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async def answer(head: Head, body: bytes, door: Door) -> None:
+        fixture.seen.append(body)
+        if body in (b"wait", b"tidy"):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.02)
+                fixture.tidied += 1
+        door.whole(200, b"~" * 1_000_000 if body == b"large" else b"<" + body + b">")
+
+    async def general(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(text="general")
+
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", general)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    assert runner.server is not None
+    house = House(answer, runner.server)
+    server = await asyncio.get_running_loop().create_server(house.door, "127.0.0.1", 0)
+    fixture = Served(house, server.sockets[0].getsockname()[1])
+    yield fixture
+    server.close()
+    await house.close()
+    await runner.cleanup()
+
+
+async def read_large(reader: asyncio.StreamReader, answers: int) -> None:
+    left_bytes = answers * 1_000_000
+    while left_bytes:
+        left_bytes -= (await reader.read(1 << 20)).count(b"~")
+
+
+async def test_answers_that_nobody_reads_are_not_piled_up(served: Served) -> None:
+    """A client sends one request after the other and reads nothing: it is held back, and gets all once it reads."""
+    reader, writer = await served.connect(receive_bytes=4096)
+    requests = 40
+    writer.write(usual(b"large") * requests)
+    async with asyncio.timeout(DEADLINE_S):
+        await served.until_quiet()
+        assert len(served.seen) < requests
+        assert served.unread_bytes <= 1_100_000
+        await read_large(reader, requests)
+    assert len(served.seen) == requests
+    writer.close()
+
+
+async def test_requests_sent_ahead_are_not_piled_up(served: Served) -> None:
+    _, writer = await served.connect()
+    writer.write(usual(b"wait") + usual(b"x" * 1000) * 60_000)
+    async with asyncio.timeout(DEADLINE_S):
+        while not served.seen:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert len(served.door._data) <= MOST_AHEAD_BYTES + (1 << 18)  # asyncio reads so much at once
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    "part", [b"P", LINE, b"GET /metrics HTTP/1.1\r\n", b"SLOW", LINE + b"Content-Length: 5\r\n\r\nabcd"]
+)
+async def test_a_request_that_does_not_end_is_refused(
+    served: Served, part: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "REQUEST_WITHIN_S", 0.2)
+    reader, writer = await served.connect()
+    async with asyncio.timeout(DEADLINE_S):
+        writer.write(usual(b"first"))
+        assert (await reader.readuntil(b"<first>")).startswith(b"HTTP/1.1 200 ")
+        for byte in part:  # the clock runs from the first byte, not from the last
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+    assert not served.house.doors
+    assert not served.house.unfinished
+
+
+async def test_a_connection_between_requests_is_in_no_hurry(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "REQUEST_WITHIN_S", 0.05)
+    reader, writer = await served.connect()
+    async with asyncio.timeout(DEADLINE_S):
+        for number in range(3):
+            request = usual(b"%d" % number)
+            writer.write(request[:50])
+            await asyncio.sleep(0.01)
+            writer.write(request[50:])
+            await reader.readuntil(b"<%d>" % number)
+            await asyncio.sleep(0.1)
+    writer.close()
+
+
+@pytest.mark.parametrize("half", [True, False])
+async def test_a_client_that_closes_either_side_has_left(served: Served, half: bool) -> None:
+    _, writer = await served.connect()
+    writer.write(usual(b"tidy") + usual(b"second"))
+    async with asyncio.timeout(DEADLINE_S):
+        while not served.seen:
+            await asyncio.sleep(0.01)
+        if half:
+            writer.write_eof()
+        else:
+            writer.transport.abort()
+        while not served.tidied or served.house.doors:
+            await asyncio.sleep(0.01)
+    assert not served.house.busy
+    assert served.seen == [b"tidy"]  # what it sent ahead is not begun for nobody
+    writer.close()
+
+
+async def test_what_is_cut_at_the_end_can_tidy_up(served: Served) -> None:
+    """The connection is lost while its request is being cancelled: that must not cancel it a second time."""
+    _, writer = await served.connect()
+    writer.write(usual(b"tidy"))
+    async with asyncio.timeout(DEADLINE_S):
+        while not served.seen:
+            await asyncio.sleep(0.01)
+        await served.house.close()
+    assert served.tidied == 1
+    writer.close()
+
+
+async def test_an_answer_that_is_still_being_read_keeps_the_house_busy(served: Served) -> None:
+    reader, writer = await served.connect(receive_bytes=4096)
+    async with asyncio.timeout(DEADLINE_S):
+        writer.write(usual(b"large") * 10)
+        while not served.unread_bytes:
+            await asyncio.sleep(0.01)
+        await served.until_quiet()
+        assert served.house.busy
+        await read_large(reader, 10)
+        while served.house.busy:
+            await asyncio.sleep(0.01)
+    writer.close()
+
+
+async def test_after_an_answer_the_connection_may_go_to_others_while_it_is_full(served: Served) -> None:
+    """A usual request, unread, then one for aiohttp: it is told nothing wrong about whether the connection is full."""
+    reader, writer = await served.connect(receive_bytes=4096)
+    async with asyncio.timeout(DEADLINE_S):
+        writer.write(usual(b"large") * 8 + b"GET /x HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+        await served.until_quiet()
+        answer = await reader.read()
+        while not reader.at_eof():
+            answer += await reader.read()
+    assert answer.count(b"~") == 8_000_000
+    assert answer.endswith(b"general")
+
+
+async def test_a_body_of_many_small_pieces(served: Served) -> None:
+    reader, writer = await served.connect()
+    body = bytes(range(256)) * 8
+    async with asyncio.timeout(DEADLINE_S):
+        for byte in usual(body):
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+        assert (await reader.readuntil(b">")).startswith(b"HTTP/1.1 200 ")
+        assert served.seen == [body]
+    writer.close()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +123,7 @@ class Fleet:
         self.incarnation = uuid.uuid4().hex  # makes names of ours differ from those of every other gateway and start
         self._round_robin = RoundRobin() if policy is Policy.ROUND_ROBIN else None
         self._slots: dict[EngineId, Slot] = {}
+        self.kv_versions: Counter[str] = Counter()  # how many engines have each
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -154,6 +156,7 @@ class Fleet:
             if slot.id not in named:
                 slot.routed = False
                 self._forget_if_empty(slot)
+        self.kv_versions = Counter(slot.route.kv_version for slot in self._slots.values() if slot.routed)
         self._announce()
         return faults
 

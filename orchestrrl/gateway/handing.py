@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from orchestrrl.engines.handover import entry_id
 from orchestrrl.errors import OrchestrRLError
-from orchestrrl.gateway.fleet import Slot
+from orchestrrl.gateway.fleet import Fleet, Slot
 from orchestrrl.gateway.ledger import Record
 from orchestrrl.instrument.kv_desk import DEFAULT_WAIT_S, MAX_WAIT_S
 from orchestrrl.operations import MoveMethod, RequestMove
@@ -27,12 +27,12 @@ class Left:
     entry: str
 
 
-def left_by(record: Record, slot: Slot, incarnation: str) -> Left | None:
-    """What the record's present attempt will leave on this engine; None where that could not be used."""
+def left_by(record: Record, slot: Slot, fleet: Fleet) -> Left | None:
+    """What the record's present attempt will leave on this engine; None where nobody could use it."""
     version = slot.route.kv_version
-    if not version or record.immovable_because:
+    if not version or record.immovable_because or fleet.kv_versions[version] < 2:
         return None
-    return Left(version, entry_id(incarnation, record.id, record.attempt))
+    return Left(version, entry_id(fleet.incarnation, record.id, record.attempt))
 
 
 def usable(left: Left | None, order: RequestMove, source: Slot, target: Slot) -> bool:

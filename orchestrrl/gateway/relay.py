@@ -280,7 +280,7 @@ class Relay:
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
         self._slot = slot
         self._began = None
-        self._left = left_by(record, slot, self._fleet.incarnation)
+        self._left = left_by(record, slot, self._fleet)
         self._pump_task = task = asyncio.create_task(self._pump(slot, self._request()))
         over = asyncio.Event()
         task.add_done_callback(lambda _: over.set())

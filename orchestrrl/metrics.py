@@ -87,6 +87,8 @@ class PlaneCollector(Collector):
         yield CounterMetricFamily("orchestrrl_requests_finished", "Requests that finished.", totals.finished)
         help_text = "Tokens that destinations of moves had to prefill again."
         yield CounterMetricFamily("orchestrrl_recomputed_tokens", help_text, totals.tokens_recomputed)
+        help_text = "Tokens whose KV moves handed over between engines."
+        yield CounterMetricFamily("orchestrrl_loaded_tokens", help_text, totals.tokens_loaded)
         nodes = Counter(node.hello.kind for node in plane.nodes.states() if node.attached)
         yield _gauges("orchestrrl_nodes_attached", "Agents and gateways attached.", "kind", sorted(nodes.items()))
         open_operations = len(plane.runner.open)

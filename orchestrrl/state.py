@@ -64,6 +64,7 @@ class Totals:
     moves_done: int = 0
     moves_failed: int = 0
     tokens_recomputed: int = 0
+    tokens_loaded: int = 0
 
 
 @dataclass(slots=True)
@@ -183,6 +184,7 @@ class State:
             moves_done=self.totals.moves_done + done,
             moves_failed=self.totals.moves_failed + len(result.items) - done,
             tokens_recomputed=self.totals.tokens_recomputed + sum(item.recomputed_tokens for item in result.items),
+            tokens_loaded=self.totals.tokens_loaded + sum(item.loaded_tokens for item in result.items),
         )
 
     def engines(self, now_s: float) -> tuple[EngineView, ...]:

@@ -158,7 +158,7 @@ def summary(seen: dict[str, Any]) -> list[str]:
         f"requests: {count(seen['requests_running'])} running, {count(seen['requests_waiting'])} waiting, "
         f"{count(seen['requests_finished'])} finished",
         f"moves: {count(seen['moves_done'])} done, {count(seen['moves_failed'])} failed, "
-        f"{count(seen['tokens_recomputed'])} tokens recomputed",
+        f"{count(seen['tokens_recomputed'])} tokens recomputed, {count(seen['tokens_loaded'])} moved as KV",
         f"fast loop: {escape(seen['balance_reason'])}",
         f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_words(seen['plan_control'])}",
         calibration(seen["plan_calibration"]),

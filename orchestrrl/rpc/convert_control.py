@@ -48,6 +48,7 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
         moves_done=totals.moves_done,
         moves_failed=totals.moves_failed,
         tokens_recomputed=totals.tokens_recomputed,
+        tokens_loaded=totals.tokens_loaded,
         plan_id=latest.id if latest else "",
         plan_control=control_to_pb(plane.plans.control),
         balance_reason=_verdict(plane.balance) if plane.balance else "no decision yet",

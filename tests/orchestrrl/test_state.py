@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from orchestrrl.engines.base import Capabilities
 from orchestrrl.operations import ItemResult, OperationId, OperationResult, OperationStatus
 from orchestrrl.reports import GatewayReport
-from orchestrrl.state import LENGTHS_REMEMBERED, EngineFacts, State, Step
+from orchestrrl.state import LENGTHS_REMEMBERED, EngineFacts, State, Step, Totals
 from planner.model import (
     ConfigurationId,
     EngineHealth,
@@ -272,9 +272,13 @@ def test_without_a_gateway_the_engines_tell_when_a_step_runs() -> None:
 
 def test_results_count_moves() -> None:
     state = State()
-    items = (ItemResult("a", True, recomputed_tokens=30), ItemResult("b", False, "finished before the move"))
+    items = (
+        ItemResult("a", True, recomputed_tokens=30),
+        ItemResult("b", False, "finished before the move"),
+        ItemResult("c", True, recomputed_tokens=1, loaded_tokens=50),
+    )
     state.fold_result(OperationResult(OperationId("1"), GATEWAY, OperationStatus.PARTIAL, items=items))
-    assert (state.totals.moves_done, state.totals.moves_failed, state.totals.tokens_recomputed) == (1, 1, 30)
+    assert state.totals == Totals(moves_done=2, moves_failed=1, tokens_recomputed=31, tokens_loaded=50)
 
 
 # --- snapshots

@@ -76,6 +76,7 @@ class Status(_message.Message):
     PLAN_CONTROL_FIELD_NUMBER: _builtins.int
     BALANCE_REASON_FIELD_NUMBER: _builtins.int
     PLAN_CALIBRATION_FIELD_NUMBER: _builtins.int
+    TOKENS_LOADED_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     mode: Global___Mode.ValueType
     generation: _builtins.int
@@ -90,6 +91,8 @@ class Status(_message.Message):
     plan_id: _builtins.str
     balance_reason: _builtins.str
     """Why the fast loop last acted or held."""
+    tokens_loaded: _builtins.int
+    """Whose KV moves handed over."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]: ...
     @_builtins.property
@@ -120,10 +123,11 @@ class Status(_message.Message):
         plan_control: Global___PlanControl | None = ...,
         balance_reason: _builtins.str = ...,
         plan_calibration: Global___PlanCalibration | None = ...,
+        tokens_loaded: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan_calibration", b"plan_calibration", "plan_control", b"plan_control"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_reason", b"balance_reason", "generation", b"generation", "mode", b"mode", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_reason", b"balance_reason", "generation", b"generation", "mode", b"mode", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -150,6 +150,7 @@ STATUS = pb.Status(
     moves_done=8,
     moves_failed=1,
     tokens_recomputed=90000,
+    tokens_loaded=70000,
     plan_id="plan-3",
     plan_control=CONTROL,
     balance_reason="within_theta: spread 0.0001",

@@ -75,7 +75,7 @@ def test_status(daemon: FakeDaemon) -> None:
     text = said(run(daemon, "status"))
     assert "OrchestrRL 0.1.0, mode advise, generation 3, up 2 h 03 min" in text
     assert "12 running, 3 waiting, 4,567 finished" in text
-    assert "8 done, 1 failed, 90,000 tokens recomputed" in text
+    assert "8 done, 1 failed, 90,000 tokens recomputed, 70,000 moved as KV" in text
     assert "e1 is gone: connection refused [Errno 111]" in text
     assert "planner pinned (benchmark)" in text
     assert "e0 ok 12 3 48 75 % 10,000 1,234 tok/s 0.00125 210 ms ago tp2" in text

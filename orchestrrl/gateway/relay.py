@@ -36,6 +36,7 @@ class Limits:
     retry_first_s: float = 0.05
     retry_cap_s: float = 2.0
     move_answer_s: float = 2.0  # a move is reported as done by then, unless it was refused
+    slow_move_answer_s: float = 8.0  # the same for one that is predicted to take long, to see what it takes
     coalesce_tokens: int = 1  # in each chunk of an answer that is not streamed; a cut loses less than so many
 
 
@@ -91,7 +92,8 @@ class Relay:
     # --- moves -------------------------------------------------------------------------------------------------------
 
     async def move(self, target: Slot, order: RequestMove) -> ItemResult:
-        """Stop the request where it runs and continue it on `target`. Answers within about `move_answer_s`."""
+        """Stop the request where it runs and continue it on `target`. Answers within about `move_answer_s`, or twice
+        the time predicted."""
         because = self._not_movable_to(target)
         if because:
             return ItemResult(self.record.id, False, because)
@@ -105,7 +107,8 @@ class Relay:
             move.load, move.count = self._left, LoadCount(target)
         self._move = move
         self._pump_task.cancel()
-        patience = asyncio.create_task(self._sleep(self._limits.move_answer_s))
+        predicted_s = min(2 * order.predicted_s, self._limits.slow_move_answer_s)
+        patience = asyncio.create_task(self._sleep(max(self._limits.move_answer_s, predicted_s)))
         waited_for: set[asyncio.Future[Any]] = {result, patience}
         try:
             await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)

@@ -124,6 +124,24 @@ async def test_a_move_by_kv_names_what_its_source_leaves() -> None:
         await finish(w, job)
 
 
+@pytest.mark.parametrize(("predicted_s", "seen"), [(0.5, False), (2.5, True), (100.0, True)])
+async def test_a_move_that_should_take_long_is_seen_to_its_end(predicted_s: float, seen: bool) -> None:
+    w, loading = handing_world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+        await begun(w, job)
+        _, source, _, target = source_of(w)
+        moving = asyncio.create_task(w.gateway.move([replace(ordered(source, target), predicted_s=predicted_s)]))
+        await w.settle()
+        loading.tokens[target.id] = 10
+        await w.clock.advance(4.0)
+        assert moving.done() is not seen
+        await w.step()
+        (result,) = await moving
+        assert result.done
+        assert (result.method, result.duration_s > 0) == ((MoveMethod.TRANSFER, True) if seen else (None, False))
+        await finish(w, job)
+
+
 @pytest.mark.parametrize(
     ("loaded", "method", "recomputes"), [(0, MoveMethod.RECOMPUTE, True), (None, None, False)], ids=["not", "unknown"]
 )

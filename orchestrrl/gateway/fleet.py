@@ -44,7 +44,9 @@ class Slot:
     failures_total: int = 0
     kv_base_tokens: int = 0  # free KV as last told, plus what we had running then
     seconds_per_token: float | None = None
-    loads_found_tokens: int = 0  # whose KV it was found to have loaded for our requests
+    loads_open: int = 0  # requests of ours that load KV there and whose tokens were not counted yet
+    loads_before: "asyncio.Task[int | None] | None" = None  # tokens that it had loaded before the first of these
+    loads_found_tokens: int = 0  # since then, by requests that were counted
 
     @property
     def waiting(self) -> int:

@@ -49,30 +49,37 @@ def wait_s(order: RequestMove) -> float:
 
 
 class LoadCount:
-    """How many tokens an engine loads for one request: what its total grows by from now on, less what was found to be
-    other requests'. Where several load at once and some fail, one may be taken for the other; their sum is right."""
+    """How many tokens an engine loads for one request: what its total grows by, less what was found to be those of
+    others that load in the same while. Where some of these fail, or other gateways have requests load there, one may be
+    taken for the other."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._found_before = slot.loads_found_tokens
-        self._before = asyncio.create_task(_loaded_total(slot))
+        if slot.loads_open == 0 or slot.loads_before is None:
+            slot.loads_before, slot.loads_found_tokens = asyncio.create_task(_loaded_total(slot)), 0
+        self._before = slot.loads_before
+        slot.loads_open += 1
 
     async def tokens(self, most: int) -> int | None:
-        """To be asked when the request goes on. None: the engine does not say."""
+        """To be asked once, when the request goes on. None: the engine does not say."""
+        slot = self._slot
         try:
             async with asyncio.timeout(COUNTED_WITHIN_S):
-                before, after = await self._before, await _loaded_total(self._slot)
+                before = await asyncio.shield(self._before)
+                after = await _loaded_total(slot)
+            if before is None or after is None:
+                return None
+            found = min(most, max(0, after - before - slot.loads_found_tokens))
+            slot.loads_found_tokens += found
+            return found
         except TimeoutError:
             return None
-        if before is None or after is None:
-            return None
-        others = self._slot.loads_found_tokens - self._found_before
-        found = min(most, max(0, after - before - others))
-        self._slot.loads_found_tokens += found
-        return found
+        finally:
+            slot.loads_open -= 1
 
     def forget(self) -> None:
-        self._before.cancel()
+        """Instead: nobody wants to know any longer."""
+        self._slot.loads_open -= 1
 
 
 async def _loaded_total(slot: Slot) -> int | None:

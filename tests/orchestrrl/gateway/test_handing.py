@@ -11,6 +11,7 @@ from orchestrrl.engines.base import EngineMetrics
 from orchestrrl.errors import Retryable
 from orchestrrl.gateway.core import Job
 from orchestrrl.gateway.fleet import Slot
+from orchestrrl.gateway.handing import LoadCount
 from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed, world
@@ -256,6 +257,26 @@ async def test_several_that_load_at_once_are_told_apart() -> None:
         await w.step()
         results = await moving
         assert [result.loaded_tokens for result in results] == [context - 1 for context in contexts]
+
+
+async def test_a_load_that_is_counted_late_is_not_taken_from_the_next() -> None:
+    """The second request's count begins when the first one's KV has come, and nobody has said so yet."""
+    w, loading = handing_world()
+    slot = w.fleet.get(EngineId("e1"))
+    assert slot is not None
+    first = LoadCount(slot)
+    await w.settle()
+    loading.tokens["e1"] = 100
+    second = LoadCount(slot)
+    await w.settle()
+    assert await first.tokens(1000) == 100
+    loading.tokens["e1"] = 130
+    assert await second.tokens(1000) == 30
+    assert slot.loads_open == 0
+    loading.tokens["e1"] = 500  # by another gateway's
+    third = LoadCount(slot)
+    await w.settle()
+    assert await third.tokens(1000) == 0
 
 
 async def test_an_engine_whose_metrics_cannot_be_read_says_nothing() -> None:

@@ -215,7 +215,6 @@ async def test_the_gateway_moves_both_ways_by_both_methods(
         assert moved[-1].method is method, moved[-1]
     answer = await asking
     assert answer.token_ids == undisturbed.token_ids
-    assert answer.text == undisturbed.text
     assert answer.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-3)
     for turn, item in enumerate(moved[:2]):
         assert item.recomputed_tokens == 1

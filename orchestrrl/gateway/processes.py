@@ -109,8 +109,12 @@ def _reserved(host: str, port: int) -> Iterator[int]:
     """The port, kept from others' use: one that is taken is told before anything starts. Raises Permanent."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
+            # Other processes of ours would let us share their port: one that does not share finds them.
+            with socket.socket(family) as alone:
+                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                alone.bind((host, port))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             holder.bind((host, port))
         except OSError as error:
             raise Permanent(f"--listen {host}:{port}: {error.strerror or error}") from error

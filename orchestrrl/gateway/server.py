@@ -162,14 +162,20 @@ class Server:
         job = self._job(endpoint, await request.read(), *labels)
         if isinstance(job, Failure):
             return error_response(job)
+        held = False
         try:
             async with job:
+                held = True
                 if job.ask.streaming:
                     return await self._stream(request, job)
                 await job.finished()
                 return error_response(job.failure) if job.failure is not None else web.json_response(_whole(job))
         except DuplicateRequest as fault:
             return our_error(str(fault), 409)
+        finally:
+            # aiohttp may cancel this a second time while it tidies up: no record stays in the ledger for that.
+            for record in job.records if held else ():
+                self._gateway.close(record)
 
     def _job(self, endpoint: Endpoint, text: bytes, request_id: str, group: str, tag: str) -> Job | Failure:
         """What is asked, or why it is refused."""

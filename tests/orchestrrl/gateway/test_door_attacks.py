@@ -1,4 +1,4 @@
-"""Clients that mean harm or fare badly, at the door: too much, too slow, gone half-way. Memory and waits are bounded."""
+"""Clients that mean harm or fare badly, at the door: too much, too slow, gone half-way. Memory and waits are bound."""
 
 import asyncio
 import socket

@@ -82,7 +82,7 @@ def test_show_names_every_fault(file: Path) -> None:
 
 
 def test_measure_adds_to_a_file(url: str, file: Path) -> None:
-    words = ["measure", url, "--tp", "4", "--switch-s", "2", "--budget-s", "12", "--out", str(file), "--json"]
+    words = ["measure", url, "--tp", "4", "--switch-s", "2", "--budget-s", "120", "--out", str(file), "--json"]
     words += ["--kv-bytes-per-token", "200000", "--transfer-gbps", "200"]
     status, out, err = run(*words)
     assert status == 0, err

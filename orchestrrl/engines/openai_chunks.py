@@ -77,7 +77,10 @@ class ChunkReader:
         return None if "\\" in text or not text.isprintable() else (tuple(map(int, listed)), text)
 
     def _parsed(self, data: bytes) -> Chunk | None:
-        event = json.loads(data)
+        try:
+            event = json.loads(data)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
         if event.get("error") is not None:
             raise StreamError(event)
         chunk = parse_chunk(event)

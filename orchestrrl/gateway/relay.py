@@ -415,6 +415,8 @@ class Relay:
                 self._take(slot, request.endpoint, _unfinished(chunk) if given_up else chunk, text)
                 if seam is not None:
                     self.record.text_complete = not seam.open
+                    # Once closed it has no say: the answer may be cut inside a character again.
+                    seam = seam if seam.open else None
                 if finished or given_up:
                     return finished
         finally:

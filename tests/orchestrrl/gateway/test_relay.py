@@ -92,6 +92,23 @@ async def test_a_move_after_any_token_leaves_no_trace_in_tokens_text_and_logprob
         assert not w.engines["e0"].attempts
 
 
+@pytest.mark.parametrize("first", range(1, 7))
+@pytest.mark.parametrize("further", range(1, 9))
+async def test_two_moves_may_both_fall_inside_a_character(first: int, further: int) -> None:
+    w = world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        for tokens, source, target in ((first, "e0", "e1"), (further, "e1", "e0")):
+            for _ in range(tokens):
+                await w.step()
+            moving = move(w, target, source=source)
+            await w.settle()
+            await w.step()
+            assert (await moving).done
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+
+
 async def test_min_tokens_and_several_tokens_a_step_across_two_moves() -> None:
     w = world()
     for engine in w.engines.values():

@@ -52,9 +52,11 @@ class Job:
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
-        outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for record in self.records:
-            self._gateway.close(record)
+        try:
+            outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # who waits here may be cancelled as well
+            for record in self.records:
+                self._gateway.close(record)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome

@@ -290,13 +290,15 @@ class Relay:
         try:
             await over.wait()  # not the task, which may be cancelled without this being so
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-            self._slot = None
-            self._fleet.release(slot, record)
-            if not record.done:
-                self._fleet.in_background(self._fleet.abort(slot, attempt_id))
+            try:
+                if not task.done():
+                    task.cancel()
+                    await asyncio.wait({task})
+            finally:  # a second cancellation may come while the first is being seen to
+                self._slot = None
+                self._fleet.release(slot, record)
+                if not record.done:
+                    self._fleet.in_background(self._fleet.abort(slot, attempt_id))
         if len(record.generated_ids) > tokens_before:
             self._failures = 0
         if not record.done:

@@ -494,3 +494,24 @@ async def test_n_answers_have_their_own_seeds_and_ids() -> None:
     seeds = sorted(request.body["seed"] for engine in w.engines.values() for request in engine.seen)
     assert seeds == [10, 11, 12]
     assert all("n" not in request.body for engine in w.engines.values() for request in engine.seen)
+
+
+async def test_who_is_cancelled_twice_leaves_nothing_behind() -> None:
+    w = world()
+
+    async def asked() -> None:
+        async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+            await job.finished()
+
+    asking = asyncio.create_task(asked())
+    await w.settle()
+    await w.step()
+    asking.cancel()
+    await asyncio.sleep(0)  # it has begun to leave, and is cancelled again
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await w.settle()
+    assert len(w.gateway.ledger) == 0
+    assert all(not slot.records for slot in w.gateway.fleet)
+    assert "r~1" in w.engines["e0"].aborted

@@ -90,7 +90,6 @@ def _transfer_s(tokens: int, source: EngineView | None, target: EngineView, cost
     nodes = {gpu // costing.per_node for engine in (source, target) for gpu in engine.gpus}
     transfer = costing.moving.transfer
     inside = len(nodes) == 1 and bool(source.gpus) and bool(target.gpus)
-    gbps = gpus * (transfer.intra_node_gbps_per_gpu if inside else transfer.inter_node_gbps_per_gpu)
-    if not gbps > 0:
-        return None
-    return transfer.latency_s + tokens * costing.moving.kv_bytes_per_token * 8 / (gbps * 1e9)
+    context = np.array([float(tokens)])
+    (seconds,) = transfer.transfer_s(context, costing.moving.kv_bytes_per_token, np.array([gpus]), np.array([inside]))
+    return float(seconds) if np.isfinite(seconds) else None

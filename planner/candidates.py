@@ -288,11 +288,8 @@ def _move_s(problem: Problem, instances: Sequence[Instance], requests: Indices, 
     gpus = np.minimum(links[source, 0], homes[to, 0])
     inside = (links[source, 1] == homes[to, 1]) & (links[source, 1] >= 0)
     transfer = problem.transfer
-    rate_gbps = gpus * np.where(inside, transfer.intra_node_gbps_per_gpu, transfer.inter_node_gbps_per_gpu)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        wire_s = context * problem.kv_bytes_per_token * 8 / (rate_gbps * 1e9)
-    recompute_s = transfer.recompute_s(context, prefill[to])
-    return np.where(rate_gbps > 0, wire_s, np.inf) + transfer.latency_s, recompute_s
+    transfer_s = transfer.transfer_s(context, problem.kv_bytes_per_token, gpus, inside)
+    return transfer_s, transfer.recompute_s(context, prefill[to])
 
 
 def _shape(instances: Sequence[Instance], per_node: int) -> Indices:

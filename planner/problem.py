@@ -38,6 +38,20 @@ class Transfer:
         rebuilt = context_tokens if self.rebuilt_tokens is None else self.rebuilt_tokens.over(context_tokens)
         return rebuilt / tokens_per_s
 
+    def transfer_s(
+        self,
+        context_tokens: NDArray[np.float64],
+        kv_bytes_per_token: float,
+        gpus: NDArray[np.int64],
+        inside: NDArray[np.bool_],
+    ) -> NDArray[np.float64]:
+        """What broadcasts: over the links of so many GPUs, `inside` a node or between two; infinite without a link."""
+        rate_gbps = gpus * np.where(inside, self.intra_node_gbps_per_gpu, self.inter_node_gbps_per_gpu)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            wire_s = context_tokens * kv_bytes_per_token * 8 / (rate_gbps * 1e9)
+        seconds: NDArray[np.float64] = np.where(rate_gbps > 0, wire_s, np.inf) + self.latency_s
+        return seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Instance:

@@ -44,10 +44,15 @@ async def serving(module: str, *arguments: str, log_path: Path) -> AsyncIterator
             raise Permanent(f"{module} did not start: see {log_path}")
         yield Served(line.decode().strip(), process.pid)
     finally:
-        if process.returncode is None:
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await end(process)
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Ask it to stop, and stop it where it does not. One that has ended is left as it is."""
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

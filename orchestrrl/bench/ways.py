@@ -4,12 +4,12 @@ import asyncio
 import shutil
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrrl.bench.plain_client import connected, request
-from orchestrrl.bench.processes import READY_WITHIN_S, STOP_WITHIN_S, Served, serving
+from orchestrrl.bench.processes import READY_WITHIN_S, Served, end, serving
 from orchestrrl.errors import Permanent
 
 DIRECT, OURS, PLAIN, NGINX, VLLM_ROUTER, SGLANG_ROUTER = (
@@ -122,13 +122,7 @@ async def _listening(port: int, *command: str, log_path: Path) -> AsyncIterator[
             raise Permanent(f"{command[0]} did not answer: see {log_path}") from error
         yield served
     finally:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await end(process)
 
 
 async def _answers(url: str) -> bool:

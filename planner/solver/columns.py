@@ -53,18 +53,14 @@ class Columns:
     def move_ways_s(self, requests: Ints, configuration: int | Ints, node: int | Ints) -> tuple[Floats, Floats]:
         """[request] seconds by transfer, and by recomputing."""
         source = np.maximum(self.source[requests], 0)
-        context = self.problem.requests.context_tokens[requests]
+        context = self.problem.requests.context_tokens[requests].astype(np.float64)
         transfer = self.problem.transfer
-        recompute_s = transfer.recompute_s(context.astype(np.float64), self.prefill[np.atleast_1d(configuration)])
+        recompute_s = transfer.recompute_s(context, self.prefill[np.atleast_1d(configuration)])
         if len(self.current_node) == 0:
             return np.full(len(requests), math.inf), recompute_s
         inside = (self.current_node[source] == node) & (self.current_node[source] != SEVERAL)
         narrow = np.minimum(self.gpus[self.current_configuration[source]], self.gpus[configuration])
-        gbps = np.where(inside, transfer.intra_node_gbps_per_gpu, transfer.inter_node_gbps_per_gpu) * narrow
-        with np.errstate(divide="ignore", invalid="ignore"):
-            wire_s = context * self.problem.kv_bytes_per_token * 8 / (gbps * 1e9)
-        transfer_s = np.where(gbps > 0, wire_s, math.inf) + transfer.latency_s
-        return transfer_s, recompute_s
+        return transfer.transfer_s(context, self.problem.kv_bytes_per_token, narrow, inside), recompute_s
 
 
 def columns(problem: Problem) -> Columns:

@@ -6,7 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+
+from orchestrrl.deployers.local import LocalEngine, start_simulated
 
 
 class GatewayProcess:
@@ -53,3 +57,13 @@ def free_port() -> int:
         holder.bind(("127.0.0.1", 0))
         port: int = holder.getsockname()[1]
         return port
+
+
+@asynccontextmanager
+async def two_engines(log_dir: Path, *arguments: str) -> AsyncIterator[list[LocalEngine]]:
+    """Simulated ones, e0 and e1."""
+    names = ("e0", "e1")
+    started = await asyncio.gather(*(start_simulated(n, log_dir=log_dir, arguments=arguments) for n in names))
+    yield list(started)
+    for engine in started:
+        engine.kill()

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from orchestrrl.demo.stack import Process
-from orchestrrl.deployers.local import LocalEngine, start_simulated
+from orchestrrl.deployers.local import LocalEngine
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
-from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
+from tests.orchestrrl.gateway.processes import GatewayProcess, free_port, two_engines
 
 DEADLINE_S = 60.0
 PROCESSES = 3
@@ -27,11 +27,8 @@ Start = Callable[..., Awaitable[GatewayProcess]]
 
 @pytest.fixture
 async def engines(tmp_path: Path) -> AsyncIterator[list[LocalEngine]]:
-    names = ("e0", "e1")
-    started = await asyncio.gather(*(start_simulated(n, log_dir=tmp_path, arguments=ENGINE) for n in names))
-    yield list(started)
-    for engine in started:
-        engine.kill()
+    async with two_engines(tmp_path, *ENGINE) as started:
+        yield started
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.deployers.local import LocalEngine, start_simulated
-from tests.orchestrrl.gateway.processes import GatewayProcess
+from orchestrrl.deployers.local import LocalEngine
+from tests.orchestrrl.gateway.processes import GatewayProcess, two_engines
 
 DEADLINE_S = 60.0
 ARGUMENTS = ("--speed", "10", "--tick-s", "0.005")
@@ -27,11 +27,8 @@ BODY: dict[str, Any] = {
 
 @pytest.fixture
 async def engines(tmp_path: Path) -> AsyncIterator[list[LocalEngine]]:
-    names = ("e0", "e1")
-    started = await asyncio.gather(*(start_simulated(n, log_dir=tmp_path, arguments=ARGUMENTS) for n in names))
-    yield list(started)
-    for engine in started:
-        engine.kill()
+    async with two_engines(tmp_path, *ARGUMENTS) as started:
+        yield started
 
 
 @pytest.fixture

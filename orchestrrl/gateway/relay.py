@@ -15,9 +15,10 @@ from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, Refused
 from orchestrrl.engines.handover import loading, saving
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.gateway.fleet import Fleet, Slot
-from orchestrrl.gateway.handing import Left, LoadCount, left_by, usable, wait_s
+from orchestrrl.gateway.handing import Left, left_by, usable, wait_s
 from orchestrrl.gateway.ledger import Failure, Record
 from orchestrrl.gateway.movable import continued
+from orchestrrl.gateway.moving import Moving
 from orchestrrl.gateway.openai import error_body
 from orchestrrl.gateway.seam import Seam, open_seam
 from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
@@ -40,20 +41,6 @@ class Limits:
     coalesce_tokens: int = 1  # in each chunk of an answer that is not streamed; a cut loses less than so many
 
 
-@dataclass(slots=True)
-class _Move:
-    order: RequestMove
-    source: Slot
-    target: Slot
-    context_tokens: int  # to be brought; 0: it was waiting
-    cut_s: float
-    step_s: float  # a decode step where it was cut
-    result: "asyncio.Future[ItemResult]"
-    load: Left | None = None  # None: the context is computed again
-    count: LoadCount | None = None  # of what is loaded
-    submitted: bool = False
-
-
 class Relay:
     """Runs one record. `grown` is called when the record has ended, and when one that is streamed has grown."""
 
@@ -69,7 +56,7 @@ class Relay:
         self._left: Left | None = None  # what the present attempt leaves when it is cut
         self._began: tuple[float, int] | None = None  # when the present attempt's first token came, and how many then
         self._pump_task: asyncio.Task[bool] | None = None
-        self._move: _Move | None = None
+        self._move: Moving | None = None
         self._back_to: Slot | None = None  # where a refused move came from
         self._awaited: tuple[EngineId, float] | None = None  # the engine that the request is held for, until when
         self._refused_by: set[EngineId] = set()
@@ -100,23 +87,23 @@ class Relay:
         assert self._slot is not None
         assert self._pump_task is not None
         computed = self.record.state is RequestState.RUNNING
-        result: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
-        tokens = self.record.context_tokens if computed else 0
-        move = _Move(order, self._slot, target, tokens, self._clock.now_s(), self._step_s(), result)
+        move = Moving(
+            self.record, order, self._slot, target, computed=computed, step_s=self._step_s(), now_s=self._now_s()
+        )
         if computed and usable(self._left, order, self._slot, target):
-            move.load, move.count = self._left, LoadCount(target)
+            move.load_from(self._left)
         self._move = move
         self._pump_task.cancel()
         predicted_s = min(2 * order.predicted_s, self._limits.slow_move_answer_s)
         patience = asyncio.create_task(self._sleep(max(self._limits.move_answer_s, predicted_s)))
-        waited_for: set[asyncio.Future[Any]] = {result, patience}
+        waited_for: set[asyncio.Future[Any]] = {move.result, patience}
         try:
             await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
         finally:
             patience.cancel()
         if self._move is move:  # it has been taken, and waits there for its turn
             self._answer_move(True)
-        return await result
+        return await move.result
 
     def hold_for(self, engine: EngineId, hold_s: float) -> ItemResult:
         """Stop the request where it runs and keep it until it can go on at an engine that is yet to come; any other
@@ -126,7 +113,7 @@ class Relay:
             return ItemResult(self.record.id, False, because)
         assert self._pump_task is not None
         tokens = self.record.context_tokens if self.record.state is RequestState.RUNNING else 0
-        self._awaited = (engine, self._clock.now_s() + hold_s)
+        self._awaited = (engine, self._now_s() + hold_s)
         self.record.moves += 1
         self._pump_task.cancel()
         return ItemResult(self.record.id, True, "", tokens, method=MoveMethod.RECOMPUTE if tokens else None)
@@ -157,51 +144,18 @@ class Relay:
         move, self._move = self._move, None
         if move is None:
             return
-        self.record.moves += done
-        if move.count is not None:
-            move.count.forget()
         if done:
-            move.result.set_result(self._outcome(move, 0.0, None if move.load is not None else 0))
+            self.record.moves += 1
+            move.taken()
         else:
-            duration_s = self._clock.now_s() - move.cut_s
-            move.result.set_result(ItemResult(self.record.id, False, detail, 0, duration_s))
+            move.failed(detail, self._now_s())
 
     def _arrived(self) -> None:
         """The request goes on where it was moved to."""
         move, self._move = self._move, None
         assert move is not None
         self.record.moves += 1
-        # What is loaded or computed again yields the next token, which a step would have made anyway.
-        duration_s = max(0.0, self._clock.now_s() - move.cut_s - move.step_s)
-        if move.count is None:
-            move.result.set_result(self._outcome(move, duration_s, 0))
-        else:
-            self._fleet.in_background(self._count(move, move.count, duration_s))
-
-    async def _count(self, move: _Move, count: LoadCount, duration_s: float) -> None:
-        """Find out whether the KV came, and say so."""
-        loaded: int | None = None
-        try:
-            loaded = await count.tokens(move.context_tokens - 1)
-        finally:
-            if not move.result.done():  # who waited for it may have left
-                move.result.set_result(self._outcome(move, duration_s, loaded))
-
-    def _outcome(self, move: _Move, duration_s: float, loaded_tokens: int | None) -> ItemResult:
-        """Of a move that is done. `loaded_tokens` None: KV was sent for, and nobody knows whether it came."""
-        if loaded_tokens:
-            method, recomputed = MoveMethod.TRANSFER, move.context_tokens - loaded_tokens
-        else:
-            method, recomputed = MoveMethod.RECOMPUTE, move.context_tokens
-        return ItemResult(
-            id=self.record.id,
-            done=True,
-            recomputed_tokens=0 if loaded_tokens is None else recomputed,
-            duration_s=duration_s,
-            method=None if loaded_tokens is None or not move.context_tokens else method,
-            loaded_tokens=loaded_tokens or 0,
-            predicted_s=move.order.predicted_s,
-        )
+        move.arrived(self._now_s(), self._fleet.in_background)
 
     def _step_s(self) -> float:
         """A decode step of the present attempt, as its tokens came; 0 where few have."""
@@ -235,7 +189,7 @@ class Relay:
         """The engine that the request is held for; None where it did not come in time."""
         assert self._awaited is not None
         (engine, until_s), self._awaited = self._awaited, None
-        deadline = asyncio.create_task(self._sleep(until_s - self._clock.now_s()))
+        deadline = asyncio.create_task(self._sleep(until_s - self._now_s()))
         try:
             while True:
                 slot = self._fleet.get(engine)
@@ -273,13 +227,16 @@ class Relay:
             if deadline is not None:
                 deadline.cancel()
 
+    def _now_s(self) -> float:
+        return self._clock.now_s()
+
     async def _sleep(self, duration_s: float) -> None:
         await self._clock.sleep(duration_s)
 
     async def _attempt(self, slot: Slot) -> None:
         """One attempt, and what follows from how it ended."""
         record = self.record
-        slot.enter(record, self._clock.now_s())
+        slot.enter(record, self._now_s())
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
         self._slot = slot
         self._began = None
@@ -329,7 +286,7 @@ class Relay:
             self._back_to = self._move.source
             self._answer_move(False, f"refused by {slot.id}: {refusal}")
         elif not (others and (self.record.generated_ids or self.record.moves)):
-            self.record.fail(Failure(refusal.status, refusal.body), self._clock.now_s())
+            self.record.fail(Failure(refusal.status, refusal.body), self._now_s())
 
     def _after_failure(self, slot: Slot, error: OrchestrRLError) -> None:
         """The engine could not be reached, or broke off."""
@@ -363,7 +320,7 @@ class Relay:
 
     def _fail(self, status: int, message: str) -> None:
         logger.warning("request %s failed: %s", self.record.id, message)
-        self.record.fail(Failure(status, error_body(message, status)), self._clock.now_s())
+        self.record.fail(Failure(status, error_body(message, status)), self._now_s())
 
     def _complete(self) -> bool:
         """Whether the answer was complete at the cut, though its engine had not said so yet."""
@@ -373,7 +330,7 @@ class Relay:
         ids = record.generated_ids
         if not ids:
             return False
-        now_s = self._clock.now_s()
+        now_s = self._now_s()
         if record.max_tokens is not None and len(ids) >= record.max_tokens:
             record.finish("length", None, now_s)
         elif ids[-1] in (record.body.get("stop_token_ids") or ()) and len(ids) > (record.body.get("min_tokens") or 0):
@@ -427,7 +384,7 @@ class Relay:
 
     def _take(self, slot: Slot, endpoint: Endpoint, chunk: Chunk, text: str) -> None:
         record = self.record
-        now_s = self._clock.now_s()
+        now_s = self._now_s()
         was, context_before = record.state, record.context_tokens
         extra = _parsed_fields(chunk) if endpoint is Endpoint.CHAT else None
         record.append(chunk, text, extra, now_s)
@@ -502,7 +459,7 @@ class Relay:
         if self._pump_task is not task or task.done() or self._move is not None:
             return
         if paused:
-            self.record.progressed_s = self._clock.now_s()
+            self.record.progressed_s = self._now_s()
             return
         logger.warning("request %s: %s made no token for %g s", self.record.id, slot.id, self._limits.stall_s)
         self._hung_on.add(slot.id)

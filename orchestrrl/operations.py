@@ -29,7 +29,8 @@ class Route:
     the gateway knows better than the daemon where the engine is, and keeps its own.
 
     `kv_version` names what KV depends on, configuration and weights: engines that have the same can hand the KV of
-    requests over to each other, as long as it is the one under which the request began. Empty: such moves are none.
+    requests over to each other, as long as it is the one under which the request began. Empty: such moves are none. The
+    policy version belongs to it, too, and is added by the gateway, which is the first to know of it.
     """
 
     engine: EngineId
@@ -41,6 +42,10 @@ class Route:
     max_sequences: int = 0  # 0: unknown
     draining: bool = False
     kv_version: str = ""
+    pool: str = ""  # engines of a kind, which requests' tags may prefer; empty: none
+    policy_version: int | None = None  # of its weights; None: not known here
+    waiting: int | None = None  # requests that wait on the engine, whoever sent them; None: not known
+    newest_policy_version: int | None = None  # the fleet's
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,60 @@ class ProbeEngine:
     kind: Literal["probe_engine"] = "probe_engine"
 
 
-Action = SetRoutes | MoveRequests | PauseEngine | ResumeEngine | AbortRequests | ProbeEngine
+class FrozenRequests(StrEnum):
+    """How requests go on that were frozen while the weights changed."""
+
+    RECOMPUTE = "recompute"  # their KV is computed again, by the weights that are there then
+    CONTINUE = "continue"  # with the KV that they have, of the weights before
+    RESTART = "restart"  # from the beginning, but for those whose clients have had some of the answer
+
+
+@dataclass(frozen=True, slots=True)
+class CloseGate:
+    """Take nothing new to the engines and bring them to rest: one item of the result for each. Where that is not done
+    by `quiet_by_s`, the gate opens again and the operation has failed. The same lease again renews it."""
+
+    lease: str
+    holder: str
+    mode: PauseMode
+    frozen: FrozenRequests
+    lease_until_s: float  # the gate opens by itself then
+    quiet_by_s: float
+    kind: Literal["close_gate"] = "close_gate"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGate:
+    """Engines run again, but for those `without` the new weights, and requests go to them. `policy_version` None: the
+    weights are those from before."""
+
+    lease: str
+    policy_version: int | None = None
+    without: tuple[EngineId, ...] = ()
+    kind: Literal["open_gate"] = "open_gate"
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequests:
+    """All the named requests, and all of the named groups, end where they are."""
+
+    requests: tuple[RequestId, ...]
+    groups: tuple[str, ...]
+    reason: str
+    kind: Literal["cancel_requests"] = "cancel_requests"
+
+
+Action = (
+    SetRoutes
+    | MoveRequests
+    | PauseEngine
+    | ResumeEngine
+    | AbortRequests
+    | ProbeEngine
+    | CloseGate
+    | OpenGate
+    | CancelRequests
+)
 
 
 @dataclass(frozen=True, slots=True)

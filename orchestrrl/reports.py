@@ -65,6 +65,27 @@ class FinishedRequest:
     moves: int = 0
     tag: str = ""
     duration_s: float = 0.0
+    group: str = ""
+    group_enough: int = 0  # as RequestView has it
+
+
+class GatePhase(StrEnum):
+    OPEN = "open"
+    CLOSING = "closing"  # nothing new goes to engines, some still run
+    QUIET = "quiet"  # they are at rest
+
+
+@dataclass(frozen=True, slots=True)
+class GateReport:
+    """How one gateway's gate stands."""
+
+    phase: GatePhase = GatePhase.OPEN
+    lease: str = ""
+    lease_until_s: float = 0.0
+    running: int = 0  # requests that still run on engines that are not paused
+    frozen: int = 0  # that stand still on paused engines
+    held: int = 0  # that the gateway holds
+    policy_version: int | None = None  # newest that it was told of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +98,7 @@ class GatewayReport:
     url: str
     in_flight: tuple[RequestView, ...]
     finished: tuple[FinishedRequest, ...] = ()  # since the last report that was acknowledged
+    gate: GateReport = GateReport()
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,8 @@ class RequestView:
     age_s: float = 0.0
     quiet_s: float = 0.0  # since its last token, or since it was sent to its engine
     movable_detail: str = ""  # why not movable
+    policy_version: int | None = None  # under which its oldest token was generated
+    group_enough: int = 0  # answers of its group that suffice; 0: all are wanted
 
     @property
     def context_tokens(self) -> int:
@@ -123,6 +125,8 @@ class EngineView:
     gpus: tuple[GpuId, ...] = ()
     health_detail: str = ""
     preemptions_total: int = 0
+    pool: str = ""  # engines of a kind, which requests' tags may prefer
+    policy_version: int | None = None  # of its weights
 
 
 @dataclass(frozen=True, slots=True)

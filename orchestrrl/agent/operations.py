@@ -8,8 +8,11 @@ from orchestrrl.errors import Permanent
 from orchestrrl.operations import (
     AbortRequests,
     Action,
+    CancelRequests,
+    CloseGate,
     ItemResult,
     MoveRequests,
+    OpenGate,
     Operation,
     OperationResult,
     OperationStatus,
@@ -48,7 +51,7 @@ class EngineOperations:
             case ProbeEngine(engine):
                 probe_s = await self._engine(engine).probe()
                 return f"{engine} generated a token in {probe_s:.3g} s", ()
-            case SetRoutes() | MoveRequests():
+            case SetRoutes() | MoveRequests() | CloseGate() | OpenGate() | CancelRequests():
                 raise Permanent(f"{self._node_id} is an agent: {action.kind} is for gateways")
             case _:
                 assert_never(action)

@@ -12,7 +12,7 @@ from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Engine
 from orchestrrl.errors import Permanent
 from orchestrrl.reports import EngineReport, NodeHello, NodeKind
-from orchestrrl.rpc import convert
+from orchestrrl.rpc import convert, convert_node
 from orchestrrl.rpc.channel import first_of
 from orchestrrl.rpc.node import NodeLink, ReportStream
 from orchestrrl.rpc.pb import agent_pb2, telemetry_pb2
@@ -82,7 +82,7 @@ class Agent:
             for engine_id, engine in engines.items()
         ]
         hello = NodeHello(agent_id, NodeKind.AGENT, tuple(engines), __version__)
-        self._link = NodeLink(daemon, convert.hello_to_pb(hello), self._handle, clock=clock, rng=rng)
+        self._link = NodeLink(daemon, convert_node.hello_to_pb(hello), self._handle, clock=clock, rng=rng)
         self._stream = ReportStream(
             daemon,
             "ReportEngines",
@@ -101,7 +101,7 @@ class Agent:
 
     async def _handle(self, message: agent_pb2.Operation) -> agent_pb2.OperationResult:
         try:
-            operation = convert.operation_from_pb(message)
+            operation = convert_node.operation_from_pb(message)
         except ValueError as error:
             raise Permanent(f"not an operation: {error}") from error
-        return convert.result_to_pb(await self._operations.run(operation))
+        return convert_node.result_to_pb(await self._operations.run(operation))

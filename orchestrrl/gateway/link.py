@@ -22,7 +22,8 @@ from orchestrrl.operations import (
 )
 from orchestrrl.reports import NodeHello, NodeKind
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
-from orchestrrl.rpc.convert import ack_from_pb, gateway_report_to_pb, hello_to_pb, operation_from_pb, result_to_pb
+from orchestrrl.rpc.convert import ack_from_pb, gateway_report_to_pb
+from orchestrrl.rpc.convert_node import hello_to_pb, operation_from_pb, result_to_pb
 from orchestrrl.rpc.node import NodeLink, ReportStream
 from orchestrrl.rpc.pb import agent_pb2, control_pb2, control_pb2_grpc, telemetry_pb2
 from planner.model import EngineId, RequestId

@@ -20,7 +20,7 @@ from orchestrrl.config import Listen
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.nodes import Attachment
-from orchestrrl.rpc import convert, convert_control
+from orchestrrl.rpc import convert, convert_control, convert_node
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.pb import (
     agent_pb2,
@@ -116,12 +116,12 @@ class NodeService(agent_pb2_grpc.NodeServicer):
             return
         if not first.HasField("hello"):
             await _refuse(context, ValueError("the first message must be a hello"))
-        hello = await _read(context, first.hello, convert.hello_from_pb)
+        hello = await _read(context, first.hello, convert_node.hello_from_pb)
         attachment = self._plane.attach(hello)
         results = asyncio.create_task(self._receive(request_iterator, attachment))
         try:
             async for operation in attachment.orders():
-                yield convert.operation_to_pb(operation)
+                yield convert_node.operation_to_pb(operation)
         finally:
             results.cancel()
             self._plane.detach(attachment)
@@ -130,7 +130,7 @@ class NodeService(agent_pb2_grpc.NodeServicer):
         try:
             async for message in messages:
                 if message.HasField("result"):
-                    self._plane.result_received(convert.result_from_pb(message.result))
+                    self._plane.result_received(convert_node.result_from_pb(message.result))
         except ValueError as error:
             logger.warning("%s sent a result that makes no sense: %s", attachment.hello.node, error)
         finally:

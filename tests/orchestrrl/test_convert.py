@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 from orchestrrl.engines.base import Capabilities, PauseMode
 from orchestrrl.operations import (
     AbortRequests,
+    CancelRequests,
+    CloseGate,
+    FrozenRequests,
     ItemResult,
     MoveMethod,
     MoveRequests,
+    OpenGate,
     Operation,
     OperationId,
     OperationResult,
@@ -26,12 +30,14 @@ from orchestrrl.reports import (
     EngineReport,
     EngineSample,
     FinishedRequest,
+    GatePhase,
+    GateReport,
     GatewayReport,
     NodeHello,
     NodeKind,
     ReportAck,
 )
-from orchestrrl.rpc import convert
+from orchestrrl.rpc import convert, convert_node
 from orchestrrl.rpc.pb import agent_pb2, telemetry_pb2
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestState, RequestView
 
@@ -68,20 +74,25 @@ views = st.builds(
     RequestView, id=requests, engine=optional(engines),
     state=st.sampled_from([RequestState.WAITING, RequestState.RUNNING]), prompt_tokens=counts,
     generated_tokens=counts, max_tokens=optional(counts), group=words, tag=words, movable=st.booleans(), moves=counts,
-    age_s=numbers, movable_detail=words,
+    age_s=numbers, movable_detail=words, policy_version=optional(totals), group_enough=counts,
 )  # fmt: skip
 finished = st.builds(
     FinishedRequest, id=requests, engine=optional(engines), prompt_tokens=counts, generated_tokens=counts,
-    finish_reason=words, moves=counts, tag=words, duration_s=numbers,
+    finish_reason=words, moves=counts, tag=words, duration_s=numbers, group=words, group_enough=counts,
+)  # fmt: skip
+gates = st.builds(
+    GateReport, phase=st.sampled_from(GatePhase), lease=words, lease_until_s=numbers, running=counts, frozen=counts,
+    held=counts, policy_version=optional(totals),
 )  # fmt: skip
 gateway_reports = st.builds(
     GatewayReport, gateway=nodes, sequence=totals, sampled_s=numbers, url=words, in_flight=tuples(views),
-    finished=tuples(finished),
+    finished=tuples(finished), gate=gates,
 )  # fmt: skip
 routes = st.builds(
     Route, engine=engines, url=words, health=optional(st.sampled_from(EngineHealth)), load_index=optional(numbers),
     kv_capacity_tokens=totals, kv_free_tokens=totals, max_sequences=counts, draining=st.booleans(),
-    kv_version=words,
+    kv_version=words, pool=words, policy_version=optional(totals), waiting=optional(counts),
+    newest_policy_version=optional(totals),
 )  # fmt: skip
 moves = st.builds(
     RequestMove, requests, engines, engines, numbers, st.sampled_from(MoveMethod), predicted_s=numbers, other_s=numbers,
@@ -96,6 +107,17 @@ actions = st.one_of(
     st.builds(ResumeEngine, engines),
     st.builds(AbortRequests, engines, tuples(requests)),
     st.builds(ProbeEngine, engines),
+    st.builds(
+        CloseGate,
+        ids,
+        words,
+        st.sampled_from(PauseMode),
+        st.sampled_from(FrozenRequests),
+        numbers,
+        numbers,
+    ),  # fmt: skip
+    st.builds(OpenGate, ids, optional(totals), tuples(engines)),
+    st.builds(CancelRequests, tuples(requests), tuples(words), words),
 )
 operations = st.builds(
     Operation, id=ids.map(OperationId), generation=totals, valid_until_s=numbers, action=actions
@@ -121,18 +143,18 @@ def test_gateway_reports(report: GatewayReport) -> None:
 
 @given(operations)
 def test_operations(operation: Operation) -> None:
-    message = agent_pb2.Operation.FromString(convert.operation_to_pb(operation).SerializeToString())
-    assert convert.operation_from_pb(message) == operation
+    message = agent_pb2.Operation.FromString(convert_node.operation_to_pb(operation).SerializeToString())
+    assert convert_node.operation_from_pb(message) == operation
 
 
 @given(results)
 def test_results(result: OperationResult) -> None:
-    assert convert.result_from_pb(convert.result_to_pb(result)) == result
+    assert convert_node.result_from_pb(convert_node.result_to_pb(result)) == result
 
 
 @given(hellos)
 def test_hellos(hello: NodeHello) -> None:
-    assert convert.hello_from_pb(convert.hello_to_pb(hello)) == hello
+    assert convert_node.hello_from_pb(convert_node.hello_to_pb(hello)) == hello
 
 
 def test_acks() -> None:
@@ -149,7 +171,7 @@ def test_a_request_without_a_state_waits_until_its_first_token() -> None:
 
 def test_a_status_of_a_later_version_is_unknown() -> None:
     message = agent_pb2.OperationResult(operation_id="1", node_id=GATEWAY, status=99)  # type: ignore[arg-type]
-    assert convert.result_from_pb(message).status is OperationStatus.UNKNOWN
+    assert convert_node.result_from_pb(message).status is OperationStatus.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -158,9 +180,9 @@ def test_a_status_of_a_later_version_is_unknown() -> None:
         (lambda: convert.engine_report_from_pb(telemetry_pb2.EngineReport(agent_id="a")), "health must be specified"),
         (lambda: convert.engine_report_from_pb(telemetry_pb2.EngineReport(health=1)), "agent_id must not be empty"),
         (lambda: convert.gateway_report_from_pb(telemetry_pb2.GatewayReport()), "gateway_id must not be empty"),
-        (lambda: convert.hello_from_pb(agent_pb2.NodeHello(node_id="n")), "kind must be specified, got 0"),
-        (lambda: convert.operation_from_pb(agent_pb2.Operation(operation_id="1")), "action must be one that"),
-        (lambda: convert.operation_from_pb(agent_pb2.Operation()), "operation_id must not be empty"),
+        (lambda: convert_node.hello_from_pb(agent_pb2.NodeHello(node_id="n")), "kind must be specified, got 0"),
+        (lambda: convert_node.operation_from_pb(agent_pb2.Operation(operation_id="1")), "action must be one that"),
+        (lambda: convert_node.operation_from_pb(agent_pb2.Operation()), "operation_id must not be empty"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_named(call, complaint: str) -> None:  # type: ignore[no-untyped-def]

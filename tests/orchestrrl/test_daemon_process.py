@@ -21,7 +21,7 @@ from orchestrrl.clock import WallClock
 from orchestrrl.config import EXAMPLE
 from orchestrrl.journal import JournalReader, Kind
 from orchestrrl.operations import ItemResult, OperationId, OperationResult, OperationStatus
-from orchestrrl.rpc import convert
+from orchestrrl.rpc import convert, convert_node
 from orchestrrl.rpc.node import NodeLink, ReportStream
 from orchestrrl.rpc.pb import agent_pb2, control_pb2, control_pb2_grpc, telemetry_pb2_grpc
 
@@ -178,7 +178,7 @@ async def test_a_killed_daemon_finds_its_node_and_its_open_operation_again(start
             await killed.wait()
         items = tuple(ItemResult(move.request_id, True) for move in operation.move_requests.moves)
         id = OperationId(operation.operation_id)
-        return convert.result_to_pb(OperationResult(id, GATEWAY, OperationStatus.DONE, items=items))
+        return convert_node.result_to_pb(OperationResult(id, GATEWAY, OperationStatus.DONE, items=items))
 
     sequence = 0
 
@@ -188,7 +188,7 @@ async def test_a_killed_daemon_finds_its_node_and_its_open_operation_again(start
         return convert.gateway_report_to_pb(gateway_report(request("a"), sequence=sequence))
 
     clock = WallClock()
-    hello = convert.hello_to_pb(gateway_hello("e0", "e1"))
+    hello = convert_node.hello_to_pb(gateway_hello("e0", "e1"))
     link = NodeLink(daemon.address, hello, handle, clock=clock)
     reports = ReportStream(daemon.address, "ReportRequests", report, 0.1, clock=clock)
     node = [asyncio.create_task(link.run()), asyncio.create_task(reports.run())]

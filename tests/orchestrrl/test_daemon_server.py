@@ -22,7 +22,7 @@ from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent
 from orchestrrl.journal import Journal
 from orchestrrl.metrics import PlaneCollector
-from orchestrrl.rpc import convert
+from orchestrrl.rpc import convert, convert_node
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2, control_pb2_grpc, telemetry_pb2_grpc
 from orchestrrl.rpc.server import Server
 from orchestrrl.rpc.switches import SwitchesService
@@ -256,7 +256,7 @@ async def test_a_move_goes_to_the_gateway_and_its_outcome_comes_back(house: Hous
     house.load()
     house.plane.engine_reported(engine_report("e1", 1, sample()), 0)
     call = agent_pb2_grpc.NodeStub(house.channel).Attach()
-    await call.write(agent_pb2.NodeMessage(hello=convert.hello_to_pb(gateway_hello("e0", "e1"))))
+    await call.write(agent_pb2.NodeMessage(hello=convert_node.hello_to_pb(gateway_hello("e0", "e1"))))
     async with asyncio.timeout(DEADLINE_S):
         routes = await call.read()
         assert [route.engine_id for route in routes.set_routes.routes] == ["e0", "e1"]

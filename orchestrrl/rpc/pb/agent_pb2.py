@@ -25,45 +25,55 @@ _sym_db = _symbol_database.Default()
 from orchestrrl.rpc.pb import telemetry_pb2 as orchestrrl_dot_v1_dot_telemetry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19orchestrrl/v1/agent.proto\x12\rorchestrrl.v1\x1a\x1dorchestrrl/v1/telemetry.proto\"u\n\x0bNodeMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.orchestrrl.v1.NodeHelloH\x00\x12\x30\n\x06result\x18\x02 \x01(\x0b\x32\x1e.orchestrrl.v1.OperationResultH\x00\x42\t\n\x07message\"u\n\tNodeHello\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.orchestrrl.v1.NodeKind\x12\x12\n\nengine_ids\x18\x03 \x03(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x0b\n\x03url\x18\x05 \x01(\t\"\x97\x03\n\tOperation\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1a\n\x12valid_until_unix_s\x18\x03 \x01(\x01\x12.\n\nset_routes\x18\n \x01(\x0b\x32\x18.orchestrrl.v1.SetRoutesH\x00\x12\x34\n\rmove_requests\x18\x0b \x01(\x0b\x32\x1b.orchestrrl.v1.MoveRequestsH\x00\x12\x32\n\x0cpause_engine\x18\x0c \x01(\x0b\x32\x1a.orchestrrl.v1.PauseEngineH\x00\x12\x34\n\rresume_engine\x18\r \x01(\x0b\x32\x1b.orchestrrl.v1.ResumeEngineH\x00\x12\x36\n\x0e\x61\x62ort_requests\x18\x0e \x01(\x0b\x32\x1c.orchestrrl.v1.AbortRequestsH\x00\x12\x32\n\x0cprobe_engine\x18\x0f \x01(\x0b\x32\x1a.orchestrrl.v1.ProbeEngineH\x00\x42\x08\n\x06\x61\x63tion\"1\n\tSetRoutes\x12$\n\x06routes\x18\x01 \x03(\x0b\x32\x14.orchestrrl.v1.Route\"\xed\x01\n\x05Route\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12+\n\x06health\x18\x03 \x01(\x0e\x32\x1b.orchestrrl.v1.EngineHealth\x12\x17\n\nload_index\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\x12kv_capacity_tokens\x18\x05 \x01(\x04\x12\x16\n\x0ekv_free_tokens\x18\x06 \x01(\x04\x12\x15\n\rmax_sequences\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x12\n\nkv_version\x18\t \x01(\tB\r\n\x0b_load_index\"9\n\x0cMoveRequests\x12)\n\x05moves\x18\x01 \x03(\x0b\x32\x1a.orchestrrl.v1.RequestMove\"\xb0\x01\n\x0bRequestMove\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66rom_engine_id\x18\x02 \x01(\t\x12\x14\n\x0cto_engine_id\x18\x03 \x01(\t\x12\x0e\n\x06hold_s\x18\x04 \x01(\x01\x12)\n\x06method\x18\x05 \x01(\x0e\x32\x19.orchestrrl.v1.MoveMethod\x12\x13\n\x0bpredicted_s\x18\x06 \x01(\x01\x12\x0f\n\x07other_s\x18\x07 \x01(\x01\".\n\x0bPauseEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\"!\n\x0cResumeEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\"7\n\rAbortRequests\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\" \n\x0bProbeEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\"\xb6\x01\n\x0fOperationResult\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12.\n\x06status\x18\x03 \x01(\x0e\x32\x1e.orchestrrl.v1.OperationStatus\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x12\n\nduration_s\x18\x05 \x01(\x01\x12(\n\x05items\x18\x06 \x03(\x0b\x32\x19.orchestrrl.v1.ItemResult\"\xbc\x01\n\nItemResult\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x19\n\x11recomputed_tokens\x18\x04 \x01(\r\x12\x12\n\nduration_s\x18\x05 \x01(\x01\x12)\n\x06method\x18\x06 \x01(\x0e\x32\x19.orchestrrl.v1.MoveMethod\x12\x15\n\rloaded_tokens\x18\x07 \x01(\r\x12\x13\n\x0bpredicted_s\x18\x08 \x01(\x01*Q\n\x08NodeKind\x12\x19\n\x15NODE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fNODE_KIND_AGENT\x10\x01\x12\x15\n\x11NODE_KIND_GATEWAY\x10\x02*^\n\nMoveMethod\x12\x1b\n\x17MOVE_METHOD_UNSPECIFIED\x10\x00\x12\x19\n\x15MOVE_METHOD_RECOMPUTE\x10\x01\x12\x18\n\x14MOVE_METHOD_TRANSFER\x10\x02*\xc5\x01\n\x0fOperationStatus\x12 \n\x1cOPERATION_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15OPERATION_STATUS_DONE\x10\x01\x12\x1c\n\x18OPERATION_STATUS_PARTIAL\x10\x02\x12\x1b\n\x17OPERATION_STATUS_FAILED\x10\x03\x12\x1c\n\x18OPERATION_STATUS_REFUSED\x10\x04\x12\x1c\n\x18OPERATION_STATUS_UNKNOWN\x10\x05\x32J\n\x04Node\x12\x42\n\x06\x41ttach\x12\x1a.orchestrrl.v1.NodeMessage\x1a\x18.orchestrrl.v1.Operation(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19orchestrrl/v1/agent.proto\x12\rorchestrrl.v1\x1a\x1dorchestrrl/v1/telemetry.proto\"u\n\x0bNodeMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.orchestrrl.v1.NodeHelloH\x00\x12\x30\n\x06result\x18\x02 \x01(\x0b\x32\x1e.orchestrrl.v1.OperationResultH\x00\x42\t\n\x07message\"u\n\tNodeHello\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.orchestrrl.v1.NodeKind\x12\x12\n\nengine_ids\x18\x03 \x03(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x0b\n\x03url\x18\x05 \x01(\t\"\xaf\x04\n\tOperation\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1a\n\x12valid_until_unix_s\x18\x03 \x01(\x01\x12.\n\nset_routes\x18\n \x01(\x0b\x32\x18.orchestrrl.v1.SetRoutesH\x00\x12\x34\n\rmove_requests\x18\x0b \x01(\x0b\x32\x1b.orchestrrl.v1.MoveRequestsH\x00\x12\x32\n\x0cpause_engine\x18\x0c \x01(\x0b\x32\x1a.orchestrrl.v1.PauseEngineH\x00\x12\x34\n\rresume_engine\x18\r \x01(\x0b\x32\x1b.orchestrrl.v1.ResumeEngineH\x00\x12\x36\n\x0e\x61\x62ort_requests\x18\x0e \x01(\x0b\x32\x1c.orchestrrl.v1.AbortRequestsH\x00\x12\x32\n\x0cprobe_engine\x18\x0f \x01(\x0b\x32\x1a.orchestrrl.v1.ProbeEngineH\x00\x12.\n\nclose_gate\x18\x10 \x01(\x0b\x32\x18.orchestrrl.v1.CloseGateH\x00\x12,\n\topen_gate\x18\x11 \x01(\x0b\x32\x17.orchestrrl.v1.OpenGateH\x00\x12\x38\n\x0f\x63\x61ncel_requests\x18\x12 \x01(\x0b\x32\x1d.orchestrrl.v1.CancelRequestsH\x00\x42\x08\n\x06\x61\x63tion\"1\n\tSetRoutes\x12$\n\x06routes\x18\x01 \x03(\x0b\x32\x14.orchestrrl.v1.Route\"\x8b\x03\n\x05Route\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12+\n\x06health\x18\x03 \x01(\x0e\x32\x1b.orchestrrl.v1.EngineHealth\x12\x17\n\nload_index\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\x12kv_capacity_tokens\x18\x05 \x01(\x04\x12\x16\n\x0ekv_free_tokens\x18\x06 \x01(\x04\x12\x15\n\rmax_sequences\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x12\n\nkv_version\x18\t \x01(\t\x12\x0c\n\x04pool\x18\n \x01(\t\x12\x1b\n\x0epolicy_version\x18\x0b \x01(\x04H\x01\x88\x01\x01\x12\x14\n\x07waiting\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\"\n\x15newest_policy_version\x18\r \x01(\x04H\x03\x88\x01\x01\x42\r\n\x0b_load_indexB\x11\n\x0f_policy_versionB\n\n\x08_waitingB\x18\n\x16_newest_policy_version\"9\n\x0cMoveRequests\x12)\n\x05moves\x18\x01 \x03(\x0b\x32\x1a.orchestrrl.v1.RequestMove\"\xb0\x01\n\x0bRequestMove\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66rom_engine_id\x18\x02 \x01(\t\x12\x14\n\x0cto_engine_id\x18\x03 \x01(\t\x12\x0e\n\x06hold_s\x18\x04 \x01(\x01\x12)\n\x06method\x18\x05 \x01(\x0e\x32\x19.orchestrrl.v1.MoveMethod\x12\x13\n\x0bpredicted_s\x18\x06 \x01(\x01\x12\x0f\n\x07other_s\x18\x07 \x01(\x01\".\n\x0bPauseEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\"!\n\x0cResumeEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\"7\n\rAbortRequests\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\" \n\x0bProbeEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\"\xb8\x01\n\tCloseGate\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12%\n\x04mode\x18\x03 \x01(\x0e\x32\x17.orchestrrl.v1.GateMode\x12-\n\x06\x66rozen\x18\x04 \x01(\x0e\x32\x1d.orchestrrl.v1.FrozenRequests\x12\x1a\n\x12lease_until_unix_s\x18\x05 \x01(\x01\x12\x17\n\x0fquiet_by_unix_s\x18\x06 \x01(\x01\"h\n\x08OpenGate\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\x12without_engine_ids\x18\x03 \x03(\tB\x11\n\x0f_policy_version\"H\n\x0e\x43\x61ncelRequests\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xb6\x01\n\x0fOperationResult\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12.\n\x06status\x18\x03 \x01(\x0e\x32\x1e.orchestrrl.v1.OperationStatus\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x12\n\nduration_s\x18\x05 \x01(\x01\x12(\n\x05items\x18\x06 \x03(\x0b\x32\x19.orchestrrl.v1.ItemResult\"\xbc\x01\n\nItemResult\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x19\n\x11recomputed_tokens\x18\x04 \x01(\r\x12\x12\n\nduration_s\x18\x05 \x01(\x01\x12)\n\x06method\x18\x06 \x01(\x0e\x32\x19.orchestrrl.v1.MoveMethod\x12\x15\n\rloaded_tokens\x18\x07 \x01(\r\x12\x13\n\x0bpredicted_s\x18\x08 \x01(\x01*Q\n\x08NodeKind\x12\x19\n\x15NODE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fNODE_KIND_AGENT\x10\x01\x12\x15\n\x11NODE_KIND_GATEWAY\x10\x02*^\n\nMoveMethod\x12\x1b\n\x17MOVE_METHOD_UNSPECIFIED\x10\x00\x12\x19\n\x15MOVE_METHOD_RECOMPUTE\x10\x01\x12\x18\n\x14MOVE_METHOD_TRANSFER\x10\x02*b\n\x08GateMode\x12\x19\n\x15GATE_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eGATE_MODE_KEEP\x10\x01\x12\x12\n\x0eGATE_MODE_WAIT\x10\x02\x12\x13\n\x0fGATE_MODE_ABORT\x10\x03*\x8b\x01\n\x0e\x46rozenRequests\x12\x1f\n\x1b\x46ROZEN_REQUESTS_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x46ROZEN_REQUESTS_RECOMPUTE\x10\x01\x12\x1c\n\x18\x46ROZEN_REQUESTS_CONTINUE\x10\x02\x12\x1b\n\x17\x46ROZEN_REQUESTS_RESTART\x10\x03*\xc5\x01\n\x0fOperationStatus\x12 \n\x1cOPERATION_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15OPERATION_STATUS_DONE\x10\x01\x12\x1c\n\x18OPERATION_STATUS_PARTIAL\x10\x02\x12\x1b\n\x17OPERATION_STATUS_FAILED\x10\x03\x12\x1c\n\x18OPERATION_STATUS_REFUSED\x10\x04\x12\x1c\n\x18OPERATION_STATUS_UNKNOWN\x10\x05\x32J\n\x04Node\x12\x42\n\x06\x41ttach\x12\x1a.orchestrrl.v1.NodeMessage\x1a\x18.orchestrrl.v1.Operation(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'orchestrrl.rpc.pb.agent_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODEKIND']._serialized_start=1802
-  _globals['_NODEKIND']._serialized_end=1883
-  _globals['_MOVEMETHOD']._serialized_start=1885
-  _globals['_MOVEMETHOD']._serialized_end=1979
-  _globals['_OPERATIONSTATUS']._serialized_start=1982
-  _globals['_OPERATIONSTATUS']._serialized_end=2179
+  _globals['_NODEKIND']._serialized_start=2479
+  _globals['_NODEKIND']._serialized_end=2560
+  _globals['_MOVEMETHOD']._serialized_start=2562
+  _globals['_MOVEMETHOD']._serialized_end=2656
+  _globals['_GATEMODE']._serialized_start=2658
+  _globals['_GATEMODE']._serialized_end=2756
+  _globals['_FROZENREQUESTS']._serialized_start=2759
+  _globals['_FROZENREQUESTS']._serialized_end=2898
+  _globals['_OPERATIONSTATUS']._serialized_start=2901
+  _globals['_OPERATIONSTATUS']._serialized_end=3098
   _globals['_NODEMESSAGE']._serialized_start=75
   _globals['_NODEMESSAGE']._serialized_end=192
   _globals['_NODEHELLO']._serialized_start=194
   _globals['_NODEHELLO']._serialized_end=311
   _globals['_OPERATION']._serialized_start=314
-  _globals['_OPERATION']._serialized_end=721
-  _globals['_SETROUTES']._serialized_start=723
-  _globals['_SETROUTES']._serialized_end=772
-  _globals['_ROUTE']._serialized_start=775
-  _globals['_ROUTE']._serialized_end=1012
-  _globals['_MOVEREQUESTS']._serialized_start=1014
-  _globals['_MOVEREQUESTS']._serialized_end=1071
-  _globals['_REQUESTMOVE']._serialized_start=1074
-  _globals['_REQUESTMOVE']._serialized_end=1250
-  _globals['_PAUSEENGINE']._serialized_start=1252
-  _globals['_PAUSEENGINE']._serialized_end=1298
-  _globals['_RESUMEENGINE']._serialized_start=1300
-  _globals['_RESUMEENGINE']._serialized_end=1333
-  _globals['_ABORTREQUESTS']._serialized_start=1335
-  _globals['_ABORTREQUESTS']._serialized_end=1390
-  _globals['_PROBEENGINE']._serialized_start=1392
-  _globals['_PROBEENGINE']._serialized_end=1424
-  _globals['_OPERATIONRESULT']._serialized_start=1427
-  _globals['_OPERATIONRESULT']._serialized_end=1609
-  _globals['_ITEMRESULT']._serialized_start=1612
-  _globals['_ITEMRESULT']._serialized_end=1800
-  _globals['_NODE']._serialized_start=2181
-  _globals['_NODE']._serialized_end=2255
+  _globals['_OPERATION']._serialized_end=873
+  _globals['_SETROUTES']._serialized_start=875
+  _globals['_SETROUTES']._serialized_end=924
+  _globals['_ROUTE']._serialized_start=927
+  _globals['_ROUTE']._serialized_end=1322
+  _globals['_MOVEREQUESTS']._serialized_start=1324
+  _globals['_MOVEREQUESTS']._serialized_end=1381
+  _globals['_REQUESTMOVE']._serialized_start=1384
+  _globals['_REQUESTMOVE']._serialized_end=1560
+  _globals['_PAUSEENGINE']._serialized_start=1562
+  _globals['_PAUSEENGINE']._serialized_end=1608
+  _globals['_RESUMEENGINE']._serialized_start=1610
+  _globals['_RESUMEENGINE']._serialized_end=1643
+  _globals['_ABORTREQUESTS']._serialized_start=1645
+  _globals['_ABORTREQUESTS']._serialized_end=1700
+  _globals['_PROBEENGINE']._serialized_start=1702
+  _globals['_PROBEENGINE']._serialized_end=1734
+  _globals['_CLOSEGATE']._serialized_start=1737
+  _globals['_CLOSEGATE']._serialized_end=1921
+  _globals['_OPENGATE']._serialized_start=1923
+  _globals['_OPENGATE']._serialized_end=2027
+  _globals['_CANCELREQUESTS']._serialized_start=2029
+  _globals['_CANCELREQUESTS']._serialized_end=2101
+  _globals['_OPERATIONRESULT']._serialized_start=2104
+  _globals['_OPERATIONRESULT']._serialized_end=2286
+  _globals['_ITEMRESULT']._serialized_start=2289
+  _globals['_ITEMRESULT']._serialized_end=2477
+  _globals['_NODE']._serialized_start=3100
+  _globals['_NODE']._serialized_end=3174
 # @@protoc_insertion_point(module_scope)

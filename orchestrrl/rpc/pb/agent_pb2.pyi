@@ -64,6 +64,58 @@ MOVE_METHOD_TRANSFER: MoveMethod.ValueType  # 2
 """Its KV is handed over."""
 Global___MoveMethod: _TypeAlias = MoveMethod  # noqa: Y015
 
+class _GateMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GateModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GateMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GATE_MODE_UNSPECIFIED: _GateMode.ValueType  # 0
+    GATE_MODE_KEEP: _GateMode.ValueType  # 1
+    """Frozen where they are."""
+    GATE_MODE_WAIT: _GateMode.ValueType  # 2
+    """Finished first."""
+    GATE_MODE_ABORT: _GateMode.ValueType  # 3
+    """Ended with what they have."""
+
+class GateMode(_GateMode, metaclass=_GateModeEnumTypeWrapper):
+    """How running requests are brought to rest."""
+
+GATE_MODE_UNSPECIFIED: GateMode.ValueType  # 0
+GATE_MODE_KEEP: GateMode.ValueType  # 1
+"""Frozen where they are."""
+GATE_MODE_WAIT: GateMode.ValueType  # 2
+"""Finished first."""
+GATE_MODE_ABORT: GateMode.ValueType  # 3
+"""Ended with what they have."""
+Global___GateMode: _TypeAlias = GateMode  # noqa: Y015
+
+class _FrozenRequests:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FrozenRequestsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrozenRequests.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FROZEN_REQUESTS_UNSPECIFIED: _FrozenRequests.ValueType  # 0
+    FROZEN_REQUESTS_RECOMPUTE: _FrozenRequests.ValueType  # 1
+    """Their KV is computed again, by the weights that are there then."""
+    FROZEN_REQUESTS_CONTINUE: _FrozenRequests.ValueType  # 2
+    """With the KV that they have, of the weights before."""
+    FROZEN_REQUESTS_RESTART: _FrozenRequests.ValueType  # 3
+    """From the beginning, unless their clients have had some of the answer: these go on as with recompute."""
+
+class FrozenRequests(_FrozenRequests, metaclass=_FrozenRequestsEnumTypeWrapper):
+    """How frozen requests go on. Unspecified: recompute."""
+
+FROZEN_REQUESTS_UNSPECIFIED: FrozenRequests.ValueType  # 0
+FROZEN_REQUESTS_RECOMPUTE: FrozenRequests.ValueType  # 1
+"""Their KV is computed again, by the weights that are there then."""
+FROZEN_REQUESTS_CONTINUE: FrozenRequests.ValueType  # 2
+"""With the KV that they have, of the weights before."""
+FROZEN_REQUESTS_RESTART: FrozenRequests.ValueType  # 3
+"""From the beginning, unless their clients have had some of the answer: these go on as with recompute."""
+Global___FrozenRequests: _TypeAlias = FrozenRequests  # noqa: Y015
+
 class _OperationStatus:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -169,6 +221,9 @@ class Operation(_message.Message):
     RESUME_ENGINE_FIELD_NUMBER: _builtins.int
     ABORT_REQUESTS_FIELD_NUMBER: _builtins.int
     PROBE_ENGINE_FIELD_NUMBER: _builtins.int
+    CLOSE_GATE_FIELD_NUMBER: _builtins.int
+    OPEN_GATE_FIELD_NUMBER: _builtins.int
+    CANCEL_REQUESTS_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     generation: _builtins.int
     valid_until_unix_s: _builtins.float
@@ -184,6 +239,12 @@ class Operation(_message.Message):
     def abort_requests(self) -> Global___AbortRequests: ...
     @_builtins.property
     def probe_engine(self) -> Global___ProbeEngine: ...
+    @_builtins.property
+    def close_gate(self) -> Global___CloseGate: ...
+    @_builtins.property
+    def open_gate(self) -> Global___OpenGate: ...
+    @_builtins.property
+    def cancel_requests(self) -> Global___CancelRequests: ...
     def __init__(
         self,
         *,
@@ -196,12 +257,15 @@ class Operation(_message.Message):
         resume_engine: Global___ResumeEngine | None = ...,
         abort_requests: Global___AbortRequests | None = ...,
         probe_engine: Global___ProbeEngine | None = ...,
+        close_gate: Global___CloseGate | None = ...,
+        open_gate: Global___OpenGate | None = ...,
+        cancel_requests: Global___CancelRequests | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "action", b"action", "move_requests", b"move_requests", "pause_engine", b"pause_engine", "probe_engine", b"probe_engine", "resume_engine", b"resume_engine", "set_routes", b"set_routes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "action", b"action", "cancel_requests", b"cancel_requests", "close_gate", b"close_gate", "move_requests", b"move_requests", "open_gate", b"open_gate", "pause_engine", b"pause_engine", "probe_engine", b"probe_engine", "resume_engine", b"resume_engine", "set_routes", b"set_routes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "action", b"action", "generation", b"generation", "move_requests", b"move_requests", "operation_id", b"operation_id", "pause_engine", b"pause_engine", "probe_engine", b"probe_engine", "resume_engine", b"resume_engine", "set_routes", b"set_routes", "valid_until_unix_s", b"valid_until_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "action", b"action", "cancel_requests", b"cancel_requests", "close_gate", b"close_gate", "generation", b"generation", "move_requests", b"move_requests", "open_gate", b"open_gate", "operation_id", b"operation_id", "pause_engine", b"pause_engine", "probe_engine", b"probe_engine", "resume_engine", b"resume_engine", "set_routes", b"set_routes", "valid_until_unix_s", b"valid_until_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["set_routes", "move_requests", "pause_engine", "resume_engine", "abort_requests", "probe_engine"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["set_routes", "move_requests", "pause_engine", "resume_engine", "abort_requests", "probe_engine", "close_gate", "open_gate", "cancel_requests"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -242,6 +306,10 @@ class Route(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     KV_VERSION_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    NEWEST_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     url: _builtins.str
     """Empty: the gateway keeps the address that it has."""
@@ -256,8 +324,16 @@ class Route(_message.Message):
     """True: finish what it has, take nothing new."""
     kv_version: _builtins.str
     """Engines of the same one can hand the KV of requests over to each other; it names configuration and weights. Empty:
-    this engine cannot.
+    this engine cannot. Gateways add the policy version to it.
     """
+    pool: _builtins.str
+    """Which engines are of a kind, for requests whose tags prefer one; empty: none."""
+    policy_version: _builtins.int
+    """Of the weights that it has; absent: not known."""
+    waiting: _builtins.int
+    """Requests that wait on the engine, whoever sent them; absent: not known."""
+    newest_policy_version: _builtins.int
+    """The fleet's, whatever this engine has; absent: not known."""
     def __init__(
         self,
         *,
@@ -270,14 +346,31 @@ class Route(_message.Message):
         max_sequences: _builtins.int = ...,
         draining: _builtins.bool = ...,
         kv_version: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        policy_version: _builtins.int | None = ...,
+        waiting: _builtins.int | None = ...,
+        newest_policy_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_load_index", b"_load_index", "load_index", b"load_index"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_load_index", b"_load_index", "_newest_policy_version", b"_newest_policy_version", "_policy_version", b"_policy_version", "_waiting", b"_waiting", "load_index", b"load_index", "newest_policy_version", b"newest_policy_version", "policy_version", b"policy_version", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_index", b"_load_index", "draining", b"draining", "engine_id", b"engine_id", "health", b"health", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_free_tokens", b"kv_free_tokens", "kv_version", b"kv_version", "load_index", b"load_index", "max_sequences", b"max_sequences", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_index", b"_load_index", "_newest_policy_version", b"_newest_policy_version", "_policy_version", b"_policy_version", "_waiting", b"_waiting", "draining", b"draining", "engine_id", b"engine_id", "health", b"health", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_free_tokens", b"kv_free_tokens", "kv_version", b"kv_version", "load_index", b"load_index", "max_sequences", b"max_sequences", "newest_policy_version", b"newest_policy_version", "policy_version", b"policy_version", "pool", b"pool", "url", b"url", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__load_index: _TypeAlias = _typing.Literal["load_index"]  # noqa: Y015
     _WhichOneofArgType__load_index: _TypeAlias = _typing.Literal["_load_index", b"_load_index"]  # noqa: Y015
+    _WhichOneofReturnType__newest_policy_version: _TypeAlias = _typing.Literal["newest_policy_version"]  # noqa: Y015
+    _WhichOneofArgType__newest_policy_version: _TypeAlias = _typing.Literal["_newest_policy_version", b"_newest_policy_version"]  # noqa: Y015
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    _WhichOneofReturnType__waiting: _TypeAlias = _typing.Literal["waiting"]  # noqa: Y015
+    _WhichOneofArgType__waiting: _TypeAlias = _typing.Literal["_waiting", b"_waiting"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__load_index) -> _WhichOneofReturnType__load_index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__newest_policy_version) -> _WhichOneofReturnType__newest_policy_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__waiting) -> _WhichOneofReturnType__waiting | None: ...
 
 Global___Route: _TypeAlias = Route  # noqa: Y015
 
@@ -426,6 +519,109 @@ class ProbeEngine(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProbeEngine: _TypeAlias = ProbeEngine  # noqa: Y015
+
+@_typing.final
+class CloseGate(_message.Message):
+    """A gateway takes nothing new to its engines and brings them to rest. Answered when they are, an item for each engine;
+    FAILED, and the gate open again, where they are not by `quiet_by_unix_s`. The same lease again renews it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
+    LEASE_UNTIL_UNIX_S_FIELD_NUMBER: _builtins.int
+    QUIET_BY_UNIX_S_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    holder: _builtins.str
+    """Who asked, in words for an operator."""
+    mode: Global___GateMode.ValueType
+    frozen: Global___FrozenRequests.ValueType
+    lease_until_unix_s: _builtins.float
+    """The gate opens by itself then."""
+    quiet_by_unix_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        holder: _builtins.str = ...,
+        mode: Global___GateMode.ValueType = ...,
+        frozen: Global___FrozenRequests.ValueType = ...,
+        lease_until_unix_s: _builtins.float = ...,
+        quiet_by_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frozen", b"frozen", "holder", b"holder", "lease_id", b"lease_id", "lease_until_unix_s", b"lease_until_unix_s", "mode", b"mode", "quiet_by_unix_s", b"quiet_by_unix_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseGate: _TypeAlias = CloseGate  # noqa: Y015
+
+@_typing.final
+class OpenGate(_message.Message):
+    """Engines run again and waiting requests go to them. A lease that is not the gate's is refused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    WITHOUT_ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    policy_version: _builtins.int
+    """Of the weights that the engines have now; absent: those from before."""
+    @_builtins.property
+    def without_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """These did not get them: they stay paused, and get no requests until their version is told."""
+
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        policy_version: _builtins.int | None = ...,
+        without_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "lease_id", b"lease_id", "policy_version", b"policy_version", "without_engine_ids", b"without_engine_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___OpenGate: _TypeAlias = OpenGate  # noqa: Y015
+
+@_typing.final
+class CancelRequests(_message.Message):
+    """Answers end where they are, with finish_reason `abort`. All requests of the named groups, and all named requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Becomes the answers' stop_reason."""
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "reason", b"reason", "request_ids", b"request_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequests: _TypeAlias = CancelRequests  # noqa: Y015
 
 @_typing.final
 class OperationResult(_message.Message):

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from orchestrrl.rpc.pb import agent_pb2 as _agent_pb2
 from orchestrrl.rpc.pb import ocs_pb2 as _ocs_pb2
 from orchestrrl.rpc.pb import telemetry_pb2 as _telemetry_pb2
 import builtins as _builtins
@@ -260,6 +261,10 @@ class Worker(_message.Message):
     PREEMPTIONS_TOTAL_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     url: _builtins.str
     configuration: _builtins.str
@@ -275,6 +280,13 @@ class Worker(_message.Message):
     """Seconds since the sample was taken; absent when there was none yet."""
     preemptions_total: _builtins.int
     max_sequences: _builtins.int
+    draining: _builtins.bool
+    """Nothing new goes there."""
+    pool: _builtins.str
+    policy_version: _builtins.int
+    """Of its weights; absent: not known."""
+    requests: _builtins.int
+    """Requests of the gateways that are there."""
     @_builtins.property
     def capabilities(self) -> _telemetry_pb2.EngineCapabilities: ...
     def __init__(
@@ -295,10 +307,14 @@ class Worker(_message.Message):
         preemptions_total: _builtins.int = ...,
         max_sequences: _builtins.int = ...,
         capabilities: _telemetry_pb2.EngineCapabilities | None = ...,
+        draining: _builtins.bool = ...,
+        pool: _builtins.str = ...,
+        policy_version: _builtins.int | None = ...,
+        requests: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_decode_tokens_per_s", b"_decode_tokens_per_s", "_load_index", b"_load_index", "age_s", b"age_s", "capabilities", b"capabilities", "decode_tokens_per_s", b"decode_tokens_per_s", "load_index", b"load_index"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_decode_tokens_per_s", b"_decode_tokens_per_s", "_load_index", b"_load_index", "_policy_version", b"_policy_version", "age_s", b"age_s", "capabilities", b"capabilities", "decode_tokens_per_s", b"decode_tokens_per_s", "load_index", b"load_index", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_decode_tokens_per_s", b"_decode_tokens_per_s", "_load_index", b"_load_index", "age_s", b"age_s", "capabilities", b"capabilities", "configuration", b"configuration", "decode_tokens_per_s", b"decode_tokens_per_s", "engine_id", b"engine_id", "health", b"health", "health_detail", b"health_detail", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_free_tokens", b"kv_free_tokens", "load_index", b"load_index", "max_sequences", b"max_sequences", "preemptions_total", b"preemptions_total", "running", b"running", "url", b"url", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_decode_tokens_per_s", b"_decode_tokens_per_s", "_load_index", b"_load_index", "_policy_version", b"_policy_version", "age_s", b"age_s", "capabilities", b"capabilities", "configuration", b"configuration", "decode_tokens_per_s", b"decode_tokens_per_s", "draining", b"draining", "engine_id", b"engine_id", "health", b"health", "health_detail", b"health_detail", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_free_tokens", b"kv_free_tokens", "load_index", b"load_index", "max_sequences", b"max_sequences", "policy_version", b"policy_version", "pool", b"pool", "preemptions_total", b"preemptions_total", "requests", b"requests", "running", b"running", "url", b"url", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__age_s: _TypeAlias = _typing.Literal["age_s"]  # noqa: Y015
     _WhichOneofArgType__age_s: _TypeAlias = _typing.Literal["_age_s", b"_age_s"]  # noqa: Y015
@@ -306,12 +322,16 @@ class Worker(_message.Message):
     _WhichOneofArgType__decode_tokens_per_s: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s"]  # noqa: Y015
     _WhichOneofReturnType__load_index: _TypeAlias = _typing.Literal["load_index"]  # noqa: Y015
     _WhichOneofArgType__load_index: _TypeAlias = _typing.Literal["_load_index", b"_load_index"]  # noqa: Y015
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__age_s) -> _WhichOneofReturnType__age_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_tokens_per_s) -> _WhichOneofReturnType__decode_tokens_per_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__load_index) -> _WhichOneofReturnType__load_index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
 
@@ -1156,6 +1176,445 @@ class MoveRequestResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MoveRequestResponse: _TypeAlias = MoveRequestResponse  # noqa: Y015
+
+@_typing.final
+class PauseGateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    mode: _agent_pb2.GateMode.ValueType
+    """Unspecified: keep."""
+    frozen: _agent_pb2.FrozenRequests.ValueType
+    holder: _builtins.str
+    """Who asks, and why: goes to the journal."""
+    lease_s: _builtins.float
+    """0: 60 s."""
+    deadline_s: _builtins.float
+    """By then all must be quiet. 0: as long as the lease."""
+    def __init__(
+        self,
+        *,
+        mode: _agent_pb2.GateMode.ValueType = ...,
+        frozen: _agent_pb2.FrozenRequests.ValueType = ...,
+        holder: _builtins.str = ...,
+        lease_s: _builtins.float = ...,
+        deadline_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "frozen", b"frozen", "holder", b"holder", "lease_s", b"lease_s", "mode", b"mode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseGateRequest: _TypeAlias = PauseGateRequest  # noqa: Y015
+
+@_typing.final
+class RenewGateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    lease_s: _builtins.float
+    """From now. 0: 60 s."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        lease_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "lease_s", b"lease_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewGateRequest: _TypeAlias = RenewGateRequest  # noqa: Y015
+
+@_typing.final
+class ResumeGateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    WITHOUT_ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """Empty: whatever it is; for operators."""
+    policy_version: _builtins.int
+    """Of the weights that the engines have now; absent: those from before."""
+    reason: _builtins.str
+    @_builtins.property
+    def without_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """These did not get them: they stay paused, and get no requests until their version is told."""
+
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        policy_version: _builtins.int | None = ...,
+        without_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "lease_id", b"lease_id", "policy_version", b"policy_version", "reason", b"reason", "without_engine_ids", b"without_engine_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___ResumeGateRequest: _TypeAlias = ResumeGateRequest  # noqa: Y015
+
+@_typing.final
+class GetGateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGateRequest: _TypeAlias = GetGateRequest  # noqa: Y015
+
+@_typing.final
+class Gate(_message.Message):
+    """Of the whole fleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
+    LEASE_UNTIL_UNIX_S_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    phase: _builtins.str
+    """open | closing | quiet"""
+    lease_id: _builtins.str
+    holder: _builtins.str
+    mode: _agent_pb2.GateMode.ValueType
+    frozen: _agent_pb2.FrozenRequests.ValueType
+    lease_until_unix_s: _builtins.float
+    policy_version: _builtins.int
+    """Absent: nobody has told one."""
+    detail: _builtins.str
+    """How it last opened, e.g. that a lease ended."""
+    @_builtins.property
+    def gateways(self) -> _containers.RepeatedCompositeFieldContainer[Global___GatewayGate]: ...
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineRest]: ...
+    def __init__(
+        self,
+        *,
+        phase: _builtins.str = ...,
+        lease_id: _builtins.str = ...,
+        holder: _builtins.str = ...,
+        mode: _agent_pb2.GateMode.ValueType = ...,
+        frozen: _agent_pb2.FrozenRequests.ValueType = ...,
+        lease_until_unix_s: _builtins.float | None = ...,
+        policy_version: _builtins.int | None = ...,
+        gateways: _abc.Iterable[Global___GatewayGate] | None = ...,
+        engines: _abc.Iterable[Global___EngineRest] | None = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_until_unix_s", b"_lease_until_unix_s", "_policy_version", b"_policy_version", "lease_until_unix_s", b"lease_until_unix_s", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_until_unix_s", b"_lease_until_unix_s", "_policy_version", b"_policy_version", "detail", b"detail", "engines", b"engines", "frozen", b"frozen", "gateways", b"gateways", "holder", b"holder", "lease_id", b"lease_id", "lease_until_unix_s", b"lease_until_unix_s", "mode", b"mode", "phase", b"phase", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__lease_until_unix_s: _TypeAlias = _typing.Literal["lease_until_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__lease_until_unix_s: _TypeAlias = _typing.Literal["_lease_until_unix_s", b"_lease_until_unix_s"]  # noqa: Y015
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_until_unix_s) -> _WhichOneofReturnType__lease_until_unix_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___Gate: _TypeAlias = Gate  # noqa: Y015
+
+@_typing.final
+class GatewayGate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    @_builtins.property
+    def report(self) -> _telemetry_pb2.GateReport:
+        """Absent: it has not reported."""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        report: _telemetry_pb2.GateReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatewayGate: _TypeAlias = GatewayGate  # noqa: Y015
+
+@_typing.final
+class EngineRest(_message.Message):
+    """What became of an engine when the gate closed or opened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    done: _builtins.bool
+    detail: _builtins.str
+    """Why not, or how otherwise, e.g. that its requests were taken from it."""
+    policy_version: _builtins.int
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        done: _builtins.bool = ...,
+        detail: _builtins.str = ...,
+        policy_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "detail", b"detail", "done", b"done", "engine_id", b"engine_id", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___EngineRest: _TypeAlias = EngineRest  # noqa: Y015
+
+@_typing.final
+class SetPolicyVersionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        policy_version: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "policy_version", b"policy_version", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPolicyVersionRequest: _TypeAlias = SetPolicyVersionRequest  # noqa: Y015
+
+@_typing.final
+class SetPolicyVersionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """The fleet's newest."""
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPolicyVersionResponse: _TypeAlias = SetPolicyVersionResponse  # noqa: Y015
+
+@_typing.final
+class CancelRequestsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "reason", b"reason", "request_ids", b"request_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequestsRequest: _TypeAlias = CancelRequestsRequest  # noqa: Y015
+
+@_typing.final
+class CancelRequestsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANCELLED_IDS_FIELD_NUMBER: _builtins.int
+    SILENT_NODE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cancelled_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def silent_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Gateways that did not answer in time."""
+
+    def __init__(
+        self,
+        *,
+        cancelled_ids: _abc.Iterable[_builtins.str] | None = ...,
+        silent_node_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_ids", b"cancelled_ids", "silent_node_ids", b"silent_node_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequestsResponse: _TypeAlias = CancelRequestsResponse  # noqa: Y015
+
+@_typing.final
+class AddEngineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    CONFIGURATION_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    url: _builtins.str
+    configuration: _builtins.str
+    """One of the configured ones; empty: not known."""
+    pool: _builtins.str
+    reason: _builtins.str
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        url: _builtins.str = ...,
+        configuration: _builtins.str = ...,
+        gpus: _abc.Iterable[_builtins.int] | None = ...,
+        pool: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configuration", b"configuration", "engine_id", b"engine_id", "gpus", b"gpus", "pool", b"pool", "reason", b"reason", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddEngineRequest: _TypeAlias = AddEngineRequest  # noqa: Y015
+
+@_typing.final
+class DrainEngineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    MOVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    move_requests: _builtins.bool
+    """Move what runs there, as far as it can be continued elsewhere."""
+    undo: _builtins.bool
+    """Take requests again."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        move_requests: _builtins.bool = ...,
+        undo: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "move_requests", b"move_requests", "reason", b"reason", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainEngineRequest: _TypeAlias = DrainEngineRequest  # noqa: Y015
+
+@_typing.final
+class RemoveEngineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    force: _builtins.bool
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        force: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "force", b"force", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveEngineRequest: _TypeAlias = RemoveEngineRequest  # noqa: Y015
+
+@_typing.final
+class RemoveEngineResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    REQUESTS_MOVED_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    requests_moved: _builtins.int
+    """That were there, and have gone on elsewhere."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        requests_moved: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "requests_moved", b"requests_moved"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveEngineResponse: _TypeAlias = RemoveEngineResponse  # noqa: Y015
 
 @_typing.final
 class WatchJournalRequest(_message.Message):

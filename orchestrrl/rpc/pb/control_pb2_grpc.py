@@ -94,6 +94,51 @@ class ControlStub:
                 request_serializer=orchestrrl_dot_v1_dot_control__pb2.MoveRequestRequest.SerializeToString,
                 response_deserializer=orchestrrl_dot_v1_dot_control__pb2.MoveRequestResponse.FromString,
                 _registered_method=True)
+        self.PauseGate = channel.unary_unary(
+                '/orchestrrl.v1.Control/PauseGate',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.PauseGateRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+                _registered_method=True)
+        self.RenewGate = channel.unary_unary(
+                '/orchestrrl.v1.Control/RenewGate',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.RenewGateRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+                _registered_method=True)
+        self.ResumeGate = channel.unary_unary(
+                '/orchestrrl.v1.Control/ResumeGate',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.ResumeGateRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+                _registered_method=True)
+        self.GetGate = channel.unary_unary(
+                '/orchestrrl.v1.Control/GetGate',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.GetGateRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+                _registered_method=True)
+        self.SetPolicyVersion = channel.unary_unary(
+                '/orchestrrl.v1.Control/SetPolicyVersion',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.SetPolicyVersionRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SetPolicyVersionResponse.FromString,
+                _registered_method=True)
+        self.CancelRequests = channel.unary_unary(
+                '/orchestrrl.v1.Control/CancelRequests',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.CancelRequestsRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.CancelRequestsResponse.FromString,
+                _registered_method=True)
+        self.AddEngine = channel.unary_unary(
+                '/orchestrrl.v1.Control/AddEngine',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.AddEngineRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.Worker.FromString,
+                _registered_method=True)
+        self.DrainEngine = channel.unary_unary(
+                '/orchestrrl.v1.Control/DrainEngine',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.DrainEngineRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.Worker.FromString,
+                _registered_method=True)
+        self.RemoveEngine = channel.unary_unary(
+                '/orchestrrl.v1.Control/RemoveEngine',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineResponse.FromString,
+                _registered_method=True)
         self.WatchJournal = channel.unary_stream(
                 '/orchestrrl.v1.Control/WatchJournal',
                 request_serializer=orchestrrl_dot_v1_dot_control__pb2.WatchJournalRequest.SerializeToString,
@@ -181,6 +226,68 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PauseGate(self, request, context):
+        """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
+        on as before and the call fails. The lease that is answered has to be renewed: when it ends, all goes on by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewGate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeGate(self, request, context):
+        """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetGate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPolicyVersion(self, request, context):
+        """Engines whose weights were brought otherwise, e.g. one that was left out when the gate opened.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelRequests(self, request, context):
+        """End answers where they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddEngine(self, request, context):
+        """An engine that is there is named to every gateway; one that is named already is an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainEngine(self, request, context):
+        """Nothing new goes there; what runs there finishes, or is moved elsewhere.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveEngine(self, request, context):
+        """It is no longer named to gateways. Refused while requests are there, unless forced: these go on elsewhere.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchJournal(self, request, context):
         """The journal's newest entries, then, when asked to follow, each new one.
         """
@@ -250,6 +357,51 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.MoveRequest,
                     request_deserializer=orchestrrl_dot_v1_dot_control__pb2.MoveRequestRequest.FromString,
                     response_serializer=orchestrrl_dot_v1_dot_control__pb2.MoveRequestResponse.SerializeToString,
+            ),
+            'PauseGate': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseGate,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.PauseGateRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.Gate.SerializeToString,
+            ),
+            'RenewGate': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewGate,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.RenewGateRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.Gate.SerializeToString,
+            ),
+            'ResumeGate': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeGate,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.ResumeGateRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.Gate.SerializeToString,
+            ),
+            'GetGate': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetGate,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.GetGateRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.Gate.SerializeToString,
+            ),
+            'SetPolicyVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicyVersion,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.SetPolicyVersionRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.SetPolicyVersionResponse.SerializeToString,
+            ),
+            'CancelRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequests,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.CancelRequestsRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.CancelRequestsResponse.SerializeToString,
+            ),
+            'AddEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddEngine,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.AddEngineRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.Worker.SerializeToString,
+            ),
+            'DrainEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainEngine,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.DrainEngineRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.Worker.SerializeToString,
+            ),
+            'RemoveEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveEngine,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineResponse.SerializeToString,
             ),
             'WatchJournal': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchJournal,
@@ -581,6 +733,249 @@ class Control:
             '/orchestrrl.v1.Control/MoveRequest',
             orchestrrl_dot_v1_dot_control__pb2.MoveRequestRequest.SerializeToString,
             orchestrrl_dot_v1_dot_control__pb2.MoveRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseGate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/PauseGate',
+            orchestrrl_dot_v1_dot_control__pb2.PauseGateRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewGate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/RenewGate',
+            orchestrrl_dot_v1_dot_control__pb2.RenewGateRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeGate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/ResumeGate',
+            orchestrrl_dot_v1_dot_control__pb2.ResumeGateRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetGate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/GetGate',
+            orchestrrl_dot_v1_dot_control__pb2.GetGateRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicyVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/SetPolicyVersion',
+            orchestrrl_dot_v1_dot_control__pb2.SetPolicyVersionRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.SetPolicyVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/CancelRequests',
+            orchestrrl_dot_v1_dot_control__pb2.CancelRequestsRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.CancelRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/AddEngine',
+            orchestrrl_dot_v1_dot_control__pb2.AddEngineRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.Worker.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/DrainEngine',
+            orchestrrl_dot_v1_dot_control__pb2.DrainEngineRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.Worker.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/RemoveEngine',
+            orchestrrl_dot_v1_dot_control__pb2.RemoveEngineRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.RemoveEngineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,24 @@ class ControlStub:
     SetMode: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetModeRequest, _control_pb2.SetModeResponse]
     MoveRequest: _grpc.UnaryUnaryMultiCallable[_control_pb2.MoveRequestRequest, _control_pb2.MoveRequestResponse]
     """An operator's own moves, by the same path as the balancer's."""
+    PauseGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.PauseGateRequest, _control_pb2.Gate]
+    """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
+    on as before and the call fails. The lease that is answered has to be renewed: when it ends, all goes on by itself.
+    """
+    RenewGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.RenewGateRequest, _control_pb2.Gate]
+    ResumeGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeGateRequest, _control_pb2.Gate]
+    """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile."""
+    GetGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetGateRequest, _control_pb2.Gate]
+    SetPolicyVersion: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetPolicyVersionRequest, _control_pb2.SetPolicyVersionResponse]
+    """Engines whose weights were brought otherwise, e.g. one that was left out when the gate opened."""
+    CancelRequests: _grpc.UnaryUnaryMultiCallable[_control_pb2.CancelRequestsRequest, _control_pb2.CancelRequestsResponse]
+    """End answers where they are."""
+    AddEngine: _grpc.UnaryUnaryMultiCallable[_control_pb2.AddEngineRequest, _control_pb2.Worker]
+    """An engine that is there is named to every gateway; one that is named already is an error."""
+    DrainEngine: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainEngineRequest, _control_pb2.Worker]
+    """Nothing new goes there; what runs there finishes, or is moved elsewhere."""
+    RemoveEngine: _grpc.UnaryUnaryMultiCallable[_control_pb2.RemoveEngineRequest, _control_pb2.RemoveEngineResponse]
+    """It is no longer named to gateways. Refused while requests are there, unless forced: these go on elsewhere."""
     WatchJournal: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchJournalRequest, _control_pb2.JournalEntry]
     """The journal's newest entries, then, when asked to follow, each new one."""
 
@@ -71,6 +89,24 @@ class ControlAsyncStub(ControlStub):
     SetMode: _aio.UnaryUnaryMultiCallable[_control_pb2.SetModeRequest, _control_pb2.SetModeResponse]  # type: ignore[assignment]
     MoveRequest: _aio.UnaryUnaryMultiCallable[_control_pb2.MoveRequestRequest, _control_pb2.MoveRequestResponse]  # type: ignore[assignment]
     """An operator's own moves, by the same path as the balancer's."""
+    PauseGate: _aio.UnaryUnaryMultiCallable[_control_pb2.PauseGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
+    """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
+    on as before and the call fails. The lease that is answered has to be renewed: when it ends, all goes on by itself.
+    """
+    RenewGate: _aio.UnaryUnaryMultiCallable[_control_pb2.RenewGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
+    ResumeGate: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
+    """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile."""
+    GetGate: _aio.UnaryUnaryMultiCallable[_control_pb2.GetGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
+    SetPolicyVersion: _aio.UnaryUnaryMultiCallable[_control_pb2.SetPolicyVersionRequest, _control_pb2.SetPolicyVersionResponse]  # type: ignore[assignment]
+    """Engines whose weights were brought otherwise, e.g. one that was left out when the gate opened."""
+    CancelRequests: _aio.UnaryUnaryMultiCallable[_control_pb2.CancelRequestsRequest, _control_pb2.CancelRequestsResponse]  # type: ignore[assignment]
+    """End answers where they are."""
+    AddEngine: _aio.UnaryUnaryMultiCallable[_control_pb2.AddEngineRequest, _control_pb2.Worker]  # type: ignore[assignment]
+    """An engine that is there is named to every gateway; one that is named already is an error."""
+    DrainEngine: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainEngineRequest, _control_pb2.Worker]  # type: ignore[assignment]
+    """Nothing new goes there; what runs there finishes, or is moved elsewhere."""
+    RemoveEngine: _aio.UnaryUnaryMultiCallable[_control_pb2.RemoveEngineRequest, _control_pb2.RemoveEngineResponse]  # type: ignore[assignment]
+    """It is no longer named to gateways. Refused while requests are there, unless forced: these go on elsewhere."""
     WatchJournal: _aio.UnaryStreamMultiCallable[_control_pb2.WatchJournalRequest, _control_pb2.JournalEntry]  # type: ignore[assignment]
     """The journal's newest entries, then, when asked to follow, each new one."""
 
@@ -163,6 +199,78 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.MoveRequestResponse, _abc.Awaitable[_control_pb2.MoveRequestResponse]]:
         """An operator's own moves, by the same path as the balancer's."""
+
+    @_abc_1.abstractmethod
+    def PauseGate(
+        self,
+        request: _control_pb2.PauseGateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]:
+        """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
+        on as before and the call fails. The lease that is answered has to be renewed: when it ends, all goes on by itself.
+        """
+
+    @_abc_1.abstractmethod
+    def RenewGate(
+        self,
+        request: _control_pb2.RenewGateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]: ...
+
+    @_abc_1.abstractmethod
+    def ResumeGate(
+        self,
+        request: _control_pb2.ResumeGateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]:
+        """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile."""
+
+    @_abc_1.abstractmethod
+    def GetGate(
+        self,
+        request: _control_pb2.GetGateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]: ...
+
+    @_abc_1.abstractmethod
+    def SetPolicyVersion(
+        self,
+        request: _control_pb2.SetPolicyVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.SetPolicyVersionResponse, _abc.Awaitable[_control_pb2.SetPolicyVersionResponse]]:
+        """Engines whose weights were brought otherwise, e.g. one that was left out when the gate opened."""
+
+    @_abc_1.abstractmethod
+    def CancelRequests(
+        self,
+        request: _control_pb2.CancelRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.CancelRequestsResponse, _abc.Awaitable[_control_pb2.CancelRequestsResponse]]:
+        """End answers where they are."""
+
+    @_abc_1.abstractmethod
+    def AddEngine(
+        self,
+        request: _control_pb2.AddEngineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.Worker, _abc.Awaitable[_control_pb2.Worker]]:
+        """An engine that is there is named to every gateway; one that is named already is an error."""
+
+    @_abc_1.abstractmethod
+    def DrainEngine(
+        self,
+        request: _control_pb2.DrainEngineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.Worker, _abc.Awaitable[_control_pb2.Worker]]:
+        """Nothing new goes there; what runs there finishes, or is moved elsewhere."""
+
+    @_abc_1.abstractmethod
+    def RemoveEngine(
+        self,
+        request: _control_pb2.RemoveEngineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.RemoveEngineResponse, _abc.Awaitable[_control_pb2.RemoveEngineResponse]]:
+        """It is no longer named to gateways. Refused while requests are there, unless forced: these go on elsewhere."""
 
     @_abc_1.abstractmethod
     def WatchJournal(

@@ -69,6 +69,31 @@ REQUEST_STATE_WAITING: RequestState.ValueType  # 1
 REQUEST_STATE_RUNNING: RequestState.ValueType  # 2
 Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
+class _GatePhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GatePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GatePhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GATE_PHASE_UNSPECIFIED: _GatePhase.ValueType  # 0
+    """Open, too."""
+    GATE_PHASE_OPEN: _GatePhase.ValueType  # 1
+    GATE_PHASE_CLOSING: _GatePhase.ValueType  # 2
+    """Nothing new goes to engines, some still run."""
+    GATE_PHASE_QUIET: _GatePhase.ValueType  # 3
+    """They are at rest."""
+
+class GatePhase(_GatePhase, metaclass=_GatePhaseEnumTypeWrapper): ...
+
+GATE_PHASE_UNSPECIFIED: GatePhase.ValueType  # 0
+"""Open, too."""
+GATE_PHASE_OPEN: GatePhase.ValueType  # 1
+GATE_PHASE_CLOSING: GatePhase.ValueType  # 2
+"""Nothing new goes to engines, some still run."""
+GATE_PHASE_QUIET: GatePhase.ValueType  # 3
+"""They are at rest."""
+Global___GatePhase: _TypeAlias = GatePhase  # noqa: Y015
+
 @_typing.final
 class ReportAck(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -277,6 +302,8 @@ class RequestProgress(_message.Message):
     MOVES_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
     QUIET_S_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    GROUP_ENOUGH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     engine_id: _builtins.str
     """Empty while the gateway itself holds the request."""
@@ -293,6 +320,10 @@ class RequestProgress(_message.Message):
     age_s: _builtins.float
     quiet_s: _builtins.float
     """Since its last token, or since it was sent to its engine."""
+    policy_version: _builtins.int
+    """Under which its oldest token was generated; absent: none yet, or not known."""
+    group_enough: _builtins.int
+    """Answers of its group that suffice: once so many have finished, the others are cancelled. 0: all are wanted."""
     def __init__(
         self,
         *,
@@ -309,14 +340,21 @@ class RequestProgress(_message.Message):
         moves: _builtins.int = ...,
         age_s: _builtins.float = ...,
         quiet_s: _builtins.float = ...,
+        policy_version: _builtins.int | None = ...,
+        group_enough: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_policy_version", b"_policy_version", "max_tokens", b"max_tokens", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "age_s", b"age_s", "engine_id", b"engine_id", "generated_tokens", b"generated_tokens", "group_id", b"group_id", "max_tokens", b"max_tokens", "movable", b"movable", "movable_detail", b"movable_detail", "moves", b"moves", "prompt_tokens", b"prompt_tokens", "quiet_s", b"quiet_s", "request_id", b"request_id", "state", b"state", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_policy_version", b"_policy_version", "age_s", b"age_s", "engine_id", b"engine_id", "generated_tokens", b"generated_tokens", "group_enough", b"group_enough", "group_id", b"group_id", "max_tokens", b"max_tokens", "movable", b"movable", "movable_detail", b"movable_detail", "moves", b"moves", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "quiet_s", b"quiet_s", "request_id", b"request_id", "state", b"state", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
 Global___RequestProgress: _TypeAlias = RequestProgress  # noqa: Y015
 
@@ -332,6 +370,8 @@ class FinishedRequest(_message.Message):
     MOVES_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ENOUGH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     engine_id: _builtins.str
     prompt_tokens: _builtins.int
@@ -340,6 +380,8 @@ class FinishedRequest(_message.Message):
     moves: _builtins.int
     tag: _builtins.str
     duration_s: _builtins.float
+    group_id: _builtins.str
+    group_enough: _builtins.int
     def __init__(
         self,
         *,
@@ -351,14 +393,61 @@ class FinishedRequest(_message.Message):
         moves: _builtins.int = ...,
         tag: _builtins.str = ...,
         duration_s: _builtins.float = ...,
+        group_id: _builtins.str = ...,
+        group_enough: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "moves", b"moves", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "group_enough", b"group_enough", "group_id", b"group_id", "moves", b"moves", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FinishedRequest: _TypeAlias = FinishedRequest  # noqa: Y015
+
+@_typing.final
+class GateReport(_message.Message):
+    """Of one gateway."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    LEASE_UNTIL_UNIX_S_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    phase: Global___GatePhase.ValueType
+    lease_id: _builtins.str
+    lease_until_unix_s: _builtins.float
+    running: _builtins.int
+    """Requests that still run on engines that are not paused."""
+    frozen: _builtins.int
+    """That stand still on paused engines."""
+    held: _builtins.int
+    """That the gateway holds."""
+    policy_version: _builtins.int
+    """Of the newest weights that it was told of."""
+    def __init__(
+        self,
+        *,
+        phase: Global___GatePhase.ValueType = ...,
+        lease_id: _builtins.str = ...,
+        lease_until_unix_s: _builtins.float = ...,
+        running: _builtins.int = ...,
+        frozen: _builtins.int = ...,
+        held: _builtins.int = ...,
+        policy_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "frozen", b"frozen", "held", b"held", "lease_id", b"lease_id", "lease_until_unix_s", b"lease_until_unix_s", "phase", b"phase", "policy_version", b"policy_version", "running", b"running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___GateReport: _TypeAlias = GateReport  # noqa: Y015
 
 @_typing.final
 class GatewayReport(_message.Message):
@@ -370,6 +459,7 @@ class GatewayReport(_message.Message):
     URL_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     sequence: _builtins.int
     sampled_unix_s: _builtins.float
@@ -380,6 +470,8 @@ class GatewayReport(_message.Message):
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedRequest]:
         """Since the last report that the daemon acknowledged."""
 
+    @_builtins.property
+    def gate(self) -> Global___GateReport: ...
     def __init__(
         self,
         *,
@@ -389,10 +481,11 @@ class GatewayReport(_message.Message):
         url: _builtins.str = ...,
         in_flight: _abc.Iterable[Global___RequestProgress] | None = ...,
         finished: _abc.Iterable[Global___FinishedRequest] | None = ...,
+        gate: Global___GateReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "gateway_id", b"gateway_id", "in_flight", b"in_flight", "sampled_unix_s", b"sampled_unix_s", "sequence", b"sequence", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "gate", b"gate", "gateway_id", b"gateway_id", "in_flight", b"in_flight", "sampled_unix_s", b"sampled_unix_s", "sequence", b"sequence", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,7 +28,7 @@ from orchestrrl.operations import (
     ResumeEngine,
     SetRoutes,
 )
-from orchestrrl.rpc import convert
+from orchestrrl.rpc import convert_node
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
 from planner.model import EngineHealth, EngineId, NodeId, RequestId
@@ -158,8 +158,8 @@ async def test_an_agent_of_two_engines_reports_both_and_obeys(daemon: tuple[Daem
             await asyncio.sleep(0.01)
         invalid = agent_pb2.Operation(operation_id="op0", generation=1, valid_until_unix_s=1e12)
         await servicer.orders.put(invalid)
-        await servicer.orders.put(convert.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
-        await servicer.orders.put(convert.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
+        await servicer.orders.put(convert_node.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
+        await servicer.orders.put(convert_node.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
         while len(servicer.results) < 3:
             await asyncio.sleep(0.01)
     assert not task.done()

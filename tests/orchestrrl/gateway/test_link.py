@@ -28,7 +28,8 @@ from orchestrrl.operations import (
 )
 from orchestrrl.reports import GatewayReport, ReportAck
 from orchestrrl.rpc.channel import SERVER_OPTIONS
-from orchestrrl.rpc.convert import ack_to_pb, gateway_report_from_pb, operation_to_pb, result_from_pb
+from orchestrrl.rpc.convert import ack_to_pb, gateway_report_from_pb
+from orchestrrl.rpc.convert_node import operation_to_pb, result_from_pb
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2_grpc
 from planner.model import EngineHealth, EngineId, NodeId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, undisturbed

@@ -404,6 +404,21 @@ class EngineConformance:
             assert frozen.kv_usage_fraction > 0
             assert frozen.preemptions_total == before.preemptions_total
 
+    async def test_pause_keep_can_drop_the_kv(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            run = bench.start(max_tokens=LONG_TOKENS)
+            await bench.until_all_speak(run)
+            await engine.pause(PauseMode.KEEP, drop_kv=True)
+            assert await engine.is_paused()
+            frozen_at = len(run.token_ids)
+            await engine.resume()
+            async with asyncio.timeout(DEADLINE_S):
+                while len(run.token_ids) < frozen_at + 50:
+                    await asyncio.sleep(POLL_S)
+            await engine.abort([run.id])
+            partial = (await run.done()).token_ids
+            assert (await bench.run(max_tokens=len(partial))).token_ids == partial
+
     async def test_pause_abort_ends_running_and_waiting_with_what_they_have(self, engine: Engine) -> None:
         async with at(engine) as bench:
             running, waiting = await bench.fill()

@@ -150,7 +150,8 @@ class VllmEngine:
                 raise _failure(self.url + path, connection.status, text, connection.headers.get("retry-after"))
             events, reader = sse.Events(), ChunkReader()
             while data := await connection.read():
-                told, at = events.feed(data), 0
+                with self._reading(path):
+                    told, at = events.feed(data), 0
                 while at < len(told):
                     if told[at] == sse.DONE:
                         at += 1
@@ -201,11 +202,11 @@ class VllmEngine:
                 if request_id in self._attempts:
                     self._attempts[request_id].abandon()
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
         # Waiting for the running requests takes as long as they do.
         timeout_s = math.inf if mode is PauseMode.WAIT else None
-        # By default vLLM drops the KV of what it keeps, to prefill it again later: not what freezing means here.
-        clear = "&clear_cache=false" if mode is PauseMode.KEEP else ""
+        # By default vLLM drops the KV of what it keeps, to prefill it again later.
+        clear = "&clear_cache=false" if mode is PauseMode.KEEP and not drop_kv else ""
         await self._json("POST", f"/pause?mode={mode.value}{clear}", timeout_s=timeout_s)
 
     async def resume(self) -> None:

@@ -11,6 +11,7 @@ from orchestrrl.engines.base import Endpoint
 from orchestrrl.gateway.ledger import Record
 from orchestrrl.gateway.movable import asked_tokens, immovable_because
 from orchestrrl.gateway.openai import Form
+from orchestrrl.gateway.versions import OnStale
 from planner.model import RequestId
 
 MAX_ANSWERS = 4096  # of one body
@@ -20,7 +21,19 @@ MAX_LABEL_LENGTH = 256
 CHARACTERS_PER_TOKEN = 4
 
 # The gateway answers these itself, or sets them for each attempt.
-_OWN_FIELDS = frozenset({"stream", "stream_options", "n", "return_token_ids", "request_id"})
+_OWN_FIELDS = frozenset(
+    {
+        "stream",
+        "stream_options",
+        "n",
+        "return_token_ids",
+        "request_id",
+        "return_policy_versions",
+        "max_version_lag",
+        "on_stale",
+        "group_enough",
+    }
+)
 
 
 class BadAsk(ValueError):
@@ -50,8 +63,10 @@ def read_ask(
     tag: str,
     default_model: str,
     now_s: float,
+    max_version_lag: int | None = None,
+    on_stale: OnStale = OnStale.ABORT,
 ) -> Ask:
-    """Raises BadAsk."""
+    """Raises BadAsk. `max_version_lag` and `on_stale` hold where the body does not say."""
     if not isinstance(body, dict):
         raise BadAsk("the body must be a JSON object")
     _check_id(request_id)
@@ -65,6 +80,9 @@ def read_ask(
     if len(prompts) * answers > MAX_ANSWERS:
         raise BadAsk(f"{len(prompts)} prompts with n = {answers} are more than {MAX_ANSWERS} answers", "n")
     form = _form(endpoint, body, request_id, default_model, int(now_s))
+    enough = _whole(body, "group_enough", 0, least=1)
+    lag = _whole(body, "max_version_lag", -1, least=0)
+    stale = _on_stale(body, on_stale)
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
     max_tokens = asked_tokens(endpoint, body)
     because = immovable_because(endpoint, body)
@@ -82,8 +100,12 @@ def read_ask(
                 arrived_s=now_s,
                 progressed_s=now_s,
                 max_tokens=max_tokens,
-                group=group,
+                # The samples of one body are a group, if they have to be one.
+                group=group or (request_id if enough else ""),
                 tag=tag,
+                group_enough=enough,
+                max_version_lag=max_version_lag if lag < 0 else lag,
+                on_stale=stale,
                 immovable_because=because,
                 prompt_ids=ids,
                 prompt_tokens_estimate=len(ids) if ids else _estimate_tokens(prompt, body),
@@ -110,6 +132,15 @@ def _whole(body: Mapping[str, Any], name: str, default: int, *, least: int) -> i
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise BadAsk(f"{name} must be a whole number >= {least}, got {value!r}", name)
     return value
+
+
+def _on_stale(body: Mapping[str, Any], default: OnStale) -> OnStale:
+    value = body.get("on_stale")
+    if value is None:
+        return default
+    if value not in list(OnStale):
+        raise BadAsk(f"on_stale must be one of {', '.join(OnStale)}, got {value!r}", "on_stale")
+    return OnStale(value)
 
 
 def _prompts(body: Mapping[str, Any]) -> Sequence[str | list[int] | None]:
@@ -146,7 +177,9 @@ def _estimate_tokens(prompt: str | list[int] | None, body: Mapping[str, Any]) ->
     if isinstance(prompt, str):
         return len(prompt) // CHARACTERS_PER_TOKEN + 1
     messages = body.get("messages")
-    texts = [str(message.get("content", "")) for message in messages if isinstance(message, dict)] if messages else []
+    if not isinstance(messages, list):
+        return 1
+    texts = [str(message.get("content", "")) for message in messages if isinstance(message, dict)]
     return sum(len(text) for text in texts) // CHARACTERS_PER_TOKEN + 1
 
 
@@ -165,6 +198,7 @@ def _form(endpoint: Endpoint, body: Mapping[str, Any], request_id: str, default_
         created_unix_s=created_s,
         role=_role(body) if endpoint is Endpoint.CHAT else "assistant",
         token_ids=bool(body.get("return_token_ids")),
+        policy_versions=bool(body.get("return_policy_versions")),
         logprobs=bool(logprobs) if endpoint is Endpoint.CHAT else logprobs is not None,
         top_logprobs=_whole(body, "top_logprobs", 0, least=-1),
         usage=bool(options.get("include_usage")),

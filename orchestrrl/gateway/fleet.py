@@ -44,6 +44,9 @@ class Slot:
     failures_total: int = 0
     kv_base_tokens: int = 0  # free KV as last told, plus what we had running then
     seconds_per_token: float | None = None
+    policy_version: int | None = None  # of its weights; None: nobody has told
+    outdated: bool = False  # it did not get the fleet's weights, and gets no requests until its version is told
+    paused: bool = False  # by us: what it has stands still
     loads_open: int = 0  # requests of ours that load KV there and whose tokens were not counted yet
     loads_before: "asyncio.Task[int | None] | None" = None  # tokens that it had loaded before the first of these
     loads_found_tokens: int = 0  # since then, by requests that were counted
@@ -59,8 +62,15 @@ class Slot:
             self.routed
             and not self.route.draining
             and not self.suspect_because
+            and not self.outdated
             and self.route.health is not EngineHealth.NONSENSE
         )
+
+    @property
+    def kv_version(self) -> str:
+        """What KV on it depends on; empty: it hands none over."""
+        version = self.route.kv_version
+        return version if not version or self.policy_version is None else f"{version}@{self.policy_version}"
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -81,6 +91,10 @@ class Slot:
             self.suspect_because = self.suspect_because or "the daemon says that it is gone"
         self.route = route
         self.routed = True
+        if route.policy_version is not None:
+            self.policy_version = route.policy_version
+        if route.newest_policy_version is not None:
+            self.outdated = self.policy_version != route.newest_policy_version
         self.kv_base_tokens = route.kv_free_tokens + self.running_tokens
         self.seconds_per_token = None
         if route.load_index and self.records:
@@ -126,6 +140,8 @@ class Fleet:
         self._round_robin = RoundRobin() if policy is Policy.ROUND_ROBIN else None
         self._slots: dict[EngineId, Slot] = {}
         self.kv_versions: Counter[str] = Counter()  # how many engines have each
+        self.gate_open = True  # False: nothing goes to engines, and nobody is at fault for it
+        self.policy_version: int | None = None  # newest that was told
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -158,9 +174,15 @@ class Fleet:
             if slot.id not in named:
                 slot.routed = False
                 self._forget_if_empty(slot)
-        self.kv_versions = Counter(slot.route.kv_version for slot in self._slots.values() if slot.routed)
-        self._announce()
+        self.announce()
         return faults
+
+    def announce(self) -> None:
+        """An engine may have become usable. Everybody who waits now wakes; whoever comes later waits for the next
+        change."""
+        self.kv_versions = Counter(slot.kv_version for slot in self._slots.values() if slot.routed)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def choose(self, context_tokens: int, without: Iterable[EngineId] = ()) -> Slot | None:
         """The engine that a request should go to, None where none may take it."""
@@ -186,7 +208,7 @@ class Fleet:
         if slot.suspect_because:
             logger.info("engine %s is back", slot.id)
             slot.suspect_because = ""
-            self._announce()
+            self.announce()
 
     def release(self, slot: Slot, record: Record) -> None:
         """The request is no longer on this engine."""
@@ -223,11 +245,6 @@ class Fleet:
         for slot in list(self._slots.values()):
             await slot.engine.close()
         self._slots.clear()
-
-    def _announce(self) -> None:
-        # Everybody who waits now wakes; whoever comes later waits for the next change.
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def _recheck(self, slot: Slot) -> None:
         if not slot.rechecking:

@@ -29,7 +29,7 @@ class Left:
 
 def left_by(record: Record, slot: Slot, fleet: Fleet) -> Left | None:
     """What the record's present attempt will leave on this engine; None where nobody could use it."""
-    version = slot.route.kv_version
+    version = slot.kv_version
     if not version or record.immovable_because or fleet.kv_versions[version] < 2:
         return None
     return Left(version, entry_id(fleet.incarnation, record.id, record.attempt))
@@ -40,7 +40,7 @@ def usable(left: Left | None, order: RequestMove, source: Slot, target: Slot) ->
     has computed on with other weights."""
     if left is None or order.method is not MoveMethod.TRANSFER:
         return False
-    return left.version == source.route.kv_version == target.route.kv_version
+    return left.version == source.kv_version == target.kv_version
 
 
 def wait_s(order: RequestMove) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
+from orchestrrl.gateway.versions import OnStale, Versions
 from orchestrrl.reports import FinishedRequest
 from planner.model import EngineId, RequestId, RequestState, RequestView
 
@@ -24,6 +25,7 @@ class Delta:
     text: str
     logprobs: tuple[TokenLogprob, ...] | None = None
     extra: Mapping[str, Any] | None = None
+    version: int | None = None  # of the policy that generated them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,9 @@ class Record:
     max_tokens: int | None  # None: up to the engine's context length
     group: str = ""
     tag: str = ""
+    group_enough: int = 0  # complete answers of its group that suffice; 0: all are wanted
+    max_version_lag: int | None = None  # None: it may become as old as it likes
+    on_stale: OnStale = OnStale.ABORT
     immovable_because: str = ""  # why it may not be continued elsewhere once it has tokens; empty: it may
     prompt_ids: tuple[int, ...] | None = None  # None: not tokenised yet
     prompt_tokens_estimate: int = 1
@@ -57,6 +62,7 @@ class Record:
     generated_ids: "array[int]" = field(default_factory=lambda: array("I"))
     logprobs: list[TokenLogprob] | None = None
     extras: list[Mapping[str, Any]] = field(default_factory=list)
+    versions: Versions = field(default_factory=Versions)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     failure: Failure | None = None
@@ -101,12 +107,16 @@ class Record:
         self.state = RequestState.WAITING
         self.progressed_s = now_s
 
-    def append(self, chunk: Chunk, text: str, extra: Mapping[str, Any] | None, now_s: float) -> None:
-        """Take what an engine generated. `text` is what they add to the text: not always what the chunk says."""
+    def append(
+        self, chunk: Chunk, text: str, extra: Mapping[str, Any] | None, now_s: float, version: int | None = None
+    ) -> None:
+        """Take what an engine generated. `text` is what they add to the text: not always what the chunk says. `version`
+        is that of the policy that generated them."""
         if self.prompt_ids is None and chunk.prompt_token_ids is not None:
             self.prompt_ids = chunk.prompt_token_ids
         self.progressed_s = now_s
         if chunk.token_ids:
+            self.versions.add(version, len(self.generated_ids))
             self.generated_ids.extend(chunk.token_ids)
             self.state = RequestState.RUNNING
             if self.started_s is None:
@@ -120,7 +130,7 @@ class Record:
         if extra:
             self.extras.append(extra)
         if self.streaming and (chunk.token_ids or text or extra):
-            self._undelivered.append(Delta(chunk.token_ids, text, chunk.logprobs, extra))
+            self._undelivered.append(Delta(chunk.token_ids, text, chunk.logprobs, extra, version))
         if chunk.finish_reason is not None:
             self.finish(chunk.finish_reason, chunk.stop_reason, now_s)
 
@@ -147,6 +157,7 @@ class Record:
         self.extras.clear()
         self._undelivered.clear()
         self._text = io.StringIO()
+        self.versions = Versions()
         self.text_complete = True
 
     def take_undelivered(self) -> list[Delta]:
@@ -172,6 +183,8 @@ class Record:
             age_s=max(0.0, now_s - self.arrived_s),
             movable_detail="" if self.movable_now else self.immovable_because,
             quiet_s=max(0.0, now_s - self.progressed_s),
+            policy_version=self.versions.oldest,
+            group_enough=self.group_enough,
         )
 
     def summary(self) -> FinishedRequest:
@@ -184,6 +197,8 @@ class Record:
             moves=self.moves,
             tag=self.tag,
             duration_s=(self.finished_s or self.arrived_s) - self.arrived_s,
+            group=self.group,
+            group_enough=self.group_enough,
         )
 
 

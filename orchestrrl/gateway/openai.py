@@ -37,6 +37,7 @@ class Form:
     created_unix_s: int
     role: str = "assistant"
     token_ids: bool = False
+    policy_versions: bool = False  # which policy generated which tokens
     logprobs: bool = False
     top_logprobs: int = 0
     usage: bool = False  # a last chunk with the usage
@@ -86,7 +87,14 @@ def _completion_choice(form: Form, index: int, record: Record) -> dict[str, Any]
     if form.token_ids:
         choice["token_ids"] = list(record.generated_ids)
         choice["prompt_token_ids"] = _prompt_ids(record)
+    if form.policy_versions:
+        choice["policy_versions"] = _policy_versions(record)
     return choice
+
+
+def _policy_versions(record: Record) -> list[dict[str, int | None]]:
+    spans = record.versions.spans(len(record.generated_ids))
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 
 def _chat_choice(form: Form, index: int, record: Record) -> dict[str, Any]:
@@ -104,6 +112,8 @@ def _chat_choice(form: Form, index: int, record: Record) -> dict[str, Any]:
     }
     if form.token_ids:
         choice["token_ids"] = list(record.generated_ids)
+    if form.policy_versions:
+        choice["policy_versions"] = _policy_versions(record)
     return choice
 
 
@@ -216,6 +226,8 @@ class ChunkWriter:
             ends += f',"stop_reason":{json.dumps(self._record.stop_reason if finish_reason is not None else None)}'
         if form.token_ids:
             ends += f',"token_ids":[{",".join(map(str, delta.token_ids))}]'
+        if form.policy_versions:
+            ends += f',"policy_version":{json.dumps(delta.version)}'
         return f'{self._head}{content},"logprobs":{logprobs},{ends}{prompt_ids}}}]{self._usage()}}}\n\n'
 
     def _chat_delta(self, delta: Delta) -> str:

@@ -59,6 +59,9 @@ class Relay:
         self._move: Moving | None = None
         self._back_to: Slot | None = None  # where a refused move came from
         self._awaited: tuple[EngineId, float] | None = None  # the engine that the request is held for, until when
+        self._seeking: asyncio.Task[Slot | None] | None = None  # an engine for the next attempt
+        self._restarting = False  # the answer so far is to be forgotten
+        self._version: int | None = None  # of the policy that the present attempt's last tokens came from
         self._refused_by: set[EngineId] = set()
         self._hung_on: set[EngineId] = set()
         self._failures = 0
@@ -75,6 +78,44 @@ class Relay:
         finally:
             self._answer_move(False, "finished before the move" if self.record.done else "the client has gone")
             self._grown(self.record)
+
+    # --- orders but for moves ----------------------------------------------------------------------------------------
+
+    @property
+    def slot(self) -> Slot | None:
+        """Where it runs; None: it is on no engine."""
+        return self._slot
+
+    def end(self, finish_reason: str, stop_reason: str) -> bool:
+        """The answer ends here, with what it has. False: it has ended already."""
+        if self.record.done:
+            return False
+        self.record.finish(finish_reason, stop_reason, self._now_s())
+        for task in (self._seeking, self._pump_task):
+            if task is not None:
+                task.cancel()
+        return True
+
+    def withdraw(self) -> bool:
+        """Stop the request where it runs; it goes on from its tokens once there is an engine for it. False: it is on
+        none, or can only go on where it is."""
+        if self._pump_task is None or self._pump_task.done() or self._slot is None or not self.record.movable_now:
+            return False
+        self._answer_move(False, "it was taken back from the engines")
+        self._pump_task.cancel()
+        return True
+
+    def restart(self) -> bool:
+        """Begin the answer anew. False: its client has had some of it, or it has ended."""
+        if self.record.done or self.record.delivered:
+            return False
+        self._answer_move(False, "it begins anew")
+        if self._pump_task is None or self._slot is None:
+            self.record.forget_answer()
+        elif self.record.generated_ids:
+            self._restarting = True
+            self._pump_task.cancel()
+        return True
 
     # --- moves -------------------------------------------------------------------------------------------------------
 
@@ -171,6 +212,16 @@ class Relay:
         """The engine for the next attempt; None when the record is done without one."""
         if self._complete():
             return None
+        # A task of its own, since the answer may be ended meanwhile.
+        self._seeking = task = asyncio.create_task(self._seek_slot())
+        try:
+            await asyncio.wait({task})
+        finally:
+            self._seeking = None
+            task.cancel()
+        return None if task.cancelled() else task.result()
+
+    async def _seek_slot(self) -> Slot | None:
         if self._delay_s:
             self.record.hold()
             await self._clock.sleep(self._delay_s)
@@ -240,6 +291,7 @@ class Relay:
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
         self._slot = slot
         self._began = None
+        self._version = slot.policy_version
         self._left = left_by(record, slot, self._fleet)
         self._pump_task = task = asyncio.create_task(self._pump(slot, self._request()))
         over = asyncio.Event()
@@ -254,7 +306,7 @@ class Relay:
             finally:  # a second cancellation may come while the first is being seen to
                 self._slot = None
                 self._fleet.release(slot, record)
-                if not record.done:
+                if task.cancelled() or not record.done:
                     self._fleet.in_background(self._fleet.abort(slot, attempt_id))
         if len(record.generated_ids) > tokens_before:
             self._failures = 0
@@ -263,6 +315,7 @@ class Relay:
 
     def _settle(self, slot: Slot, task: "asyncio.Task[bool]") -> None:
         """Decide how an attempt that did not finish goes on."""
+        restarting, self._restarting = self._restarting, False
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Refused):
             self._after_refusal(slot, error)
@@ -274,7 +327,7 @@ class Relay:
         elif not task.cancelled():
             # Stopped on the engine by somebody else, whose business it may have been; but not our client's.
             self._back_off(slot, "it gave the request up", 0.0)
-        if self.record.generated_ids and self.record.immovable_because:
+        if restarting or (self.record.generated_ids and self.record.immovable_because):
             self._start_over()
 
     def _after_refusal(self, slot: Slot, refusal: Refused) -> None:
@@ -387,7 +440,11 @@ class Relay:
         now_s = self._now_s()
         was, context_before = record.state, record.context_tokens
         extra = _parsed_fields(chunk) if endpoint is Endpoint.CHAT else None
-        record.append(chunk, text, extra, now_s)
+        version = slot.policy_version
+        if version != self._version:
+            # Of tokens that an engine gathered for a chunk some may be older than the change: all count as such.
+            version, self._version = (self._version if len(chunk.token_ids) > 1 else version), version
+        record.append(chunk, text, extra, now_s, version)
         slot.advance(record, context_before, was, now_s)
         if chunk.token_ids:
             # An engine that shows text after a single token holds nothing back.
@@ -438,6 +495,8 @@ class Relay:
         request waits for its turn, one that cannot be continued is better left alone."""
         slot, record = self._slot, self.record
         if slot is None or self._pump_task is None or self._pump_task.done() or self._move is not None:
+            return False
+        if not self._fleet.gate_open:
             return False
         last_s = record.progressed_s
         if record.state is RequestState.WAITING or record.immovable_because:

@@ -46,7 +46,7 @@ class FakeEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         self.calls.append(f"abort {' '.join(request_ids)}")
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
         if not self.offers.pause:
             raise Permanent("cannot pause")
         self.calls.append(f"pause {mode}")

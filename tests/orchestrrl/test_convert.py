@@ -115,7 +115,7 @@ actions = st.one_of(
         st.sampled_from(FrozenRequests),
         numbers,
         numbers,
-    ),  # fmt: skip
+    ),
     st.builds(OpenGate, ids, optional(totals), tuples(engines)),
     st.builds(CancelRequests, tuples(requests), tuples(words), words),
 )

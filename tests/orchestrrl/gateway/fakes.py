@@ -232,7 +232,7 @@ class FakeEngine:
     async def probe(self) -> float:
         return 0.0
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
         self.paused = True
 
     async def resume(self) -> None:

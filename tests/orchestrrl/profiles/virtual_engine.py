@@ -75,7 +75,7 @@ class VirtualEngine:
     async def probe(self) -> float:
         return 0.0
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
         await self.runtime.pause(mode)
 
     async def resume(self) -> None:

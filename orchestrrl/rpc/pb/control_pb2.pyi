@@ -265,6 +265,7 @@ class Worker(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    REPORTED_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     url: _builtins.str
     configuration: _builtins.str
@@ -287,6 +288,8 @@ class Worker(_message.Message):
     """Of its weights; absent: not known."""
     requests: _builtins.int
     """Requests of the gateways that are there."""
+    reported: _builtins.bool
+    """An agent has reported it; otherwise gateways alone judge its health."""
     @_builtins.property
     def capabilities(self) -> _telemetry_pb2.EngineCapabilities: ...
     def __init__(
@@ -311,10 +314,11 @@ class Worker(_message.Message):
         pool: _builtins.str = ...,
         policy_version: _builtins.int | None = ...,
         requests: _builtins.int = ...,
+        reported: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_decode_tokens_per_s", b"_decode_tokens_per_s", "_load_index", b"_load_index", "_policy_version", b"_policy_version", "age_s", b"age_s", "capabilities", b"capabilities", "decode_tokens_per_s", b"decode_tokens_per_s", "load_index", b"load_index", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_decode_tokens_per_s", b"_decode_tokens_per_s", "_load_index", b"_load_index", "_policy_version", b"_policy_version", "age_s", b"age_s", "capabilities", b"capabilities", "configuration", b"configuration", "decode_tokens_per_s", b"decode_tokens_per_s", "draining", b"draining", "engine_id", b"engine_id", "health", b"health", "health_detail", b"health_detail", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_free_tokens", b"kv_free_tokens", "load_index", b"load_index", "max_sequences", b"max_sequences", "policy_version", b"policy_version", "pool", b"pool", "preemptions_total", b"preemptions_total", "requests", b"requests", "running", b"running", "url", b"url", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_decode_tokens_per_s", b"_decode_tokens_per_s", "_load_index", b"_load_index", "_policy_version", b"_policy_version", "age_s", b"age_s", "capabilities", b"capabilities", "configuration", b"configuration", "decode_tokens_per_s", b"decode_tokens_per_s", "draining", b"draining", "engine_id", b"engine_id", "health", b"health", "health_detail", b"health_detail", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_free_tokens", b"kv_free_tokens", "load_index", b"load_index", "max_sequences", b"max_sequences", "policy_version", b"policy_version", "pool", b"pool", "preemptions_total", b"preemptions_total", "reported", b"reported", "requests", b"requests", "running", b"running", "url", b"url", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__age_s: _TypeAlias = _typing.Literal["age_s"]  # noqa: Y015
     _WhichOneofArgType__age_s: _TypeAlias = _typing.Literal["_age_s", b"_age_s"]  # noqa: Y015
@@ -1548,7 +1552,7 @@ class DrainEngineRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     move_requests: _builtins.bool
-    """Move what runs there, as far as it can be continued elsewhere."""
+    """Move what is there, as far as it can be continued elsewhere, until nothing is left."""
     undo: _builtins.bool
     """Take requests again."""
     reason: _builtins.str
@@ -1599,18 +1603,22 @@ class RemoveEngineResponse(_message.Message):
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     REQUESTS_MOVED_FIELD_NUMBER: _builtins.int
+    REQUESTS_LEFT_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     requests_moved: _builtins.int
     """That were there, and have gone on elsewhere."""
+    requests_left: _builtins.int
+    """That could not be moved, and finish there."""
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
         requests_moved: _builtins.int = ...,
+        requests_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "requests_moved", b"requests_moved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "requests_left", b"requests_left", "requests_moved", b"requests_moved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

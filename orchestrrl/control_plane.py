@@ -17,24 +17,25 @@ from typing import Any
 from orchestrrl.balance import BalanceDecision, Situation, balance_problem, decide_balance
 from orchestrrl.clock import Clock
 from orchestrrl.config import Config
+from orchestrrl.engine_facts import engine_facts
 from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.execute.moves import MovesOutcome, run_moves
+from orchestrrl.execute.routes import Routes
 from orchestrrl.execute.runner import Runner
 from orchestrrl.execute.settle import Evidence
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.move_methods import MovedRequest, ended, with_methods
 from orchestrrl.nodes import Attachment, NodeRegistry
-from orchestrrl.operations import MoveRequests, Operation, OperationResult, RequestMove, Route, SetRoutes
+from orchestrrl.operations import MoveRequests, Operation, OperationResult, RequestMove
 from orchestrrl.planning import Planning
 from orchestrrl.plans import Deployment, DeploymentOutcome, PlanBook
 from orchestrrl.reports import EngineReport, GatewayReport, NodeHello, NodeKind, ReportAck
-from orchestrrl.state import EngineFacts, State, Step
+from orchestrrl.state import State, Step
 from planner.model import (
     Act,
     ConfigurationId,
     EngineHealth,
     EngineId,
-    EngineView,
     Hold,
     Mode,
     Plan,
@@ -75,6 +76,7 @@ class ControlPlane:
         self.state = State(engine_facts(config))
         self.nodes = NodeRegistry()
         self.runner = Runner(journal, self.nodes, clock, self._closed)
+        self.routes = Routes(config, self.state, self.nodes, self.runner, journal, clock)
         self.plans = PlanBook(journal, clock)
         self.planning = Planning(config, self._note_costs, self._today)
         self.started_s = clock.now_s()
@@ -82,7 +84,6 @@ class ControlPlane:
         self.latest_moves: deque[MovedRequest] = deque(maxlen=MOVES_SHOWN)
         self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
-        self.draining: set[EngineId] = set()  # engines that are about to be stopped: gateways send them nothing new
         self.step_began = asyncio.Event()  # set with each new step, for who waits for one
         self._offload = offload
         self._stopwatch = stopwatch
@@ -90,14 +91,13 @@ class ControlPlane:
         self._ended_step: Step | None = None  # the last one whose end is written down
         self._moves_ended_s: float | None = None
         self._health: dict[EngineId, EngineHealth] = {}
-        self._routed: tuple[tuple[object, ...], ...] = ()
         self._moving: set[asyncio.Task[MovesOutcome]] = set()
         self._acting: set[asyncio.Task[None]] = set()  # plans that are being carried out
         self._planning = False  # the slow loop waits for a quiet fleet, or decides
         self.mode = self._recovered_mode()
         self.plans.recover()
         self.planning.recover(journal)
-        self._recover_engines()
+        self.routes.recover()
         operations = self.runner.recover()
         self._note(Kind.DAEMON_STARTED, "", {"mode": self.mode, "open_operations": operations})
 
@@ -114,7 +114,7 @@ class ControlPlane:
             detail = {"health": report.health, "before": before, "detail": report.health_detail, "url": report.url}
             self._note(Kind.ENGINE_HEALTH, report.engine, detail)
             logger.info("engine %s is %s %s", report.engine, report.health, report.health_detail)
-            self.send_routes(self.state.engines(now_s))
+            self.routes.send(self.state.engines(now_s))
         self._note_step_end()
         self.nodes.heard(report.agent, now_s)
         return ReportAck(report.sequence, self.journal.generation)
@@ -134,7 +134,7 @@ class ControlPlane:
         self._note(Kind.NODE_ATTACHED, hello.node, {"kind": hello.kind, "version": hello.version, "url": hello.url})
         logger.info("%s %s attached", hello.kind, hello.node)
         if hello.kind is NodeKind.GATEWAY:
-            self.send_routes(self.state.engines(now_s))
+            self.routes.send(self.state.engines(now_s))
         self.runner.attached(hello.node)
         return attachment
 
@@ -165,6 +165,7 @@ class ControlPlane:
         )
         decision = decide_balance(snapshot, self.config.fast, situation)
         before, self.balance = self.balance, decision
+        self.routes.load_index = decision.load_index
         acts = isinstance(decision.verdict, Act)
         if acts or before is None or before.verdict.code != decision.verdict.code:
             self._note_balance(decision, snapshot)
@@ -172,7 +173,7 @@ class ControlPlane:
             task = asyncio.create_task(self._move(decision.moves, snapshot))
             self._moving.add(task)
             task.add_done_callback(self._moved)
-        self.send_routes(snapshot.engines)
+        self.routes.send(snapshot.engines)
         self.fast_tick_s = self._stopwatch() - began
         return decision
 
@@ -256,26 +257,13 @@ class ControlPlane:
     def reconfigure(self, config: Config) -> None:
         """Take over a reloaded configuration, as far as it may change while running."""
         configured, self.config = self.config.mode, config
+        self.routes.config = config
         self.state.set_facts(engine_facts(config))
         self.planning.reconfigure(config, self.state.snapshot(self.clock.now_s()), self.journal)
         self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
-        self.send_routes(self.state.engines(self.clock.now_s()))
+        self.routes.send(self.state.engines(self.clock.now_s()))
         if config.mode is not configured:
             self.set_mode(config.mode, "configuration reloaded")
-
-    def send_routes(self, engines: Sequence[EngineView]) -> None:
-        """Tell every attached gateway which engines there are, and how loaded each is."""
-        gateways = self.nodes.gateways()
-        if not gateways:
-            return
-        routes = tuple(self._route(engine) for engine in engines)
-        for gateway in gateways:
-            self.nodes.send(gateway, self.runner.next_operation(SetRoutes(routes), self.config.fast.operation_expiry_s))
-        shape = tuple((route.engine, route.url, route.health, route.draining) for route in routes)
-        if shape != self._routed:
-            self._routed = shape
-            listing = [{"engine": r.engine, "url": r.url, "health": r.health, "draining": r.draining} for r in routes]
-            self._note(Kind.ROUTES, "", {"routes": listing})
 
     async def close(self, drain_s: float) -> None:
         """Let results that are on their way come in; what stays open is the next generation's to settle."""
@@ -343,7 +331,7 @@ class ControlPlane:
             logger.error("a plan was not carried out: %s", task.exception())
 
     async def _move(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
-        versions = {engine.id: self._kv_version(engine) for engine in snapshot.engines}
+        versions = {engine.id: self.routes.kv_version(engine) for engine in snapshot.engines}
         priced = with_methods(moves, snapshot, self.planning.move_costing(versions))
         return await run_moves(self.runner, priced, self.state.gateway_of, self.config.fast.operation_expiry_s)
 
@@ -359,26 +347,6 @@ class ControlPlane:
             self.planning.costs.moved(operation.action, result, self.state.configuration_of)
             self.latest_moves.extend(ended(self._moves_ended_s, operation.action.moves, result.items))
 
-    def _route(self, engine: EngineView) -> Route:
-        return Route(
-            engine=engine.id,
-            url=engine.url,
-            health=engine.health if self.state.reported(engine.id) else None,
-            load_index=self.balance.load_index.get(engine.id) if self.balance else None,
-            kv_capacity_tokens=engine.kv_capacity_tokens,
-            kv_free_tokens=engine.kv_free_tokens,
-            max_sequences=engine.max_sequences,
-            draining=engine.id in self.draining,
-            kv_version=self._kv_version(engine),
-        )
-
-    def _kv_version(self, engine: EngineView) -> str:
-        """Engines hand KV over to those of the same configuration and weights; empty: to none."""
-        links = self.config.fleet.kv_transfer
-        if links is None or links.connector is None or engine.configuration is None:
-            return ""
-        return f"{engine.configuration}/{links.weights}"
-
     def _recovered_mode(self) -> Mode:
         """The configured mode, unless an operator set another since it was configured so."""
         latest = self.journal.latest(Kind.MODE)
@@ -388,12 +356,6 @@ class ControlPlane:
         if mode is not self.config.mode:
             logger.warning("mode is %s, as an operator set it; configured is %s", mode, self.config.mode)
         return mode
-
-    def _recover_engines(self) -> None:
-        """Engines that were routed to: a gateway that attaches before their agents do must not lose them."""
-        latest = self.journal.latest(Kind.ROUTES)
-        for route in latest.body["routes"] if latest else ():
-            self.state.remember_engine(EngineId(route["engine"]), route["url"], self.started_s)
 
     def _note_step_end(self) -> None:
         step = self.state.step
@@ -430,26 +392,6 @@ class ControlPlane:
             "inputs_digest": _digest(balance_problem(snapshot, self.config.fast)),
         }
         self._note(Kind.BALANCE, verdict.code, body)
-
-
-def engine_facts(config: Config) -> list[EngineFacts]:
-    """What the configuration says of each engine; its configuration's limits where the engine's own are not given."""
-    known = {configuration.id: configuration for configuration in config.fleet.configuration_values()}
-    facts = []
-    for engine in config.fleet.engines:
-        configuration = next((c for c in known.values() if c.id == engine.configuration), None)
-        facts.append(
-            EngineFacts(
-                id=EngineId(engine.id),
-                url=engine.url,
-                configuration=configuration.id if configuration else None,
-                gpus=engine.gpu_ids,
-                max_sequences=engine.max_sequences or (configuration.max_sequences if configuration else None),
-                kv_capacity_tokens=engine.kv_capacity_tokens
-                or (configuration.kv_capacity_tokens if configuration else None),
-            )
-        )
-    return facts
 
 
 def _digest(inputs: object) -> str:

@@ -14,12 +14,13 @@ from orchestrrl.clock import Clock
 from orchestrrl.deployers.base import Deployed, Deployer
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.execute.moves import run_moves
+from orchestrrl.execute.routes import Routes
 from orchestrrl.execute.runner import Runner
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.operations import RequestMove
 from orchestrrl.plans import DeploymentOutcome, EngineStart
 from orchestrrl.state import EngineFacts, State
-from planner.model import Configuration, ConfigurationId, EngineId, EngineView, GpuId, Plan, PlannedInstance, Snapshot
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlannedInstance, Snapshot
 
 START_ATTEMPTS = 3
 # A gateway keeps a request for an engine that is to start at least this long, and twice the time that this should take.
@@ -33,9 +34,7 @@ class Plane(Protocol):
     state: State
     journal: Journal
     clock: Clock
-    draining: set[EngineId]
-
-    def send_routes(self, engines: Sequence[EngineView]) -> None: ...
+    routes: Routes
 
 
 class FleetDeployment:
@@ -82,14 +81,14 @@ class FleetDeployment:
         starting = [instance for instance in plan.instances if instance.id not in running]
         body = {"stop": leaving, "start": [instance.id for instance in starting]}
         self._plane.journal.append(self._plane.clock.now_s(), Kind.DEPLOYMENT_BEGAN, plan.id, body)
-        self._plane.draining.update(leaving)
+        self._plane.routes.draining.update(leaving)
         self._tell_routes()
         try:
             moved = await self._move(plan, leaving, starting)
             began_s = self._plane.clock.now_s()
             stopped = await self._stop(leaving)
         finally:
-            self._plane.draining.difference_update(leaving)
+            self._plane.routes.draining.difference_update(leaving)
         blocked = {gpu for engine in leaving if engine not in stopped for gpu in running[engine].gpus}
         results = await asyncio.gather(*(self._start(instance, blocked, began_s) for instance in starting))
         failed = [result for result in results if isinstance(result, str)]
@@ -180,7 +179,7 @@ class FleetDeployment:
         )
 
     def _tell_routes(self) -> None:
-        self._plane.send_routes(self._plane.state.engines(self._plane.clock.now_s()))
+        self._plane.routes.send(self._plane.state.engines(self._plane.clock.now_s()))
 
     def _note(self, kind: Kind, engine: EngineId, body: Mapping[str, object]) -> None:
         self._plane.journal.append(self._plane.clock.now_s(), kind, engine, body)

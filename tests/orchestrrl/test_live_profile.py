@@ -17,7 +17,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from orchestrrl import planning
 from orchestrrl.clock import VirtualClock
 from orchestrrl.config import parse_config
-from orchestrrl.control_plane import ControlPlane, engine_facts
+from orchestrrl.control_plane import ControlPlane
+from orchestrrl.engine_facts import engine_facts
 from orchestrrl.journal import Journal, JournalReader, Kind
 from orchestrrl.live_profile import LiveProfile
 from orchestrrl.metrics import PlaneCollector

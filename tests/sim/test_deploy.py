@@ -79,7 +79,7 @@ async def test_all_engines_are_replaced_in_the_middle_of_a_step(tmp_path: Path) 
     assert {engine.started_s for engine in world.engines.values()} == {2.0 + 6.0 + 2.0}
     assert sorted(engine.id for engine in world.plane.state.engines(world.clock.now_s())) == ["w0", "w1"]
     assert world.gateway.tokens_recomputed > 0
-    assert not world.plane.draining
+    assert not world.plane.routes.draining
 
 
 async def test_what_each_start_took_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,109 @@
+"""The Control service: what operators and trainers ask. It translates and nothing more; the control plane answers."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from orchestrrl import __version__
+from orchestrrl.control_plane import ControlPlane
+from orchestrrl.errors import Permanent
+from orchestrrl.rpc import convert, convert_control
+from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
+from orchestrrl.rpc.refusals import Context, read, refusing
+from planner.model import ConfigurationId, EngineId, PlanId, RequestId
+
+
+class ControlService(control_pb2_grpc.ControlServicer):
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+
+    async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Context) -> control_pb2.Status:
+        return convert_control.status_to_pb(self._plane, __version__)
+
+    async def ListWorkers(
+        self, request: control_pb2.ListWorkersRequest, context: Context
+    ) -> control_pb2.ListWorkersResponse:
+        snapshot = self._plane.state.snapshot(self._plane.clock.now_s())
+        return control_pb2.ListWorkersResponse(workers=convert_control.workers_to_pb(self._plane, snapshot))
+
+    async def ListRequests(
+        self, request: control_pb2.ListRequestsRequest, context: Context
+    ) -> control_pb2.ListRequestsResponse:
+        requests = self._plane.state.snapshot(self._plane.clock.now_s()).requests
+        found = [view for view in requests if not request.engine_id or view.engine == request.engine_id]
+        listed = found[: request.limit] if request.limit else found
+        return control_pb2.ListRequestsResponse(
+            requests=[convert.request_to_pb(view) for view in listed], total=len(found)
+        )
+
+    async def GetPlan(self, request: control_pb2.GetPlanRequest, context: Context) -> control_pb2.Plan:
+        if not request.plan_id and self._plane.plans.latest is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no plan has been made yet")
+        try:
+            plan = self._plane.plans.get(PlanId(request.plan_id)) if request.plan_id else self._plane.plans.latest
+        except Permanent as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        assert plan is not None
+        return convert_control.plan_to_pb(plan)
+
+    async def ListPlans(self, request: control_pb2.ListPlansRequest, context: Context) -> control_pb2.ListPlansResponse:
+        plans = self._plane.plans.newest(request.limit)
+        return control_pb2.ListPlansResponse(plans=[convert_control.plan_to_pb(plan) for plan in plans])
+
+    async def WatchPlans(
+        self, request: control_pb2.WatchPlansRequest, context: Context
+    ) -> AsyncIterator[control_pb2.PlanEvent]:
+        await context.send_initial_metadata(())
+        async for event in self._plane.plans.watch():
+            yield convert_control.plan_event_to_pb(event)
+
+    async def OverridePlan(self, request: control_pb2.OverridePlanRequest, context: Context) -> control_pb2.PlanControl:
+        known = [configuration.id for configuration in self._plane.config.fleet.configuration_values()]
+        async with refusing(context):
+            wanted = ConfigurationId(request.configuration)
+            control = self._plane.plans.override(wanted, known, request.reason, request.ttl_s)
+        return convert_control.control_to_pb(control)
+
+    async def PinPlan(self, request: control_pb2.PinPlanRequest, context: Context) -> control_pb2.PlanControl:
+        async with refusing(context):
+            control = self._plane.plans.pin(request.reason, request.ttl_s)
+        return convert_control.control_to_pb(control)
+
+    async def ReleasePlan(self, request: control_pb2.ReleasePlanRequest, context: Context) -> control_pb2.PlanControl:
+        async with refusing(context):
+            control = self._plane.plans.release(request.reason)
+        return convert_control.control_to_pb(control)
+
+    async def GetBalance(self, request: control_pb2.GetBalanceRequest, context: Context) -> control_pb2.Balance:
+        if self._plane.balance is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "the fast loop has not decided anything yet")
+        return convert_control.balance_to_pb(self._plane.balance, self._plane.latest_moves)
+
+    async def SetMode(self, request: control_pb2.SetModeRequest, context: Context) -> control_pb2.SetModeResponse:
+        mode = await read(context, request.mode, convert_control.mode_from_pb)
+        async with refusing(context):
+            previous = self._plane.set_mode(mode, request.reason)
+        return control_pb2.SetModeResponse(
+            mode=convert_control.mode_to_pb(mode), previous=convert_control.mode_to_pb(previous)
+        )
+
+    async def MoveRequest(
+        self, request: control_pb2.MoveRequestRequest, context: Context
+    ) -> control_pb2.MoveRequestResponse:
+        async with refusing(context):
+            outcome = await self._plane.move(RequestId(request.request_id), EngineId(request.to_engine_id))
+        item = outcome.items[0]
+        operation = outcome.operations[0].operation if outcome.operations else ""
+        return control_pb2.MoveRequestResponse(done=item.done, detail=item.detail, operation_id=operation)
+
+    async def WatchJournal(
+        self, request: control_pb2.WatchJournalRequest, context: Context
+    ) -> AsyncIterator[control_pb2.JournalEntry]:
+        await context.send_initial_metadata(())
+        journal, kinds = self._plane.journal, tuple(request.kinds)
+        last = journal.last_sequence
+        for entry in journal.tail(request.tail, kinds):
+            yield convert_control.entry_to_pb(entry)
+        if request.follow:
+            async for entry in journal.follow(last, kinds):
+                yield convert_control.entry_to_pb(entry)

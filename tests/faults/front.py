@@ -1,0 +1,268 @@
+"""A gateway process and engine processes, without a daemon: what is asked of them, and what they say of themselves."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+from orchestrrl.deployers.local import LocalEngine, start_simulated
+from orchestrrl.engines.base import EngineMetrics
+from orchestrrl.engines.simulated import SimulatedEngine
+from orchestrrl.engines.simulated_tokens import TokenModel
+from tests.integration.streams import Answer, read_stream, read_whole
+from tests.orchestrrl.gateway.processes import GatewayProcess
+
+WITHIN_S = 120.0  # for what never happens, never a measurement
+PATH = "/v1/completions"
+_MODEL = TokenModel()
+Found = TypeVar("Found")
+
+
+async def until(look: Callable[[], Awaitable[Found]]) -> Found:
+    """What `look` returns, once that is something."""
+    deadline_s = time.monotonic() + WITHIN_S
+    while not (found := await look()):
+        assert time.monotonic() < deadline_s, f"{look.__name__}: not within {WITHIN_S:g} s"
+        await asyncio.sleep(0.02)
+    return found
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request whose undisturbed answer is known without any engine."""
+
+    number: int
+    prompt_tokens: int = 8
+    max_tokens: int = 40
+    stream: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return f"q{self.number}"
+
+    @property
+    def prompt(self) -> list[int]:
+        return [1000 + self.number % 20_000, *(2000 + index % 1000 for index in range(self.prompt_tokens - 1))]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return {"prompt": self.prompt, "max_tokens": self.max_tokens, "stream": self.stream, **fixed, **self.more}
+
+    @property
+    def answer(self) -> tuple[list[int], str]:
+        """Token ids and text, computed anew."""
+        generation = _MODEL.begin(self.prompt)
+        ids = [generation.next_token()[0] for _ in range(self.max_tokens)]
+        return ids, _MODEL.detokenize(ids)
+
+
+def check(question: Question, answer: Answer) -> None:
+    """Every token once, in order, and one end."""
+    assert (answer.token_ids, answer.text) == question.answer, question.id
+    assert (answer.finish_reason, answer.finish_reasons) == ("length", 1)
+
+
+@dataclass
+class Front:
+    """A gateway in front of engines e0, e1, ..."""
+
+    engines: Sequence[LocalEngine]
+    gateway: GatewayProcess
+    http: aiohttp.ClientSession
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
+    async def ask(self, question: Question) -> Answer:
+        headers = {"X-Request-Id": question.id}
+        async with self.http.post(self.url + PATH, json=question.body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            return await (read_stream(response) if question.stream else read_whole(response))
+
+    async def ask_all(self, questions: Iterable[Question]) -> None:
+        """At once; every answer is checked."""
+        questions = list(questions)
+        answers = await asyncio.gather(*(self.ask(question) for question in questions))
+        for question, answer in zip(questions, answers, strict=True):
+            check(question, answer)
+
+    def asking(self, question: Question) -> "asyncio.Task[Answer]":
+        return asyncio.create_task(self.ask(question))
+
+    async def refused(self, question: Question) -> tuple[int, dict[str, Any]]:
+        """Status and error object of what is not served."""
+        headers = {"X-Request-Id": question.id}
+        async with self.http.post(self.url + PATH, json=question.body, headers=headers) as response:
+            error: dict[str, Any] = (await response.json())["error"]
+            return response.status, error
+
+    async def shown(self, question: Question) -> dict[str, Any] | None:
+        """The ledger's record of what is in flight."""
+        async with self.http.get(self.url + "/orchestrrl/requests", params={"id": question.id}) as response:
+            return await response.json() if response.status == 200 else None
+
+    async def running(self, question: Question, tokens: int = 1) -> dict[str, Any]:
+        """The record, once it has so many tokens where it is."""
+
+        async def has_tokens() -> dict[str, Any] | None:
+            shown = await self.shown(question)
+            there = shown is not None and shown["state"] == "running" and shown["generated_tokens"] >= tokens
+            return shown if there else None
+
+        shown = await until(has_tokens)
+        assert shown is not None
+        return shown
+
+    async def running_at(self, engine: str, count: int) -> list[dict[str, Any]]:
+        """So many records of requests that run on this engine, once there are."""
+
+        async def run() -> list[dict[str, Any]] | None:
+            async with self.http.get(self.url + "/orchestrrl/requests") as response:
+                shown = (await response.json())["in_flight"]
+            there = [item for item in shown if (item["engine"], item["state"]) == (engine, "running")]
+            return there if len(there) >= count else None
+
+        return await until(run) or []
+
+    async def waiting_at(self, question: Question, engine: str) -> dict[str, Any]:
+        """The record, once it waits for its next token there."""
+
+        async def waits() -> dict[str, Any] | None:
+            shown = await self.shown(question)
+            return shown if shown is not None and (shown["engine"], shown["state"]) == (engine, "waiting") else None
+
+        shown = await until(waits)
+        assert shown is not None
+        return shown
+
+    async def move(self, *moves: tuple[Question, str], method: str = "recompute") -> list[dict[str, Any]]:
+        """One order for all of them; one result for each."""
+        items = [{"request_id": question.id, "to_engine_id": engine, "method": method} for question, engine in moves]
+        async with self.http.post(self.url + "/orchestrrl/move", json={"moves": items}) as response:
+            assert response.status == 200, await response.text()
+            results: list[dict[str, Any]] = (await response.json())["items"]
+            return results
+
+    async def trusts(self, *engines: str) -> None:
+        """Return when the gateway would use all of these."""
+
+        async def trusted() -> bool:
+            async with self.http.get(self.url + "/health") as response:
+                return set(engines) <= set((await response.json())["engines"])
+
+        await until(trusted)
+
+    async def finished(self, *questions: Question) -> list[dict[str, Any]]:
+        """How each of these ended, once nothing is in flight; every one did, and once."""
+
+        async def ledger() -> list[dict[str, Any]] | None:
+            async with self.http.get(self.url + "/orchestrrl/requests") as response:
+                shown = await response.json()
+            return shown["finished"] if not shown["in_flight"] else None
+
+        wanted = [question.id for question in questions]
+        ended = [item for item in await until(ledger) or [] if item["id"] in wanted]
+        assert sorted(item["id"] for item in ended) == sorted(wanted)
+        return sorted(ended, key=lambda item: wanted.index(item["id"]))
+
+    async def metrics(self, engine: int) -> EngineMetrics:
+        """The engine's own word."""
+        return await _metrics(self.engines[engine].url)
+
+    async def idle(self, engine: int) -> EngineMetrics:
+        """The engine's metrics, once it has no request and no KV of any."""
+
+        async def freed() -> EngineMetrics | None:
+            now = await self.metrics(engine)
+            return now if now.running == now.waiting == 0 and now.kv_usage_fraction == 0 else None
+
+        now = await until(freed)
+        assert now is not None
+        return now
+
+    async def pause(self, engine: int) -> None:
+        """It takes requests and makes no token."""
+        async with self.http.post(f"{self.engines[engine].url}/pause?mode=keep&clear_cache=false") as response:
+            assert response.status == 200
+
+    async def resume(self, engine: int) -> None:
+        async with self.http.post(f"{self.engines[engine].url}/resume") as response:
+            assert response.status == 200
+
+    def freeze(self, engine: int) -> None:
+        """The engine's process stands still: it accepts connections, since the kernel does, and says nothing."""
+        os.killpg(self.engines[engine].pid, signal.SIGSTOP)
+
+    def thaw(self, engine: int) -> None:
+        os.killpg(self.engines[engine].pid, signal.SIGCONT)
+
+
+async def _metrics(url: str) -> EngineMetrics:
+    client = SimulatedEngine(url)
+    try:
+        return await client.metrics()
+    finally:
+        await client.close()
+
+
+def resident_peak_bytes(pid: int) -> int:
+    """The most memory that a process has held since its start, or since `forget_peak`."""
+    return _memory_bytes(pid, "VmHWM")
+
+
+def resident_bytes(pid: int) -> int:
+    return _memory_bytes(pid, "VmRSS")
+
+
+def forget_peak(pid: int) -> None:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def _memory_bytes(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) << 10
+
+
+async def start_engine(name: str, log_dir: Path, **flags: object) -> LocalEngine:
+    """A simulated one: `kv_capacity_tokens=4096` for `--kv-capacity-tokens 4096`."""
+    arguments = [text for flag, value in flags.items() for text in (f"--{flag.replace('_', '-')}", str(value))]
+    return await start_simulated(name, log_dir=log_dir, arguments=arguments)
+
+
+async def start_bad_engine(log_dir: Path) -> LocalEngine:
+    return await asyncio.to_thread(_bad_engine, log_dir / "bad-engine.log")
+
+
+def _bad_engine(log_path: Path) -> LocalEngine:
+    command = [sys.executable, str(Path(__file__).parent / "bad_engine.py")]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
+    assert process.stdout is not None
+    url = process.stdout.readline().decode().strip()
+    assert url.startswith("http://"), log_path.read_text()
+    return LocalEngine(process.pid, url, log_path, process)
+
+
+async def start_gateway(engines: Sequence[LocalEngine], log_dir: Path, *arguments: str) -> GatewayProcess:
+    flags = [f"--engine=e{index}={engine.url}" for index, engine in enumerate(engines)]
+    gateway = GatewayProcess(log_dir / "gateway.log", ["--engine-kind", "simulated", *flags, *arguments])
+    await gateway.start()
+    return gateway
+
+
+def session() -> aiohttp.ClientSession:
+    """A connection for each request, and no limit on them."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=WITHIN_S)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20)

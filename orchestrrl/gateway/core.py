@@ -2,14 +2,18 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError
 from orchestrrl.gateway.ask import Ask
 from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.gate import Gate
+from orchestrrl.gateway.groups import Groups
 from orchestrrl.gateway.ledger import Failure, Ledger, Record
 from orchestrrl.gateway.relay import Limits, Relay
+from orchestrrl.gateway.versions import lag
 from orchestrrl.operations import ItemResult, RequestMove, Route
 from orchestrrl.reports import GatewayReport
 from planner.model import EngineId, NodeId, RequestId
@@ -77,11 +81,11 @@ class Job:
             self._gateway.close(record)
 
     def _relay(self, record: Record) -> Relay:
-        relay = Relay(record, self._gateway.fleet, self._gateway.limits, self._gateway.clock, self._grown)
-        self._gateway.relays[record.id] = relay
-        return relay
+        return self._gateway.relay(record, self._grown)
 
     def _grown(self, record: Record) -> None:
+        if record.done:
+            self._gateway.answered(record)
         self._wake.set()
         if self._listener is not None:
             self._listener(record)
@@ -111,6 +115,10 @@ class Gateway:
         self.clock = clock
         self.ledger = Ledger()
         self.relays: dict[RequestId, Relay] = {}
+        self.groups = Groups()
+        self.gate = Gate(fleet, self.relays, clock)
+        self.version_lags: Counter[int] = Counter()  # answers that ended, by how old their oldest token was
+        self.cancelled_total: Counter[str] = Counter()  # by reason
         self.moves_done = 0
         self.moves_refused = 0
         self.tokens_recomputed = 0
@@ -119,15 +127,45 @@ class Gateway:
     def job(self, ask: Ask) -> Job:
         return Job(ask, self)
 
+    def relay(self, record: Record, grown: Callable[[Record], None]) -> Relay:
+        """The record begins to be relayed."""
+        relay = Relay(record, self.fleet, self.limits, self.clock, grown)
+        self.relays[record.id] = relay
+        self.groups.enter(record)
+        return relay
+
+    def answered(self, record: Record) -> None:
+        """The record has its answer, or none; its client may not have it yet."""
+        if record.versions.oldest is not None:
+            self.version_lags[lag(record.versions.oldest, self.fleet.policy_version)] += 1
+        for other in self.groups.ended(record):
+            self._cancel(other, "redundant")
+
     def close(self, record: Record) -> None:
         """A job is over: forget the record, and remember that it was there."""
         if not record.done:
             record.finish("abort", None, self.clock.now_s())
-        self.relays.pop(record.id, None)
+        if self.relays.pop(record.id, None) is not None:
+            self.groups.leave(record)
         self.ledger.close(record)
 
+    def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> tuple[RequestId, ...]:
+        """End these answers where they are. Returns those that had not ended yet."""
+        named = [record for name in requests if (record := self.ledger.get(name)) is not None]
+        named += [record for group in groups for record in self.groups.members(group)]
+        return tuple(record.id for record in named if self._cancel(record, reason or "cancelled"))
+
+    def _cancel(self, record: Record, reason: str) -> bool:
+        relay = self.relays.get(record.id)
+        if relay is None or not relay.end("abort", reason):
+            return False
+        self.cancelled_total[reason] += 1
+        return True
+
     def set_routes(self, routes: Iterable[Route]) -> list[str]:
-        return self.fleet.set_routes(routes)
+        faults = self.fleet.set_routes(routes)
+        self.gate.wake_engines()
+        return faults
 
     async def move(self, moves: Sequence[RequestMove]) -> tuple[ItemResult, ...]:
         """Carry out all of them at once; one result for each, in order."""
@@ -146,6 +184,8 @@ class Gateway:
     async def _move(self, move: RequestMove) -> ItemResult:
         relay = self.relays.get(move.request)
         target = self.fleet.get(move.to_engine)
+        if not self.fleet.gate_open:
+            return ItemResult(move.request, False, "the gate is closed")
         if relay is None:
             detail = "finished before the move" if self.knows(move.request) else "no such request"
             return ItemResult(move.request, False, detail)
@@ -164,7 +204,7 @@ class Gateway:
         now_s = self.clock.now_s()
         sequence, finished = self.ledger.report()
         in_flight = tuple(record.view(now_s) for record in self.ledger)
-        return GatewayReport(self.node, sequence, now_s, self.url, in_flight, finished)
+        return GatewayReport(self.node, sequence, now_s, self.url, in_flight, finished, self.gate.report())
 
     async def watch(self) -> None:
         """Leave engines that hang, until cancelled."""

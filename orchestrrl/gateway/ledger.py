@@ -87,6 +87,11 @@ class Record:
     def text(self) -> str:
         return self._text.getvalue()
 
+    def text_from(self, start: int) -> str:
+        """The text from a character on."""
+        self._text.seek(start)
+        return self._text.read()  # and what is written next goes to the end again
+
     @property
     def prompt_tokens(self) -> int:
         """Exact once the prompt was tokenised, before that an estimate."""

@@ -12,8 +12,11 @@ from orchestrrl import __version__
 from orchestrrl.clock import Clock
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.operations import (
+    CancelRequests,
+    CloseGate,
     ItemResult,
     MoveRequests,
+    OpenGate,
     Operation,
     OperationResult,
     OperationStatus,
@@ -69,6 +72,16 @@ class GatewayLink:
             case MoveRequests(moves):
                 items = await self._gateway.move(moves)
                 return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
+            case CloseGate() as order:
+                items = await self._gateway.gate.close(order)
+                return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
+            case OpenGate() as order:
+                items = await self._gateway.gate.open(order)
+                return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
+            case CancelRequests(requests, groups, reason):
+                cancelled = self._gateway.cancel(requests, groups, reason)
+                items = tuple(ItemResult(name, True) for name in cancelled)
+                return OperationResult(operation.id, self._gateway.node, OperationStatus.DONE, items=items)
             case other:
                 detail = f"{other.kind} is for agents, not for gateways"
                 return OperationResult(operation.id, self._gateway.node, OperationStatus.FAILED, detail)

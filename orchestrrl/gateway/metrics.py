@@ -4,13 +4,16 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from orchestrrl.gateway.versions import OnStale
 
 if TYPE_CHECKING:
     from orchestrrl.gateway.core import Gateway
 
 PREFIX = "orchestrrl_gateway"
+LAG_BOUNDS = (0, 1, 2, 4, 8, 16)  # policy versions
 
 
 class GatewayCollector(Collector):
@@ -24,6 +27,8 @@ class GatewayCollector(Collector):
         yield from self._requests()
         yield from self._moves()
         yield from self._engines()
+        yield from self._gate()
+        yield from self._versions()
 
     def _requests(self) -> Iterator[Metric]:
         in_flight = GaugeMetricFamily(
@@ -74,3 +79,46 @@ class GatewayCollector(Collector):
             usable.add_metric((slot.id,), slot.usable)
             failures.add_metric((slot.id,), slot.failures_total)
         yield from (usable, failures)
+
+    def _gate(self) -> Iterator[Metric]:
+        gate, report = self._gateway.gate, self._gateway.gate.report()
+        closed = GaugeMetricFamily(f"{PREFIX}_gate_closed", "1: nothing goes to engines, weights are being changed.")
+        closed.add_metric((), gate.closed is not None)
+        closed_s = CounterMetricFamily(f"{PREFIX}_gate_closed_seconds", "Time for which the gate has been closed.")
+        closed_s.add_metric((), gate.closed_total_s)
+        expired = CounterMetricFamily(
+            f"{PREFIX}_gate_leases_expired", "Leases that ended before whoever held them had the gate opened."
+        )
+        expired.add_metric((), gate.expired_total)
+        frozen = GaugeMetricFamily(f"{PREFIX}_requests_frozen", "Requests that stand still on paused engines.")
+        frozen.add_metric((), report.frozen)
+        yield from (closed, closed_s, expired, frozen)
+
+    def _versions(self) -> Iterator[Metric]:
+        gateway = self._gateway
+        version = GaugeMetricFamily(
+            f"{PREFIX}_policy_version", "Of each engine's weights, where it was told.", labels=("engine",)
+        )
+        for slot in gateway.fleet:
+            if slot.policy_version is not None:
+                version.add_metric((slot.id,), slot.policy_version)
+        lags = HistogramMetricFamily(
+            f"{PREFIX}_answer_version_lag",
+            "Of answers that ended: policy versions by which the oldest token was behind the fleet's.",
+        )
+        counts = gateway.version_lags
+        bounds = [(str(bound), sum(n for lag, n in counts.items() if lag <= bound)) for bound in LAG_BOUNDS]
+        lags.add_metric(
+            (), [*bounds, ("+Inf", counts.total())], sum_value=sum(lag * count for lag, count in counts.items())
+        )
+        stale = CounterMetricFamily(
+            f"{PREFIX}_stale_requests", "Requests older than their bound, by what became of them.", labels=("action",)
+        )
+        for action in OnStale:
+            stale.add_metric((action,), gateway.gate.stale_total[action])
+        cancelled = CounterMetricFamily(
+            f"{PREFIX}_requests_cancelled", "Requests that were ended by order, by reason.", labels=("reason",)
+        )
+        for reason, count in sorted(gateway.cancelled_total.items()):
+            cancelled.add_metric((reason,), count)
+        yield from (version, lags, stale, cancelled)

@@ -15,6 +15,7 @@ from orchestrrl.engines.base import Endpoint
 from orchestrrl.gateway.ask import BadAsk, read_ask
 from orchestrrl.gateway.core import Gateway, Job
 from orchestrrl.gateway.door import Door, Head, House
+from orchestrrl.gateway.gate_http import GateFace
 from orchestrrl.gateway.ledger import DuplicateRequest, Failure, Record
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.openai import DONE, ChunkWriter, error_body, event, response, usage_chunk
@@ -72,6 +73,7 @@ class Server:
         self._house: House | None = None
         self._servers: list[asyncio.Server] = []
         self.elsewhere: Elsewhere | None = None  # has a request moved that another gateway holds
+        self.gate = GateFace(gateway)
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[openai_errors])
         self.app.add_routes(
             [
@@ -83,6 +85,7 @@ class Server:
                 web.get("/version", self._version),
                 web.get("/orchestrrl/requests", self._requests),
                 web.post("/orchestrrl/move", self._move),
+                *self.gate.routes(),
             ]
         )
 
@@ -195,6 +198,8 @@ class Server:
                 tag=tag,
                 default_model=self._gateway.default_model(),
                 now_s=self._gateway.clock.now_s(),
+                max_version_lag=self._gateway.limits.max_version_lag,
+                on_stale=self._gateway.limits.on_stale,
             )
         except BadAsk as fault:
             return failure_of(str(fault), 400, fault.param)

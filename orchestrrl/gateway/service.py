@@ -14,9 +14,10 @@ from orchestrrl.engines.base import Engine, connect
 from orchestrrl.errors import Permanent
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.gate_link import DaemonGate
 from orchestrrl.gateway.link import GatewayLink
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing import Policy
+from orchestrrl.gateway.routing import Routing
 from orchestrrl.gateway.server import Server
 from orchestrrl.operations import Route
 from planner.model import NodeId
@@ -34,7 +35,8 @@ class GatewayOptions:
     engines: tuple[Route, ...]
     engine_kind: str
     daemon: str | None
-    policy: Policy
+    routing: Routing
+    queue_depth: int
     limits: Limits
     report_interval_s: float
     drain_s: float
@@ -76,7 +78,7 @@ async def serve(
     def connect_engine(url: str) -> Engine:
         return connect(options.engine_kind, url)
 
-    fleet = Fleet(connect_engine, clock=clock, policy=options.policy)
+    fleet = Fleet(connect_engine, clock=clock, routing=options.routing, queue_depth=options.queue_depth)
     core = Gateway(options.node, fleet, limits=options.limits, clock=clock)
     server = Server(core, plain=options.plain_http)
     try:
@@ -89,8 +91,10 @@ async def serve(
     if options.daemon is not None:
         link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s, clock=clock)
         tasks.append(asyncio.create_task(link.run()))
+        server.gate.daemon = DaemonGate(options.daemon)
         if place is not None:
             server.elsewhere = link.move_elsewhere
+    server.gate.alone = place is None
     if place is not None:
         await server.listen(options.host, place.shared_port, shared=True)
     stopping = asyncio.Event()
@@ -105,6 +109,8 @@ async def serve(
     await asyncio.wait({ending, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     if stop_on is not None:
         loop.remove_reader(stop_on)
+    if options.daemon is None:
+        await core.gate.stop()
     left = await server.drain(options.drain_s)
     if left:
         logger.warning("cutting %d requests that did not finish within %g s", left, options.drain_s)

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `start` to `end`, without the latter, and the policy that generated them; None: nobody told its version."""
+    """Tokens `start` to `end`, without the latter, and the policy that they are from; None: nobody told its version."""
 
     version: int | None
     start: int

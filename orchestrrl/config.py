@@ -51,15 +51,20 @@ def _check_address(address: str) -> str:
     return address
 
 
-def _check_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+def check_url(url: str) -> str:
+    """The URL of an engine. Raises ValueError with what is wrong."""
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket that is not closed, a port that is no number
+        whole = False
+    if not whole:
         raise ValueError("must be an http:// or https:// URL")
     return url
 
 
 Address = Annotated[str, AfterValidator(_check_address)]
-Url = Annotated[str, AfterValidator(_check_url)]
+Url = Annotated[str, AfterValidator(check_url)]
 
 
 class Listen(Section):
@@ -158,6 +163,7 @@ class EngineSettings(Section):
     gpus: tuple[NonNegativeInt, ...] = Field(default=(), strict=False)
     max_sequences: PositiveInt | None = None
     kv_capacity_tokens: PositiveInt | None = None
+    pool: str = ""  # engines of a kind, which requests' tags may prefer; empty: none
 
     @property
     def engine(self) -> EngineId:
@@ -431,7 +437,8 @@ fleet:
        max_sequences: 1024, prefill_tokens_per_s: 18000.0, switch_s: 1.7}
     - {id: tp4, gpus: 4, alpha_s: 0.0155, beta_s: 0.000078, gamma_s: 2.0e-8, kv_capacity_tokens: 1315307,
        max_sequences: 1024, prefill_tokens_per_s: 36000.0, switch_s: 1.9}
-  engines:
+  engines:                      # `orchestrrl engines add` brings more while the daemon runs
+    # Engines of one pool are of a kind, which requests' tags may prefer: {..., pool: long-context}.
     - {id: e0, url: "http://127.0.0.1:8000", configuration: tp2, gpus: [0, 1]}
     - {id: e1, url: "http://127.0.0.1:8001", configuration: tp2, gpus: [2, 3], max_sequences: 256}
 

@@ -19,6 +19,7 @@ from orchestrrl.clock import Clock
 from orchestrrl.config import Config
 from orchestrrl.engine_facts import engine_facts
 from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
+from orchestrrl.execute.enrolment import Enrolment
 from orchestrrl.execute.moves import MovesOutcome, run_moves
 from orchestrrl.execute.routes import Routes
 from orchestrrl.execute.runner import Runner
@@ -77,6 +78,7 @@ class ControlPlane:
         self.nodes = NodeRegistry()
         self.runner = Runner(journal, self.nodes, clock, self._closed)
         self.routes = Routes(config, self.state, self.nodes, self.runner, journal, clock)
+        self.enrolment = Enrolment(config, self.state, self.routes, journal, clock, self._start_moves)
         self.plans = PlanBook(journal, clock)
         self.planning = Planning(config, self._note_costs, self._today)
         self.started_s = clock.now_s()
@@ -170,9 +172,8 @@ class ControlPlane:
         if acts or before is None or before.verdict.code != decision.verdict.code:
             self._note_balance(decision, snapshot)
         if acts:
-            task = asyncio.create_task(self._move(decision.moves, snapshot))
-            self._moving.add(task)
-            task.add_done_callback(self._moved)
+            self._start_moves(decision.moves, snapshot)
+        self.enrolment.tick(snapshot)
         self.routes.send(snapshot.engines)
         self.fast_tick_s = self._stopwatch() - began
         return decision
@@ -244,6 +245,8 @@ class ControlPlane:
         if engines[to_engine].health is not EngineHealth.OK:
             raise Permanent(f"engine {to_engine} is {engines[to_engine].health}: {engines[to_engine].health_detail}")
         return await self._move((RequestMove(request, found.engine, to_engine),), snapshot)
+        if engines[to_engine].draining:
+            raise Permanent(f"engine {to_engine} is draining: `orchestrrl engines drain {to_engine} --undo` first")
 
     def set_mode(self, mode: Mode, reason: str) -> Mode:
         """The mode from now on, also after a restart while the configured one stays the same; returns the previous."""
@@ -257,7 +260,7 @@ class ControlPlane:
     def reconfigure(self, config: Config) -> None:
         """Take over a reloaded configuration, as far as it may change while running."""
         configured, self.config = self.config.mode, config
-        self.routes.config = config
+        self.routes.config = self.enrolment.config = config
         self.state.set_facts(engine_facts(config))
         self.planning.reconfigure(config, self.state.snapshot(self.clock.now_s()), self.journal)
         self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
@@ -336,6 +339,12 @@ class ControlPlane:
         return await run_moves(self.runner, priced, self.state.gateway_of, self.config.fast.operation_expiry_s)
 
     def _moved(self, task: asyncio.Task[MovesOutcome]) -> None:
+    def _start_moves(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> asyncio.Task[MovesOutcome]:
+        task = asyncio.create_task(self._move(moves, snapshot))
+        self._moving.add(task)
+        task.add_done_callback(self._moved)
+        return task
+
         self._moving.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("moves failed: %s", task.exception())

@@ -20,6 +20,7 @@ def engine_facts(config: Config) -> list[EngineFacts]:
                 max_sequences=engine.max_sequences or (configuration.max_sequences if configuration else None),
                 kv_capacity_tokens=engine.kv_capacity_tokens
                 or (configuration.kv_capacity_tokens if configuration else None),
+                pool=engine.pool,
             )
         )
     return facts

@@ -3,7 +3,7 @@
 One process writes (a lock file beside the journal sees to it), any number read meanwhile. An entry is on disk for good
 once `append` returns, as far as a killed process goes; a power cut may take the last few, never a generation. The
 oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations, and the latest control,
-calibration, change of the deployment, mode and routes.
+calibration, change of the deployment, mode, routes, gate and roster of engines.
 """
 
 import asyncio
@@ -36,6 +36,7 @@ class Kind(StrEnum):
     NODE_ATTACHED = "node.attached"
     NODE_DETACHED = "node.detached"
     ENGINE_HEALTH = "engine.health"
+    ENGINES = "engines"  # an operator added, drained or removed one; who stands how since
     STEP_ENDED = "step.ended"
     PLAN = "plan"
     PLAN_ACTED = "plan.acted"
@@ -48,6 +49,7 @@ class Kind(StrEnum):
     ENGINE_STOPPED = "engine.stopped"
     PROFILE_REFITTED = "profile.refitted"
     BALANCE = "balance"
+    GATE = "gate"
     ROUTES = "routes"
     OPERATION_INTENT = "operation.intent"
     OPERATION_SENT = "operation.sent"
@@ -99,6 +101,8 @@ _RECOVERED_FROM_LATEST = (
     Kind.DEPLOYMENT_ENDED,
     Kind.MODE,
     Kind.ROUTES,
+    Kind.ENGINES,
+    Kind.GATE,
 )
 
 

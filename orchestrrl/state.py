@@ -38,7 +38,7 @@ CENSORED = "length"
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the configuration says of an engine; it stands where the engine itself does not tell."""
+    """What the configuration or an operator says of an engine; it stands where the engine itself does not tell."""
 
     id: EngineId
     url: str
@@ -46,6 +46,7 @@ class EngineFacts:
     gpus: tuple[GpuId, ...] = ()
     max_sequences: int | None = None
     kv_capacity_tokens: int | None = None
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,10 @@ class State:
     def __init__(self, facts: Iterable[EngineFacts] = (), forget_after_s: float = 60.0) -> None:
         self._facts = {fact.id: fact for fact in facts}
         self._deployed: dict[EngineId, EngineFacts] = {}  # since the start, by us
+        self._added: dict[EngineId, EngineFacts] = {}  # by an operator
         self._removed: set[EngineId] = set()
+        self._barred: frozenset[EngineId] = frozenset()  # by an operator: whoever reports them, they are none
+        self._draining: frozenset[EngineId] = frozenset()  # by an operator
         self._forget_after_s = forget_after_s
         self._engines: dict[EngineId, _EngineRecord] = {}
         self._gateways: dict[NodeId, _GatewayRecord] = {}
@@ -108,12 +112,30 @@ class State:
         self.totals = Totals()
 
     def set_facts(self, facts: Iterable[EngineFacts]) -> None:
-        """What the configuration says, as far as no deployment has overtaken it."""
-        configured = {fact.id: fact for fact in facts if fact.id not in self._removed}
-        self._facts = {**configured, **self._deployed}
+        """What the configuration says, as far as no deployment and no operator has overtaken it."""
+        configured = {fact.id: fact for fact in facts if fact.id not in self._removed | self._barred}
+        self._facts = {**configured, **self._deployed, **self._added}
+
+    def set_roster(
+        self, added: Iterable[EngineFacts], draining: Iterable[EngineId], removed: Iterable[EngineId]
+    ) -> None:
+        """The operators' word. Who is removed is none of ours, also while an agent reports it well."""
+        self._draining, self._barred = frozenset(draining), frozenset(removed)
+        for engine in self._barred:
+            self._deployed.pop(engine, None)
+            self._facts.pop(engine, None)
+            if engine in self._engines:  # what it offers is told once
+                self._engines[engine] = _EngineRecord(capabilities=self._engines[engine].capabilities)
+        for engine in self._added:
+            self._facts.pop(engine, None)
+        self._added = {facts.id: facts for facts in added}
+        self._removed.difference_update(self._added)
+        self._facts.update(self._added)
 
     def add_engine(self, facts: EngineFacts) -> None:
-        """An engine that was deployed."""
+        """An engine that was deployed, unless an operator has removed it since."""
+        if facts.id in self._barred:
+            return
         self._removed.discard(facts.id)
         self._deployed[facts.id] = self._facts[facts.id] = facts
 
@@ -139,6 +161,10 @@ class State:
 
     def fold_engine(self, report: EngineReport, received_s: float, stream: int = 0) -> bool:
         """Take a report in, unless one at least as new is held. True: it was taken."""
+        if report.engine in self._barred:
+            if report.capabilities is not None:
+                self._engines[report.engine] = _EngineRecord(capabilities=report.capabilities)
+            return False
         if report.engine in self._removed:
             if report.health is not EngineHealth.OK:
                 return False
@@ -287,7 +313,7 @@ class State:
         for record in self._live_gateways(now_s).values():
             known.update(record.engines)
             known.update(request.engine for request in record.in_flight if request.engine is not None)
-        return known - self._removed
+        return known - self._removed - self._barred
 
     def _requests(self, now_s: float) -> tuple[RequestView, ...]:
         newest: dict[RequestId, tuple[float, NodeId, RequestView]] = {}
@@ -350,6 +376,8 @@ class State:
             gpus=facts.gpus,
             health_detail=detail,
             preemptions_total=sample.preemptions_total if sample else 0,
+            pool=facts.pool,
+            draining=engine in self._draining,
         )
 
     def _health(self, record: _EngineRecord, now_s: float) -> tuple[EngineHealth, str]:

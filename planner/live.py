@@ -53,10 +53,11 @@ def live_fleet(
     per_node: int,
     max_moves_per_request: int,
 ) -> LiveFleet:
-    """What `snapshot` has to decide on. Engines that are gone, answer nonsense or run an unknown configuration are left
-    alone; requests on engines that are gone count as held by their gateway."""
+    """What `snapshot` has to decide on. Engines that are gone, answer nonsense, are being drained or run an unknown
+    configuration are left alone; requests on engines that are gone count as held by their gateway."""
     known = {configuration.id: configuration for configuration in configurations}
-    answering = [engine for engine in snapshot.engines if engine.health in ANSWERING]
+    draining = {engine.id for engine in snapshot.engines if engine.draining and engine.health in ANSWERING}
+    answering = [e for e in snapshot.engines if e.health in ANSWERING and not e.draining]
     engines = [engine for engine in answering if engine.configuration in known]
     strangers = {engine.id for engine in answering if engine.configuration not in known}
     gpus = _gpus(snapshot.engines, engines, known, gpus_count, per_node)
@@ -66,7 +67,11 @@ def live_fleet(
         notes.append(
             f"{_named(sorted(strangers))} run an unknown configuration and are left alone with {held} requests"
         )
-    rows = [row for row, request in enumerate(snapshot.requests) if request.engine not in strangers]
+    if draining:
+        held = sum(request.engine in draining for request in snapshot.requests)
+        notes.append(f"{_named(sorted(draining))} are being drained and are left alone with {held} requests")
+    alone = strangers | draining
+    rows = [row for row, request in enumerate(snapshot.requests) if request.engine not in alone]
     requests = tuple(snapshot.requests[row] for row in rows)
     place = {engine.id: index for index, engine in enumerate(engines)}
     return LiveFleet(

@@ -127,6 +127,7 @@ class EngineView:
     preemptions_total: int = 0
     pool: str = ""  # engines of a kind, which requests' tags may prefer
     policy_version: int | None = None  # of its weights
+    draining: bool = False  # an operator wants it empty: nothing new goes there
 
 
 @dataclass(frozen=True, slots=True)

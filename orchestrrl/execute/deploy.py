@@ -77,7 +77,9 @@ class FleetDeployment:
     async def _change(self, plan: Plan) -> DeploymentOutcome:
         wanted = {instance.id: instance for instance in plan.instances}
         running = {deployed.engine: deployed for deployed in await self._deployer.observe()}
-        leaving = [engine for engine in running if engine not in wanted]
+        # Those that an operator drains are no part of the plan, and their requests finish.
+        drained = {view.id for view in self._plane.state.engines(self._plane.clock.now_s()) if view.draining}
+        leaving = [engine for engine in running if engine not in wanted and engine not in drained]
         starting = [instance for instance in plan.instances if instance.id not in running]
         body = {"stop": leaving, "start": [instance.id for instance in starting]}
         self._plane.journal.append(self._plane.clock.now_s(), Kind.DEPLOYMENT_BEGAN, plan.id, body)

@@ -57,6 +57,7 @@ class Routes:
         return f"{engine.configuration}/{links.weights}"
 
     def _route(self, engine: EngineView) -> Route:
+        fresh = engine.age_s is not None and engine.age_s <= self.config.fast.stale_after_s
         return Route(
             engine=engine.id,
             url=engine.url,
@@ -65,6 +66,8 @@ class Routes:
             kv_capacity_tokens=engine.kv_capacity_tokens,
             kv_free_tokens=engine.kv_free_tokens,
             max_sequences=engine.max_sequences,
-            draining=engine.id in self.draining,
+            draining=engine.draining or engine.id in self.draining,
             kv_version=self.kv_version(engine),
+            pool=engine.pool,
+            waiting=engine.waiting if fresh else None,
         )

@@ -6,7 +6,8 @@ import grpc
 
 from orchestrrl import __version__
 from orchestrrl.control_plane import ControlPlane
-from orchestrrl.errors import Permanent
+from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.execute.enrolment import NewEngine
 from orchestrrl.rpc import convert, convert_control
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
 from orchestrrl.rpc.refusals import Context, read, refusing
@@ -95,6 +96,34 @@ class ControlService(control_pb2_grpc.ControlServicer):
         item = outcome.items[0]
         operation = outcome.operations[0].operation if outcome.operations else ""
         return control_pb2.MoveRequestResponse(done=item.done, detail=item.detail, operation_id=operation)
+
+    async def AddEngine(self, request: control_pb2.AddEngineRequest, context: Context) -> control_pb2.Worker:
+        new = NewEngine(request.engine_id, request.url, request.configuration, tuple(request.gpus), request.pool)
+        async with refusing(context):
+            self._plane.enrolment.add(new, request.reason)
+        return convert_control.worker_to_pb(self._plane, EngineId(request.engine_id))
+
+    async def DrainEngine(self, request: control_pb2.DrainEngineRequest, context: Context) -> control_pb2.Worker:
+        engine = EngineId(request.engine_id)
+        async with refusing(context):
+            if request.undo and request.move_requests:
+                raise ProblemFaults(["move_requests: cannot go with undo, got both"])
+            if request.undo:
+                self._plane.enrolment.undrain(engine, request.reason)
+            else:
+                self._plane.enrolment.drain(engine, request.move_requests, request.reason)
+        return convert_control.worker_to_pb(self._plane, engine)
+
+    async def RemoveEngine(
+        self, request: control_pb2.RemoveEngineRequest, context: Context
+    ) -> control_pb2.RemoveEngineResponse:
+        async with refusing(context):
+            removal = await self._plane.enrolment.remove(EngineId(request.engine_id), request.force, request.reason)
+        return control_pb2.RemoveEngineResponse(
+            engine_id=request.engine_id,
+            requests_moved=removal.requests_moved,
+            requests_left=removal.requests_left,
+        )
 
     async def WatchJournal(
         self, request: control_pb2.WatchJournalRequest, context: Context

@@ -1,6 +1,7 @@
 """Between the daemon's values and the Control service's messages. Beside convert.py because nodes do not need it."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 
 from orchestrrl.balance import BalanceDecision
@@ -13,7 +14,7 @@ from orchestrrl.rpc.convert import capabilities_to_pb, health_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
 from planner.calibration import Calibration
 from planner.gate import Control
-from planner.model import Alternative, EngineView, Mode, Plan, PlannedInstance, RequestState, Snapshot
+from planner.model import Alternative, EngineId, EngineView, Mode, Plan, PlannedInstance, RequestState, Snapshot
 
 _MODE_TO_PB = {Mode.ADVISE: pb.MODE_ADVISE, Mode.ACT: pb.MODE_ACT}
 _MODE_FROM_PB = {message: mode for mode, message in _MODE_TO_PB.items()}
@@ -57,10 +58,18 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
 
 
 def workers_to_pb(plane: ControlPlane, snapshot: Snapshot) -> list[pb.Worker]:
-    return [_worker_to_pb(engine, plane) for engine in snapshot.engines]
+    held = Counter(request.engine for request in snapshot.requests)
+    return [_worker_to_pb(engine, held[engine.id], plane) for engine in snapshot.engines]
 
 
-def _worker_to_pb(engine: EngineView, plane: ControlPlane) -> pb.Worker:
+def worker_to_pb(plane: ControlPlane, engine: EngineId) -> pb.Worker:
+    """The one engine; little more than its name where it was drained and is not seen any more."""
+    snapshot = plane.state.snapshot(plane.clock.now_s())
+    found = next((worker for worker in workers_to_pb(plane, snapshot) if worker.engine_id == engine), None)
+    return found or pb.Worker(engine_id=engine, draining=engine in plane.enrolment.roster.draining)
+
+
+def _worker_to_pb(engine: EngineView, requests: int, plane: ControlPlane) -> pb.Worker:
     capabilities = plane.state.capabilities(engine.id)
     return pb.Worker(
         engine_id=engine.id,
@@ -78,6 +87,11 @@ def _worker_to_pb(engine: EngineView, plane: ControlPlane) -> pb.Worker:
         preemptions_total=engine.preemptions_total,
         max_sequences=engine.max_sequences,
         capabilities=capabilities_to_pb(capabilities) if capabilities else None,
+        draining=engine.draining,
+        pool=engine.pool,
+        policy_version=engine.policy_version,
+        requests=requests,
+        reported=plane.state.reported(engine.id),
     )
 
 

@@ -89,7 +89,8 @@ def balance_problem(snapshot: Snapshot, settings: FastSettings) -> Problem:
 
 
 def _usable(engine: EngineView, settings: FastSettings) -> bool:
-    return engine.health is EngineHealth.OK and engine.age_s is not None and engine.age_s <= settings.stale_after_s
+    fresh = engine.age_s is not None and engine.age_s <= settings.stale_after_s
+    return fresh and engine.health is EngineHealth.OK and not engine.draining
 
 
 def _with_headroom(worker: Worker, headroom_tokens: int) -> Worker:

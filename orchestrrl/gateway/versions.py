@@ -46,7 +46,7 @@ class Versions:
 
     def spans(self, tokens: int) -> tuple[Span, ...]:
         """Of an answer of so many tokens."""
-        ends = [start for start, _ in self._starts[1:]] + [tokens]
+        ends = [*(start for start, _ in self._starts[1:]), tokens][: len(self._starts)]
         return tuple(
             Span(version, start, end) for (start, version), end in zip(self._starts, ends, strict=True) if end > start
         )

@@ -1,6 +1,8 @@
 """`orchestrrl gateway`: serve OpenAI's endpoints in front of the engines."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -10,7 +12,7 @@ from orchestrrl.cli.output import reporting_errors
 from orchestrrl.engines.base import connect
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing import Policy
+from orchestrrl.gateway.routing import DEFAULT_POLICY, STRATEGIES, Routing, Slack
 from orchestrrl.gateway.service import GatewayOptions, log_to_stderr, serve
 from orchestrrl.operations import Route
 from planner.model import EngineId, NodeId
@@ -26,7 +28,24 @@ def gateway(
         list[str] | None, typer.Option(help="ID=URL of an engine; repeat it. The daemon's routes replace these.")
     ] = None,
     daemon: Annotated[str | None, typer.Option(help="The daemon's address, HOST:PORT or unix:PATH.")] = None,
-    policy: Annotated[str, typer.Option(help="load_index | round_robin")] = Policy.LOAD_INDEX.value,
+    policy: Annotated[str, typer.Option(help=" | ".join(STRATEGIES))] = DEFAULT_POLICY,
+    affinity: Annotated[
+        list[str] | None,
+        typer.Option(help="TAG=POOL: requests of this tag prefer the engines of this pool; repeat it."),
+    ] = None,
+    pool: Annotated[
+        list[str] | None, typer.Option(help="ENGINE=POOL of an --engine; repeat it. The daemon's word replaces it.")
+    ] = None,
+    affinity_slack: Annotated[
+        int,
+        typer.Option(help="An engine is preferred up to a quarter and this many requests beyond the least loaded one."),
+    ] = Slack().requests,
+    queue_depth: Annotated[
+        int,
+        typer.Option(
+            help="Let so many requests wait on an engine for their first token, and the others here. 0: all wait there."
+        ),
+    ] = 0,
     engine_kind: Annotated[str, typer.Option(help="Which engine product the URLs are.")] = "vllm",
     gateway_id: Annotated[str, typer.Option("--id", help="This gateway's name. Default: host name and port.")] = "",
     engine_wait_s: Annotated[float, typer.Option(help="Wait this long for any engine before an error.")] = 30.0,
@@ -59,6 +78,10 @@ def gateway(
             engines=engine or [],
             daemon=daemon,
             policy=policy,
+            affinity=affinity or [],
+            pools=pool or [],
+            affinity_slack=affinity_slack,
+            queue_depth=queue_depth,
             engine_kind=engine_kind,
             gateway_id=gateway_id,
             engine_wait_s=engine_wait_s,
@@ -94,22 +117,32 @@ def read_options(
     coalesce_tokens: int,
     processes: int,
     log_level: str,
+    affinity: Sequence[str] = (),
+    pools: Sequence[str] = (),
+    affinity_slack: int = Slack().requests,
+    queue_depth: int = 0,
     plain_http: bool = False,
 ) -> GatewayOptions:
     """Raises ProblemFaults that names every bad flag."""
     faults: list[str] = []
     host, port = _address(listen, faults)
     routes = _routes(engines, faults)
+    tags = _pairs("affinity", "TAG=POOL", affinity, faults)
+    pool_of = _pairs("pool", "ENGINE=POOL", pools, faults)
+    strangers = pool_of.keys() - {route.engine for route in routes}
+    faults += [f"--pool: {name!r} is no --engine" for name in sorted(strangers)]
     if not engines and daemon is None:
         faults.append("--engine: is missing, and there is no --daemon to name engines either")
     if daemon is not None and not daemon.startswith("unix:") and not daemon.rpartition(":")[2].isdecimal():
         faults.append(f"--daemon: must be HOST:PORT or unix:PATH, got {daemon!r}")
-    if policy not in list(Policy):
-        faults.append(f"--policy: must be one of {', '.join(Policy)}, got {policy!r}")
+    if policy not in STRATEGIES:
+        faults.append(f"--policy: must be one of {', '.join(STRATEGIES)}, got {policy!r}")
     durations = {"engine-wait-s": engine_wait_s, "stall-s": stall_s, "report-interval-s": report_interval_s}
     faults += [f"--{name}: must be > 0, got {value:g}" for name, value in durations.items() if not value > 0]
     if not drain_s >= 0:
         faults.append(f"--drain-s: must be >= 0, got {drain_s:g}")
+    numbers = {"affinity-slack": affinity_slack, "queue-depth": queue_depth}
+    faults += [f"--{name}: must be >= 0, got {value}" for name, value in numbers.items() if value < 0]
     counts = {"coalesce-tokens": coalesce_tokens, "processes": processes}
     faults += [f"--{name}: must be >= 1, got {value}" for name, value in counts.items() if value < 1]
     if log_level not in ("debug", "info", "warning", "error"):
@@ -124,10 +157,11 @@ def read_options(
         host=host,
         port=port,
         node=NodeId(gateway_id),
-        engines=tuple(routes),
+        engines=tuple(replace(route, pool=pool_of.get(route.engine, "")) for route in routes),
         engine_kind=engine_kind,
         daemon=daemon,
-        policy=Policy(policy),
+        routing=Routing(policy, tags, Slack(affinity_slack)),
+        queue_depth=queue_depth,
         limits=Limits(engine_wait_s=engine_wait_s, stall_s=stall_s, coalesce_tokens=coalesce_tokens),
         report_interval_s=report_interval_s,
         drain_s=drain_s,
@@ -143,6 +177,18 @@ def _address(listen: str, faults: list[str]) -> tuple[str, int]:
         faults.append(f"--listen: must be HOST:PORT, got {listen!r}")
         return "", 0
     return host.strip("[]"), int(port)
+
+
+def _pairs(flag: str, form: str, items: Sequence[str], faults: list[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for item in items:
+        name, _, value = item.partition("=")
+        if not name or not value:
+            faults.append(f"--{flag}: must be {form}, got {item!r}")
+        elif name in pairs:
+            faults.append(f"--{flag}: {name!r} is given twice")
+        pairs[name] = value
+    return pairs
 
 
 def _routes(engines: list[str], faults: list[str]) -> list[Route]:

@@ -12,7 +12,10 @@ from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Capabilities, Engine
 from orchestrrl.errors import OrchestrRLError
 from orchestrrl.gateway.ledger import Record
-from orchestrrl.gateway.routing import Choice, EngineLoad, Policy, RoundRobin, choose, concurrency_cap
+from orchestrrl.gateway.queue import Queue, Waiter, Waits
+from orchestrrl.gateway.routing import Newcomer, Routing
+from orchestrrl.gateway.routing.base import concurrency_cap
+from orchestrrl.gateway.routing.prefix_affinity import prefix_of
 from orchestrrl.operations import Route
 from planner.model import EngineHealth, EngineId, RequestId, RequestState
 
@@ -38,8 +41,13 @@ class Slot:
     capabilities: Capabilities | None = None
     records: dict[RequestId, Record] = field(default_factory=dict)
     running: int = 0
+    waiting: int = 0  # without a token yet; those for whom a place is reserved count
     running_tokens: int = 0
     waiting_tokens: int = 0
+    reserved: dict[RequestId, int] = field(default_factory=dict)  # context tokens of those who are about to enter
+    waiting_of_others: int = 0  # requests that others have waiting there
+    waited_most: int = 0  # of ours, since the last route, and before
+    waited_most_before: int = 0
     progressed_s: float = 0.0  # last token of any request
     failures_total: int = 0
     kv_base_tokens: int = 0  # free KV as last told, plus what we had running then
@@ -50,10 +58,6 @@ class Slot:
     loads_open: int = 0  # requests of ours that load KV there and whose tokens were not counted yet
     loads_before: "asyncio.Task[int | None] | None" = None  # tokens that it had loaded before the first of these
     loads_found_tokens: int = 0  # since then, by requests that were counted
-
-    @property
-    def waiting(self) -> int:
-        return len(self.records) - self.running
 
     @property
     def usable(self) -> bool:
@@ -72,18 +76,23 @@ class Slot:
         version = self.route.kv_version
         return version if not version or self.policy_version is None else f"{version}@{self.policy_version}"
 
-    def load(self) -> EngineLoad:
-        return EngineLoad(
-            id=self.id,
-            running=self.running,
-            waiting=self.waiting,
-            running_tokens=self.running_tokens,
-            waiting_tokens=self.waiting_tokens,
-            kv_capacity_tokens=self.route.kv_capacity_tokens,
-            kv_free_tokens=self.kv_base_tokens - self.running_tokens,
-            max_sequences=self.route.max_sequences,
-            seconds_per_token=self.seconds_per_token,
-        )
+    # What routing.Load asks for, beside the counts.
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self.route.kv_capacity_tokens
+
+    @property
+    def kv_free_tokens(self) -> int:
+        return self.kv_base_tokens - self.running_tokens
+
+    @property
+    def max_sequences(self) -> int:
+        return self.route.max_sequences
+
+    @property
+    def pool(self) -> str:
+        return self.route.pool
 
     def follow(self, route: Route) -> None:
         """Take the daemon's newer word on this engine."""
@@ -100,13 +109,43 @@ class Slot:
         if route.load_index and self.records:
             # The daemon's index holds the rate; our own counts at this moment stand in for those behind it.
             mean_tokens = max(1.0, (self.running_tokens + self.waiting_tokens) / len(self.records))
-            cap = concurrency_cap(self.load(), mean_tokens)
+            cap = concurrency_cap(self, mean_tokens)
             self.seconds_per_token = route.load_index * cap / len(self.records)
 
+        # What waited when the daemon's word was sampled may run by now. The most of ours that waited lately is taken
+        # off, so that ours are never taken for others'.
+        ours = max(self.waited_most, self.waited_most_before)
+        self.waiting_of_others = max(0, (route.waiting or 0) - ours)
+        self.waited_most_before, self.waited_most = self.waited_most, self.waiting
+
+    def has_room(self, queue_depth: int) -> bool:
+        """Whether one more may wait there; one of ours always may, or others who fill it would keep us out."""
+        return not queue_depth or self.waiting < max(1, queue_depth - self.waiting_of_others)
+
+    def reserve(self, record: Record) -> None:
+        """The record will enter; until then it counts as waiting."""
+        self.reserved[record.id] = record.context_tokens
+        self._await(record.context_tokens)
+
+    def unreserve(self, record: Record) -> bool:
+        tokens = self.reserved.pop(record.id, None)
+        if tokens is None:
+            return False
+        self.waiting -= 1
+        self.waiting_tokens -= tokens
+        return True
+
     def enter(self, record: Record, now_s: float) -> None:
+        self.unreserve(record)
         self.records[record.id] = record
-        self.waiting_tokens += record.context_tokens
+        self._await(record.context_tokens)
         record.begin_attempt(self.id, now_s)
+
+    def _await(self, tokens: int) -> None:
+        self.waiting += 1
+        self.waiting_tokens += tokens
+        if self.waiting > self.waited_most:
+            self.waited_most = self.waiting
 
     def advance(self, record: Record, context_before: int, was: RequestState, now_s: float) -> None:
         """The record has grown from `context_before`, and was in state `was`."""
@@ -115,6 +154,7 @@ class Slot:
             self.running_tokens += record.context_tokens - context_before
         elif record.state is RequestState.RUNNING:
             self.running += 1
+            self.waiting -= 1
             self.waiting_tokens -= context_before
             self.running_tokens += record.context_tokens
         else:
@@ -127,20 +167,36 @@ class Slot:
             self.running -= 1
             self.running_tokens -= record.context_tokens
         else:
+            self.waiting -= 1
             self.waiting_tokens -= record.context_tokens
 
 
-class Fleet:
-    """Holds the routing table. Connections are opened when used; `close` releases them."""
+class NoEngine(Exception):
+    """None was there that the request could ever go to, for as long as it had patience."""
 
-    def __init__(self, connect: Connect, *, clock: Clock, policy: Policy = Policy.LOAD_INDEX) -> None:
+
+class Fleet:
+    """Holds the routing table, and the queue before the engines. Connections are opened when used; `close` releases
+    them."""
+
+    def __init__(self, connect: Connect, *, clock: Clock, routing: Routing | None = None, queue_depth: int = 0) -> None:
+        """`queue_depth`: of a gateway's requests so many at most wait on an engine for their first token, the others
+        here; 0: all wait there."""
+        if queue_depth < 0:
+            raise ValueError(f"queue_depth must be >= 0, got {queue_depth}")
         self._connect = connect
         self._clock = clock
         self.incarnation = uuid.uuid4().hex  # makes names of ours differ from those of every other gateway and start
-        self._round_robin = RoundRobin() if policy is Policy.ROUND_ROBIN else None
+        self.routing = routing or Routing()
+        self.queue_depth = queue_depth
+        self.queue = Queue()
+        self.waits = Waits()
+        self._placed: dict[Waiter, Callable[[Slot | NoEngine], None]] = {}  # who wants to know of it
+        self._giving_up = False  # those who are alone too long are looked for
+        self._last: EngineId | None = None  # chosen
         self._slots: dict[EngineId, Slot] = {}
         self.kv_versions: Counter[str] = Counter()  # how many engines have each
-        self.gate_open = True  # False: nothing goes to engines, and nobody is at fault for it
+        self._gate_open = True
         self.policy_version: int | None = None  # newest that was told
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,17 +239,167 @@ class Fleet:
         self.kv_versions = Counter(slot.kv_version for slot in self._slots.values() if slot.routed)
         self._changed.set()
         self._changed = asyncio.Event()
+        self._look_for_company()
+        self.dispatch()
 
-    def choose(self, context_tokens: int, without: Iterable[EngineId] = ()) -> Slot | None:
-        """The engine that a request should go to, None where none may take it."""
-        excluded = set(without)
-        usable = [slot for slot in self._slots.values() if slot.usable and slot.id not in excluded]
-        if len(usable) == 1 and self._round_robin is None:
-            return usable[0]
-        loads = [slot.load() for slot in usable]
-        choice: Choice | None
-        choice = self._round_robin.choose(loads) if self._round_robin else choose(loads, context_tokens)
-        return None if choice is None else self._slots[choice.engine]
+    @property
+    def gate_open(self) -> bool:
+        """False: nothing goes to engines, and nobody is at fault for it."""
+        return self._gate_open
+
+    @gate_open.setter
+    def gate_open(self, is_open: bool) -> None:
+        self._gate_open = is_open
+        self._look_for_company()
+        self.dispatch()
+
+    # --- places ------------------------------------------------------------------------------------------------------
+
+    async def place(
+        self,
+        record: Record,
+        *,
+        without: Iterable[EngineId] = (),
+        avoiding: Iterable[EngineId] = (),
+        again: bool = False,
+        patience_s: float = float("inf"),
+    ) -> Slot:
+        """Wait for an engine with room, and reserve the place until `Slot.enter`; who does not enter gives it back
+        (`give_back`). `avoiding`: only where there is no other engine. `again`: before those who are new.
+
+        Raises NoEngine after `patience_s` without an engine that it could go to; time in a queue does not count, nor
+        while the gate is closed.
+        """
+        slot: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+
+        def placed(outcome: Slot | NoEngine) -> None:
+            if isinstance(outcome, NoEngine):
+                slot.set_exception(outcome)
+            else:
+                slot.set_result(outcome)
+
+        waiter = self.enqueue(
+            record,
+            placed,
+            without=frozenset(without),
+            avoiding=frozenset(avoiding),
+            again=again,
+            patience_s=patience_s,
+        )
+        try:
+            if not slot.done():
+                record.hold()
+            return await slot
+        except asyncio.CancelledError:
+            if slot.done() and not slot.cancelled() and slot.exception() is None:
+                self.give_back(slot.result(), record)
+            raise
+        finally:
+            self.leave_queue(waiter)
+
+    def enqueue(
+        self,
+        record: Record,
+        placed: Callable[[Slot | NoEngine], None],
+        *,
+        without: frozenset[EngineId] = frozenset(),
+        avoiding: frozenset[EngineId] = frozenset(),
+        again: bool = False,
+        patience_s: float = float("inf"),
+    ) -> Waiter:
+        """`place` for those who do not wait themselves: `placed` is called once, perhaps at once."""
+        waiter = Waiter(record, self._newcomer(record), self._clock.now_s(), without, avoiding, again, patience_s)
+        self._placed[waiter] = placed
+        self.queue.join(waiter)
+        self.dispatch()
+        if waiter in self._placed:
+            self._look_for_company_of(waiter, waiter.since_s)
+            if patience_s < float("inf") and not self._giving_up:
+                self._giving_up = True
+                self.in_background(self._give_up_on_those_alone())
+        return waiter
+
+    def leave_queue(self, waiter: Waiter) -> None:
+        if self._placed.pop(waiter, None) is not None:
+            self.queue.leave(waiter)
+
+    def give_back(self, slot: Slot, record: Record) -> None:
+        """A place that was reserved is not needed. Harmless where none is."""
+        if slot.unreserve(record):
+            self._forget_if_empty(slot)
+            self.dispatch()
+
+    def dispatch(self) -> None:
+        """Give places to those who wait, as far as there is room."""
+        if self._gate_open and self._placed:
+            self.queue.serve(self._place)
+
+    def _place(self, waiter: Waiter) -> bool:
+        slot = None
+        if waiter.avoiding:
+            slot = self.choose(waiter.newcomer, waiter.without | waiter.avoiding)
+            if slot is None and any(s.usable and s.id not in waiter.without | waiter.avoiding for s in self):
+                return False  # better to wait for a good one than to go to one that hung
+        if slot is None:
+            slot = self.choose(waiter.newcomer, waiter.without)
+        if slot is None:
+            return False
+        slot.reserve(waiter.record)
+        self.waits.add(self._clock.now_s() - waiter.since_s)
+        self._placed.pop(waiter)(slot)
+        return True
+
+    def _newcomer(self, record: Record) -> Newcomer:
+        prefix = prefix_of(record.group, record.body) if self.routing.by_prefix else 0
+        return Newcomer(record.context_tokens, prefix, record.tag)
+
+    def choose(self, newcomer: Newcomer, without: Iterable[EngineId] = ()) -> Slot | None:
+        """The engine that a request should go to, None where none may take it now."""
+        depth = self.queue_depth
+        able = [slot for slot in self._slots.values() if slot.usable and slot.has_room(depth)]
+        if without:
+            able = [slot for slot in able if slot.id not in without]
+        slot = self.routing.choose(able, newcomer, self._last)
+        if slot is not None:
+            self._last = slot.id
+        return slot
+
+    # --- patience ----------------------------------------------------------------------------------------------------
+
+    def _look_for_company(self) -> None:
+        """Who has an engine to wait for, and who has none?"""
+        now_s = self._clock.now_s()
+        for waiter in self.queue:
+            self._look_for_company_of(waiter, now_s)
+
+    def _look_for_company_of(self, waiter: Waiter, now_s: float) -> None:
+        if not self._gate_open or any(slot.usable and slot.id not in waiter.without for slot in self):
+            waiter.alone_since_s = None
+        elif waiter.alone_since_s is None:
+            waiter.alone_since_s = now_s
+
+    async def _give_up_on_those_alone(self) -> None:
+        """One task for all of them, and only while somebody waits: a burst of thousands needs no thousands of timers.
+        Nobody waits longer than their patience and a hundredth."""
+        try:
+            while waiters := [waiter for waiter in self.queue if waiter.patience_s < float("inf")]:
+                now_s = self._clock.now_s()
+                next_s = float("inf")
+                for waiter in waiters:
+                    since_s = now_s if waiter.alone_since_s is None else waiter.alone_since_s
+                    left_s = since_s + waiter.patience_s - now_s
+                    if left_s > 0:
+                        next_s = min(next_s, max(left_s, waiter.patience_s * 0.01))
+                        continue
+                    placed = self._placed[waiter]
+                    self.leave_queue(waiter)
+                    placed(NoEngine(f"no engine was there for {waiter.patience_s:g} s"))
+                if next_s < float("inf"):
+                    await self._clock.sleep(next_s)
+        finally:
+            self._giving_up = False
+
+    # --- health ------------------------------------------------------------------------------------------------------
 
     def suspect(self, slot: Slot, because: str) -> None:
         """Believe an engine dead until it says otherwise."""
@@ -201,6 +407,7 @@ class Fleet:
         if not slot.suspect_because:
             logger.warning("engine %s is suspect: %s", slot.id, because)
             slot.suspect_because = because
+            self._look_for_company()
             self._recheck(slot)
 
     def trust(self, slot: Slot) -> None:
@@ -209,11 +416,15 @@ class Fleet:
             logger.info("engine %s is back", slot.id)
             slot.suspect_because = ""
             self.announce()
+        elif self._placed:
+            self.dispatch()
 
     def release(self, slot: Slot, record: Record) -> None:
         """The request is no longer on this engine."""
         slot.leave(record)
         self._forget_if_empty(slot)
+        if self._placed:
+            self.dispatch()
 
     async def changed(self) -> None:
         """Return when an engine may have become usable."""
@@ -263,7 +474,7 @@ class Fleet:
             slot.rechecking = False
 
     def _forget_if_empty(self, slot: Slot) -> None:
-        if not slot.routed and not slot.records and self._slots.get(slot.id) is slot:
+        if not slot.routed and not slot.records and not slot.reserved and self._slots.get(slot.id) is slot:
             del self._slots[slot.id]
             self.in_background(slot.engine.close())
 
@@ -274,6 +485,6 @@ class Fleet:
         self.in_background(self._close_when_empty(slot))
 
     async def _close_when_empty(self, slot: Slot) -> None:
-        while slot.records:
+        while slot.records or slot.reserved:
             await self._clock.sleep(1.0)
         await slot.engine.close()

@@ -14,13 +14,14 @@ from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, Refused
 from orchestrrl.engines.handover import loading, saving
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.gateway.fleet import Fleet, Slot
+from orchestrrl.gateway.fleet import Fleet, NoEngine, Slot
 from orchestrrl.gateway.handing import Left, left_by, usable, wait_s
 from orchestrrl.gateway.ledger import Failure, Record
 from orchestrrl.gateway.movable import continued
 from orchestrrl.gateway.moving import Moving
 from orchestrrl.gateway.openai import error_body
 from orchestrrl.gateway.seam import Seam, open_seam
+from orchestrrl.gateway.versions import OnStale
 from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
 from planner.model import EngineId, RequestState
 
@@ -39,6 +40,9 @@ class Limits:
     move_answer_s: float = 2.0  # a move is reported as done by then, unless it was refused
     slow_move_answer_s: float = 8.0  # the same for one that is predicted to take long, to see what it takes
     coalesce_tokens: int = 1  # in each chunk of an answer that is not streamed; a cut loses less than so many
+    # Of requests that do not say it themselves.
+    max_version_lag: int | None = None
+    on_stale: OnStale = OnStale.ABORT
 
 
 class Relay:
@@ -59,7 +63,7 @@ class Relay:
         self._move: Moving | None = None
         self._back_to: Slot | None = None  # where a refused move came from
         self._awaited: tuple[EngineId, float] | None = None  # the engine that the request is held for, until when
-        self._seeking: asyncio.Task[Slot | None] | None = None  # an engine for the next attempt
+        self._seeker: asyncio.Task[Any] | None = None  # waits for the engine of the next attempt
         self._restarting = False  # the answer so far is to be forgotten
         self._version: int | None = None  # of the policy that the present attempt's last tokens came from
         self._refused_by: set[EngineId] = set()
@@ -91,7 +95,7 @@ class Relay:
         if self.record.done:
             return False
         self.record.finish(finish_reason, stop_reason, self._now_s())
-        for task in (self._seeking, self._pump_task):
+        for task in (self._seeker, self._pump_task):
             if task is not None:
                 task.cancel()
         return True
@@ -212,27 +216,34 @@ class Relay:
         """The engine for the next attempt; None when the record is done without one."""
         if self._complete():
             return None
-        # A task of its own, since the answer may be ended meanwhile.
-        self._seeking = task = asyncio.create_task(self._seek_slot())
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled_before = task.cancelling()
+        self._seeker = task
         try:
-            await asyncio.wait({task})
+            return await self._seek_slot()
+        except asyncio.CancelledError:
+            # Cancelled by `end`, and by nobody else: as asyncio's own timeouts tell it.
+            if self.record.done and task.uncancel() <= cancelled_before:
+                return None
+            raise
         finally:
-            self._seeking = None
-            task.cancel()
-        return None if task.cancelled() else task.result()
+            self._seeker = None
 
     async def _seek_slot(self) -> Slot | None:
         if self._delay_s:
             self.record.hold()
             await self._clock.sleep(self._delay_s)
             self._delay_s = 0.0
+        if not self._fleet.gate_open:
+            self._answer_move(False, "the gate has closed")
         if self._move is not None and not self._move.submitted:
             self._move.submitted = True
             return self._move.target
         if self._awaited is not None and (slot := await self._wait_for_awaited()) is not None:
             return slot
         back, self._back_to = self._back_to, None
-        if back is not None and back.usable:
+        if back is not None and back.usable and self._fleet.gate_open:
             return back
         return await self._wait_for_slot()
 
@@ -244,7 +255,7 @@ class Relay:
         try:
             while True:
                 slot = self._fleet.get(engine)
-                if slot is not None and slot.usable:
+                if slot is not None and slot.usable and self._fleet.gate_open:
                     return slot
                 if deadline.done():
                     return None
@@ -256,27 +267,17 @@ class Relay:
             deadline.cancel()
 
     async def _wait_for_slot(self) -> Slot | None:
-        deadline: asyncio.Task[None] | None = None
         try:
-            while True:
-                tokens = self.record.context_tokens
-                slot = self._fleet.choose(tokens, self._refused_by | self._hung_on)
-                # Better an engine that hung once than none.
-                slot = slot or self._fleet.choose(tokens, self._refused_by)
-                if slot is not None:
-                    return slot
-                self.record.hold()
-                if deadline is None:
-                    deadline = asyncio.create_task(self._sleep(self._limits.engine_wait_s))
-                changed = asyncio.create_task(self._fleet.changed())
-                await asyncio.wait({changed, deadline}, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-                if deadline.done():
-                    self._fail(503, f"no engine was there for {self._limits.engine_wait_s:g} s")
-                    return None
-        finally:
-            if deadline is not None:
-                deadline.cancel()
+            return await self._fleet.place(
+                self.record,
+                without=self._refused_by,
+                avoiding=self._hung_on,
+                again=self.record.attempt > 0,
+                patience_s=self._limits.engine_wait_s,
+            )
+        except NoEngine as error:
+            self._fail(503, str(error))
+            return None
 
     def _now_s(self) -> float:
         return self._clock.now_s()

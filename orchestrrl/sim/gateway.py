@@ -13,6 +13,7 @@ from orchestrrl.engines.base import Endpoint, Engine
 from orchestrrl.engines.simulated_core import Progress
 from orchestrrl.gateway.fleet import Fleet, Slot
 from orchestrrl.gateway.ledger import Ledger, Record
+from orchestrrl.gateway.routing import Newcomer
 from orchestrrl.operations import (
     ItemResult,
     MoveRequests,
@@ -133,7 +134,7 @@ class VirtualGateway:
     def submit(self, requests: Sequence[SimRequest], to: Sequence[EngineId] | None = None) -> None:
         """New requests: dealt as given, or routed one by one."""
         now_s = self.clock.now_s()
-        many = ManyChoices([slot.load() for slot in self.fleet if slot.usable]) if to is None else None
+        many = ManyChoices([slot for slot in self.fleet if slot.usable]) if to is None else None
         for index, request in enumerate(requests):
             record = record_of(request, now_s)
             self.ledger.add(record)
@@ -200,7 +201,7 @@ class VirtualGateway:
     # --- inside
 
     def _send(self, record: CountedRecord, slot: Slot | None, source: VirtualEngine | None) -> None:
-        slot = slot or self.fleet.choose(record.context_tokens)
+        slot = slot or self.fleet.choose(Newcomer(record.context_tokens))
         if slot is None:
             record.hold()
             self._homeless[record.id] = None

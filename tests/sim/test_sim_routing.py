@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.gateway.routing import EngineLoad, choose
+from orchestrrl.gateway.routing import EngineLoad, Newcomer, Routing
 from orchestrrl.sim.routing import ManyChoices
 from planner.model import EngineId
 
@@ -27,11 +27,11 @@ loads = st.builds(
 def test_the_same_engine_for_every_request(fleet: list[EngineLoad], contexts: list[int]) -> None:
     many = ManyChoices(fleet)
     for context_tokens in contexts:
-        choice = choose(fleet, context_tokens)
-        assert many.choose(context_tokens) == (choice.engine if choice else None)
+        choice = Routing().choose(fleet, Newcomer(context_tokens))
+        assert many.choose(context_tokens) == (choice.id if choice else None)
         fleet = [
             replace(load, waiting=load.waiting + 1, waiting_tokens=load.waiting_tokens + context_tokens)
-            if choice and load.id == choice.engine
+            if choice and load.id == choice.id
             else load
             for load in fleet
         ]

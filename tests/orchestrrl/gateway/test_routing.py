@@ -1,48 +1,115 @@
-"""Choosing an engine: equation 5 with live counts, room in the KV, ties by id."""
+"""Choosing an engine: every strategy by rules that are written down twice, and what all of them have in common."""
 
 import dataclasses
+from collections import Counter
 from statistics import median
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.gateway.routing import EngineLoad, RoundRobin, choose, concurrency_cap, fits
+from orchestrrl.gateway.routing import STRATEGIES, EngineLoad, Newcomer, Routing, Slack
+from orchestrrl.gateway.routing.base import concurrency_cap, fits
+from orchestrrl.gateway.routing.prefix_affinity import PREFIX_CHARACTERS, PREFIX_TOKENS, prefix_of, score
 from planner.model import EngineId
 
 
-def load(name: str, running: int = 0, waiting: int = 0, **known: float) -> EngineLoad:
+def load(name: str, running: int = 0, waiting: int = 0, **known: object) -> EngineLoad:
     tokens = {"running_tokens": running * 100, "waiting_tokens": waiting * 100}
     return EngineLoad(EngineId(name), running, waiting, **{**tokens, **known})  # type: ignore[arg-type]
 
 
+def chosen(routing: Routing, loads: list[EngineLoad], newcomer: Newcomer | int, last: str | None = None) -> EngineLoad:
+    newcomer = Newcomer(newcomer) if isinstance(newcomer, int) else newcomer
+    found = routing.choose(loads, newcomer, None if last is None else EngineId(last))
+    assert found is not None
+    return found
+
+
+def many_loads(least: int = 1, most: int = 6) -> st.SearchStrategy[list[EngineLoad]]:
+    return st.lists(
+        st.builds(
+            EngineLoad,
+            id=st.sampled_from([EngineId(name) for name in "abcdefgh"]),
+            running=st.integers(0, 50),
+            waiting=st.integers(0, 50),
+            running_tokens=st.integers(0, 50_000),
+            waiting_tokens=st.integers(0, 50_000),
+            kv_capacity_tokens=st.sampled_from([0, 100_000]),
+            kv_free_tokens=st.integers(-1000, 100_000),
+            max_sequences=st.sampled_from([0, 8, 48]),
+            seconds_per_token=st.sampled_from([None, 0.001, 0.002]),
+            pool=st.sampled_from(["", "h20", "h800"]),
+        ),
+        min_size=least,
+        max_size=most,
+        unique_by=lambda load: load.id,
+    )
+
+
+newcomers = st.builds(
+    Newcomer,
+    context_tokens=st.integers(1, 50_000),
+    prefix=st.integers(0, 2**64 - 1),
+    tag=st.sampled_from(["", "math", "agent"]),
+)
+routings = st.builds(
+    Routing,
+    policy=st.sampled_from(sorted(STRATEGIES)),
+    affinity=st.sampled_from([{}, {"math": "h20"}, {"math": "h20", "agent": "h800"}]),
+    slack=st.builds(Slack, requests=st.integers(0, 20), fraction=st.sampled_from([0.0, 0.25, 1.0])),
+)
+
+
+# --- what all have in common ---
+
+
+@given(routing=routings, loads=many_loads(least=0), newcomer=newcomers, last=st.sampled_from([None, "a", "d"]))
+def test_one_of_the_loads_whatever_their_order(
+    routing: Routing, loads: list[EngineLoad], newcomer: Newcomer, last: EngineId | None
+) -> None:
+    choice = routing.choose(loads, newcomer, last)
+    assert choice in loads or (choice is None and not loads)
+    assert routing.choose(loads[::-1], newcomer, last) == choice
+
+
+@given(
+    policy=st.sampled_from(sorted(STRATEGIES.keys() - {"round_robin"})),
+    loads=many_loads(),
+    newcomer=newcomers,
+)
+def test_an_engine_without_room_is_taken_only_where_none_has_room(
+    policy: str, loads: list[EngineLoad], newcomer: Newcomer
+) -> None:
+    choice = chosen(Routing(policy), loads, newcomer)
+    assert fits(choice, newcomer.context_tokens) == any(fits(load, newcomer.context_tokens) for load in loads)
+
+
+def test_a_policy_that_is_not_there_lists_those_that_are() -> None:
+    with pytest.raises(ValueError, match="one of load_index, least_tokens, prefix_affinity, round_robin, got 'best'"):
+        Routing("best")
+
+
+@pytest.mark.parametrize("bad", [{"requests": -1}, {"fraction": -0.1}, {"fraction": float("nan")}])
+def test_a_slack_is_not_negative(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be >= 0"):
+        Slack(**bad)  # type: ignore[arg-type]
+
+
+# --- load_index ---
+
+
 def test_without_any_knowledge_the_fewest_requests_then_the_smallest_id() -> None:
     loads = [load("b", 2), load("a", 2), load("c", 1, 1), load("d", 3)]
-    choice = choose(loads, 10)
-    assert choice is not None
-    assert choice.engine == "a"
+    assert chosen(Routing(), loads, 10).id == "a"
 
 
 def test_more_seats_and_more_speed_draw_more() -> None:
     wide, narrow = load("wide", 4, max_sequences=48), load("narrow", 3, max_sequences=8)
-    choice = choose([narrow, wide], 10)
-    assert choice is not None
-    assert choice.engine == "wide"
+    assert chosen(Routing(), [narrow, wide], 10) is wide
     slow = dataclasses.replace(wide, seconds_per_token=0.1)
     fast = dataclasses.replace(narrow, seconds_per_token=0.001)
-    choice = choose([slow, fast], 10)
-    assert choice is not None
-    assert choice.engine == "narrow"
-
-
-def test_an_engine_without_room_is_taken_only_where_none_has_room() -> None:
-    full = load("a", 1, kv_capacity_tokens=1000, kv_free_tokens=50)
-    roomy = load("b", 9, kv_capacity_tokens=1000, kv_free_tokens=500)
-    choice = choose([full, roomy], 200)
-    assert choice is not None
-    assert (choice.engine, choice.fits) == ("b", True)
-    choice = choose([full, roomy], 900)
-    assert choice is not None
-    assert not choice.fits
+    assert chosen(Routing(), [slow, fast], 10) is fast
 
 
 def test_what_waits_has_a_claim_on_the_room() -> None:
@@ -50,60 +117,164 @@ def test_what_waits_has_a_claim_on_the_room() -> None:
     assert not fits(load("a", waiting=1, kv_capacity_tokens=1000, kv_free_tokens=300), 250)
 
 
-def test_no_engine_no_choice() -> None:
-    assert choose([], 1) is None
-    assert RoundRobin().choose([]) is None
-
-
-def test_round_robin_takes_turns_and_survives_changes() -> None:
-    turn = RoundRobin()
-    three = [load("c"), load("a"), load("b")]
-    assert [turn.choose(three).engine for _ in range(4)] == ["a", "b", "c", "a"]  # type: ignore[union-attr]
-    two = [load("c"), load("a")]
-    assert [turn.choose(two).engine for _ in range(2)] == ["c", "a"]  # type: ignore[union-attr]
-
-
-loads = st.lists(
-    st.builds(
-        EngineLoad,
-        id=st.sampled_from([EngineId(name) for name in "abcdef"]),
-        running=st.integers(0, 50),
-        waiting=st.integers(0, 50),
-        running_tokens=st.integers(0, 50_000),
-        waiting_tokens=st.integers(0, 50_000),
-        kv_capacity_tokens=st.sampled_from([0, 100_000]),
-        kv_free_tokens=st.integers(-1000, 100_000),
-        max_sequences=st.sampled_from([0, 8, 48]),
-        seconds_per_token=st.sampled_from([None, 0.001, 0.002]),
-    ),
-    min_size=1,
-    max_size=6,
-    unique_by=lambda load: load.id,
-)
-
-
-@given(loads=loads, context_tokens=st.integers(1, 50_000))
-def test_nothing_is_better_than_the_choice(loads: list[EngineLoad], context_tokens: int) -> None:
-    choice = choose(loads, context_tokens)
-    assert choice is not None
+def mean_and_typical(loads: list[EngineLoad], context_tokens: int) -> tuple[float, float]:
     known = [load.seconds_per_token for load in loads if load.seconds_per_token]
     tokens = sum(load.running_tokens + load.waiting_tokens for load in loads) + context_tokens
     mean = max(1.0, tokens / (sum(load.running + load.waiting for load in loads) + 1))
-    best = next(load for load in loads if load.id == choice.engine)
+    return mean, median(known) if known else 1.0
+
+
+@given(loads=many_loads(), context_tokens=st.integers(1, 50_000))
+def test_nothing_is_better_than_the_choice(loads: list[EngineLoad], context_tokens: int) -> None:
+    mean, typical_s = mean_and_typical(loads, context_tokens)
 
     def key(load: EngineLoad) -> tuple[bool, float, int, str]:
-        seconds = load.seconds_per_token or (median(known) if known else 1.0)
-        index = (load.running + load.waiting + 1) / concurrency_cap(load, mean) * seconds
+        index = (load.running + load.waiting + 1) / concurrency_cap(load, mean) * (load.seconds_per_token or typical_s)
         return not fits(load, context_tokens), index, load.running + load.waiting, load.id
 
-    assert all(key(best) <= key(load) for load in loads)
-    assert choose(loads[::-1], context_tokens) == choice
+    assert chosen(Routing(), loads, context_tokens) == min(loads, key=key)
 
 
-@given(loads=loads)
+@given(loads=many_loads())
 def test_a_cap_is_at_least_one_and_within_its_limits(loads: list[EngineLoad]) -> None:
     for load in loads:
         cap = concurrency_cap(load, 100.0)
         assert cap >= 1
         if load.max_sequences:
             assert cap <= load.max_sequences
+
+
+# --- least_tokens, round_robin ---
+
+
+def test_least_tokens_weighs_contexts_not_requests() -> None:
+    few_long = load("a", 1, running_tokens=9000)
+    many_short = load("b", 8, running_tokens=800)
+    assert chosen(Routing("least_tokens"), [few_long, many_short], 10) is many_short
+    assert chosen(Routing("load_index"), [few_long, many_short], 10) is few_long
+
+
+def test_round_robin_takes_turns_and_survives_changes() -> None:
+    routing, last, seen = Routing("round_robin"), None, []
+    three = [load("c"), load("a"), load("b")]
+    for loads in (three, three, three, three, three[:2], three[:2]):
+        last = chosen(routing, loads, 10, last).id
+        seen.append(last)
+    assert seen == ["a", "b", "c", "a", "c", "a"]
+
+
+# --- prefix_affinity ---
+
+
+@given(loads=many_loads(least=2), newcomer=newcomers)
+def test_the_best_ranked_within_the_bound(loads: list[EngineLoad], newcomer: Newcomer) -> None:
+    """Walks down the ranking, as the strategy is described, and asks of each whether it is loaded too far."""
+    slack = Slack(requests=4, fraction=0.5)
+    tokens = newcomer.context_tokens
+    mean, typical_s = mean_and_typical(loads, tokens)
+    candidates = [load for load in loads if fits(load, tokens)] or loads
+
+    def per_request(load: EngineLoad) -> float:
+        return (load.seconds_per_token or typical_s) / concurrency_cap(load, mean)
+
+    least = min((load.running + load.waiting + 1) * per_request(load) for load in candidates)
+    for candidate in sorted(candidates, key=lambda load: score(newcomer.prefix, load.id), reverse=True):
+        requests = candidate.running + candidate.waiting + 1
+        most = 1.5 * least / per_request(candidate) + 4
+        if requests <= most * (1 - 1e-9):
+            expected = candidate
+            break
+        if requests <= most * (1 + 1e-9):
+            return  # on the edge: rounding decides
+    if newcomer.prefix:
+        assert chosen(Routing("prefix_affinity", slack=slack), loads, newcomer) == expected
+
+
+def test_the_same_prefix_stays_together_until_the_bound_and_then_spills_to_the_same_second() -> None:
+    routing = Routing("prefix_affinity", slack=Slack(requests=8, fraction=0.0))
+    counts: Counter[EngineId] = Counter()
+    for _ in range(30):
+        loads = [load(name, counts[EngineId(name)]) for name in "abcd"]
+        counts[chosen(routing, loads, Newcomer(100, prefix=12345)).id] += 1
+    ranked = sorted("abcd", key=lambda name: score(12345, name), reverse=True)
+    # Each is filled up to 8 beyond the least loaded, the newcomer counted in with both. The last one's first request
+    # lets the others take one more each.
+    assert [counts[EngineId(name)] for name in ranked] == [10, 10, 9, 1]
+
+
+@given(prefixes=st.lists(st.integers(1, 2**64 - 1), min_size=1, max_size=50), gone=st.sampled_from("abcdefgh"))
+def test_when_an_engine_goes_only_its_own_prefixes_go_elsewhere(prefixes: list[int], gone: str) -> None:
+    routing = Routing("prefix_affinity")
+    before = [load(name) for name in "abcdefgh"]
+    after = [one for one in before if one.id != gone]
+    for prefix in prefixes:
+        home = chosen(routing, before, Newcomer(100, prefix)).id
+        moved = chosen(routing, after, Newcomer(100, prefix)).id
+        assert moved == home or home == gone
+
+
+def test_prefixes_are_spread_evenly() -> None:
+    prefixes = [prefix_of(f"group-{number}", {}) for number in range(4000)]
+    homes = Counter(max("abcdefgh", key=lambda name: score(prefix, name)) for prefix in prefixes)
+    assert set(homes) == set("abcdefgh")
+    # Each has 500 expected, with a standard deviation of 21.
+    assert all(400 < count < 600 for count in homes.values())
+
+
+def test_the_ranking_is_for_ever_the_same() -> None:
+    """Gateways of other versions, and those that were started again, have to agree: these numbers never change."""
+    assert prefix_of("g1", {}) == 14934111651356031682
+    assert prefix_of("", {"prompt": "What is 2 + 2?"}) == 10153235702229683630
+    assert prefix_of("", {"prompt": [1, 2, 3]}) == 7295133460052662141
+    assert score(1, "e0") == 10913826579868761931
+
+
+def test_a_prefix_is_the_group_or_else_the_beginning_of_the_prompt() -> None:
+    long = "x" * PREFIX_CHARACTERS
+    ids = list(range(PREFIX_TOKENS))
+    same = [
+        (prefix_of("g", {"prompt": "a"}), prefix_of("g", {"prompt": "b"})),
+        (prefix_of("", {"prompt": long + "a"}), prefix_of("", {"prompt": long + "b"})),
+        (prefix_of("", {"prompt": [*ids, 1]}), prefix_of("", {"prompt": [*ids, 2]})),
+        (prefix_of("", {"messages": [{"content": long}]}), prefix_of("", {"messages": [{"content": long}, {}]})),
+    ]
+    assert all(one == other != 0 for one, other in same)
+    assert len({one for one, _ in same}) == len(same)
+    assert prefix_of("", {"prompt": "a"}) != prefix_of("", {"prompt": "b"})
+    assert prefix_of("", {"messages": [{"content": "a"}]}) != prefix_of("", {"messages": [{"content": "b"}]})
+    assert prefix_of("", {}) == prefix_of("", {"messages": 3}) == 0
+    assert prefix_of("", {"messages": [3, {"content": [{"type": "text", "text": "\ud800"}]}]})
+
+
+# --- hardware affinity ---
+
+AFFINE = Routing(affinity={"math": "h20"}, slack=Slack(requests=2, fraction=0.0))
+
+
+def test_a_tag_goes_to_its_pool_until_that_is_loaded_beyond_the_bound() -> None:
+    other, inside = load("a", 0, pool="h800"), load("b", 1, pool="h20")
+    assert chosen(AFFINE, [other, inside], Newcomer(10, tag="math")) is inside
+    assert chosen(AFFINE, [other, inside], Newcomer(10, tag="chat")) is other
+    full = load("b", 3, pool="h20")
+    assert chosen(AFFINE, [other, full], Newcomer(10, tag="math")) is other
+    assert chosen(AFFINE, [other], Newcomer(10, tag="math")) is other
+
+
+@given(routing=routings, loads=many_loads(), newcomer=newcomers)
+def test_affinity_narrows_and_the_strategy_chooses(
+    routing: Routing, loads: list[EngineLoad], newcomer: Newcomer
+) -> None:
+    """Either one of the pool is taken, as the strategy takes it among some of the pool that hold the least loaded of
+    it; or it is what the strategy takes among all."""
+    pool = routing.affinity.get(newcomer.tag)
+    choice = chosen(routing, loads, newcomer)
+    plain = dataclasses.replace(routing, affinity={})
+    if pool is None or all(load.pool != pool for load in loads):
+        assert choice == plain.choose(loads, newcomer)
+    elif choice.pool != pool:
+        assert choice == plain.choose(loads, newcomer)
+        # None of the pool was within the bound: with boundless slack one is, if it has KV room or none has.
+        boundless = dataclasses.replace(routing, slack=Slack(requests=10**6))
+        roomy = [load for load in loads if fits(load, newcomer.context_tokens)] or loads
+        if any(load.pool == pool for load in roomy):
+            assert chosen(boundless, loads, newcomer).pool == pool

@@ -4,7 +4,7 @@ Values are read from the control plane when the page is asked for, in the daemon
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from orchestrrl.config import parse_address
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent
-from planner.model import EngineHealth, EngineView, Mode, RequestState
+from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState
 
 _CONTENT_TYPE = "text/plain; version=0.0.4"
 
@@ -27,7 +27,7 @@ class PlaneCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         snapshot = self._plane.state.snapshot(self._plane.clock.now_s())
-        yield from self._workers(snapshot.engines)
+        yield from self._workers(snapshot.engines, {request.engine for request in snapshot.requests})
         states = Counter(request.state for request in snapshot.requests)
         yield _gauges(
             "orchestrrl_requests",
@@ -40,13 +40,33 @@ class PlaneCollector(Collector):
         yield from self._plans()
         yield from self._profile()
 
-    def _workers(self, engines: tuple[EngineView, ...]) -> Iterator[Metric]:
+    def _engine_states(
+        self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]
+    ) -> list[tuple[str, float]]:
+        draining = [engine.id for engine in engines if engine.draining]
+        busy = sum(engine in held for engine in draining)
+        return [
+            ("serving", len(engines) - len(draining)),
+            ("draining", busy),
+            ("drained", len(draining) - busy),
+            ("removed", len(self._plane.enrolment.roster.removed)),
+        ]
+
+    def _workers(self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]) -> Iterator[Metric]:
+        """`held`: engines that requests are on."""
         healths = Counter(engine.health for engine in engines)
         yield _gauges(
             "orchestrrl_workers",
             "Engines known, by health.",
             "health",
             [(health, healths[health]) for health in EngineHealth],
+        )
+        yield _gauges(
+            "orchestrrl_engines",
+            "Engines by what operators let them do; draining: requests are still there; removed: ever, and not added "
+            "again.",
+            "state",
+            self._engine_states(engines, held),
         )
         balance = self._plane.balance
         indices = balance.load_index if balance else {}

@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "agent": ("agent",),
     "engine": ("engine",),
     "status": ("status", "workers", "requests", "mode", "move"),
+    "engines": ("engines",),
     "top": ("top",),
     "moves": ("moves",),
     "plan": ("plan",),

@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.explain import calibration
-from orchestrrl.cli.formats import count, duration, load_index, percent, rate
+from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate
 from orchestrrl.cli.groups import RUNNING_DAEMON
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stdout
 from orchestrrl.rpc.channel import DEFAULT_TARGET
@@ -18,7 +18,9 @@ from planner.model import Mode
 _MODE_TO_PB = {Mode.ADVISE: control_pb2.MODE_ADVISE, Mode.ACT: control_pb2.MODE_ACT}
 MOVE_TIMEOUT_S = 120.0  # a move waits for the destination's first token
 
-WORKER_COLUMNS = ("worker", "health", "run", "wait", "max", "KV used", "KV tokens", "decode", "load", "seen", "runs as")
+WORKER_COLUMNS = (
+    *("worker", "health", "run", "wait", "max", "KV used", "KV tokens", "decode", "load", "seen", "runs as", "pool"),
+)
 
 
 def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
@@ -190,7 +192,7 @@ def control_words(control: dict[str, Any] | None, now_unix_s: float | None = Non
 def worker_row(worker: dict[str, Any]) -> tuple[object, ...]:
     return (
         worker["engine_id"],
-        worker["health"],
+        health_words(worker),
         worker["running"],
         worker["waiting"],
         worker["max_sequences"] or None,
@@ -200,7 +202,14 @@ def worker_row(worker: dict[str, Any]) -> tuple[object, ...]:
         load_index(worker["load_index"]),
         ago(worker["age_s"]),
         worker["configuration"] or None,
+        worker["pool"] or None,
     )
+
+
+def health_words(worker: dict[str, Any]) -> str:
+    """Its health, and that an operator drains it."""
+    health = worker["health"] or UNKNOWN
+    return f"{health}, draining" if worker["draining"] else str(health)
 
 
 def kv_used(worker: dict[str, Any]) -> float | None:
@@ -214,7 +223,7 @@ def ago(age_s: float | None) -> str:
 
 
 def _print_workers(listed: list[dict[str, Any]]) -> None:
-    print_table("Workers", WORKER_COLUMNS, (worker_row(worker) for worker in listed), optional={"runs as"})
+    print_table("Workers", WORKER_COLUMNS, (worker_row(worker) for worker in listed), optional={"runs as", "pool"})
 
 
 def _identity(worker: dict[str, Any]) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from orchestrrl.cli.groups import RUNNING_DAEMON
 from orchestrrl.cli.journal import print_line
 from orchestrrl.cli.moves import move_row, reasons
 from orchestrrl.cli.output import JsonFlag, print_json, stdout
-from orchestrrl.cli.status import ago, control_words, fetch_status, kv_used, summary
+from orchestrrl.cli.status import ago, control_words, fetch_status, health_words, kv_used, summary
 from orchestrrl.errors import OrchestrRLError, Permanent
 from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
@@ -104,7 +104,7 @@ def _workers(workers: list[dict[str, Any]]) -> Table:
         colour, used = HEALTH_COLOURS.get(worker["health"] or "", "yellow"), kv_used(worker)
         table.add_row(
             escape(worker["engine_id"]),
-            f"[{colour}]{worker['health'] or UNKNOWN}[/{colour}]",
+            f"[{colour}]{health_words(worker)}[/{colour}]",
             _bar(worker["running"], worker["max_sequences"] or worker["running"], width),
             _bar(worker["waiting"], most_waiting, width),
             UNKNOWN if used is None else f"{bar(used, width)} {percent(used)}",

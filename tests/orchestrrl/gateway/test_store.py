@@ -1,0 +1,356 @@
+"""The ledger on disk: who comes back finds an answer, whatever became of the process that had the request."""
+
+import asyncio
+import random
+import shutil
+import sqlite3
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrrl.clock import WallClock
+from orchestrrl.engines.base import Chunk, Endpoint
+from orchestrrl.errors import Permanent
+from orchestrrl.gateway import store as store_module
+from orchestrrl.gateway.ask import read_ask
+from orchestrrl.gateway.ledger import DuplicateRequest, Failure, Record
+from orchestrrl.gateway.store import Entry, Keep, Store
+from orchestrrl.gateway.store_claims import Claims
+from orchestrrl.gateway.store_file import AnswerFile, Asked, Row, check
+from orchestrrl.gateway.store_pieces import Cutter, key_of, put_together
+
+WITHIN_S = 30.0
+BODY: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 100_000}
+
+
+@asynccontextmanager
+async def running(path: Path, **keep: Any) -> AsyncIterator[Store]:
+    store = Store(Keep(path, **keep), WallClock())
+    store.start()
+    yield store
+    await store.close()
+
+
+async def entered(store: Store, name: str = "r", *, body: dict[str, Any] = BODY, stream: bool = False) -> Entry:
+    whole = {**body, "stream": stream}
+    ask = read_ask(Endpoint.COMPLETIONS, whole, request_id=name, group="", tag="", default_model="m", now_s=0.0)
+    entry = await store.enter(name, Endpoint.COMPLETIONS, whole, 1.0, ask.records)
+    assert entry is not None
+    return entry
+
+
+def grow(record: Record, *ids: int) -> None:
+    text = "".join(f"<{token}>" for token in ids)
+    record.append(Chunk(ids, text), text, None, 0.0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_an_answer_is_there_for_who_comes_back(tmp_path: Path) -> None:
+    async with running(tmp_path / "ledger") as store:
+        entry = await entered(store)
+        grow(entry.records[0], 1, 2, 3)
+        entry.records[0].finish("stop", 3, 0.0)
+        store.leave(entry)
+        again = await entered(store, stream=True)
+        (record,) = again.records
+        assert (list(record.generated_ids), record.text) == ([1, 2, 3], "<1><2><3>")
+        assert (record.finish_reason, record.stop_reason) == ("stop", 3)
+        assert [delta.token_ids for delta in record.take_undelivered()] == [(1, 2, 3)]
+        assert again.asked.created_s == 1.0
+        assert store.counts.replayed == 1
+        store.leave(again)
+    async with running(tmp_path / "ledger") as store:
+        assert (await entered(store)).records[0].done
+
+
+async def test_an_answer_that_was_not_complete_goes_on(tmp_path: Path) -> None:
+    async with running(tmp_path / "ledger") as store:
+        for tokens in ((1, 2), (3,), (4, 5)):
+            entry = await entered(store)
+            grow(entry.records[0], *tokens)
+            store.leave(entry)
+        entry = await entered(store)
+        assert list(entry.records[0].generated_ids) == [1, 2, 3, 4, 5]
+        assert not entry.records[0].done
+        assert (store.counts.resumed, store.counts.resumed_tokens) == (3, 2 + 3 + 5)
+        store.leave(entry)
+
+
+async def test_of_several_answers_each_is_kept(tmp_path: Path) -> None:
+    body = {**BODY, "n": 3}
+    async with running(tmp_path / "ledger") as store:
+        entry = await entered(store, body=body)
+        grow(entry.records[0], 1)
+        entry.records[0].finish("stop", None, 0.0)
+        grow(entry.records[2], 7, 8)
+        store.leave(entry)
+        again = await entered(store, body=body)
+        assert [list(record.generated_ids) for record in again.records] == [[1], [], [7, 8]]
+        assert [record.done for record in again.records] == [True, False, False]
+        store.leave(again)
+
+
+async def test_a_name_stands_for_one_question(tmp_path: Path) -> None:
+    async with running(tmp_path / "ledger") as store:
+        entry = await entered(store)
+        grow(entry.records[0], 1)
+        store.leave(entry)
+        with pytest.raises(DuplicateRequest, match="another body"):
+            await entered(store, body={**BODY, "temperature": 0.5})
+        store.leave(await entered(store))
+
+
+async def test_one_in_flight_is_refused_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "CLAIM_WITHIN_S", 0.1)
+    async with running(tmp_path / "ledger") as store, running(tmp_path / "ledger") as other:
+        entry = await entered(store)
+        for asked in (store, other):
+            with pytest.raises(DuplicateRequest, match="in flight"):
+                await entered(asked)
+        waiting = asyncio.create_task(entered(other))
+        await asyncio.sleep(0)
+        grow(entry.records[0], 4)
+        store.leave(entry)
+        taken = await waiting
+        assert list(taken.records[0].generated_ids) == [4]
+        other.leave(taken)
+
+
+async def test_what_failed_for_good_is_not_gone_on_with(tmp_path: Path) -> None:
+    async with running(tmp_path / "ledger") as store:
+        for status, kept in ((503, [1]), (400, [])):
+            entry = await entered(store)
+            if not entry.records[0].generated_ids:
+                grow(entry.records[0], 1)
+            entry.records[0].fail(Failure(status, {}), 0.0)
+            store.leave(entry)
+            again = await entered(store)
+            assert list(again.records[0].generated_ids) == kept
+            store.leave(again)
+
+
+async def test_progress_is_there_before_the_end(tmp_path: Path) -> None:
+    async with running(tmp_path / "ledger") as store:
+        entry = await entered(store)
+        grow(entry.records[0], 1)
+        with closing(AnswerFile(tmp_path / "ledger")) as reader:
+            await until(lambda: reader.has(entry.key))
+            grow(entry.records[0], 2)
+
+            def all_there() -> bool:
+                stored = reader.read(entry.key, "r")
+                return stored is not None and list(put_together(stored.pieces)[0].ids) == [1, 2]
+
+            await until(all_there)
+        store.leave(entry)
+
+
+async def test_a_disk_that_fails_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.05)
+    full = True
+    write = AnswerFile.write
+
+    def failing(file: AnswerFile, rows: Any) -> None:
+        if full:
+            raise sqlite3.OperationalError("database or disk is full")
+        write(file, rows)
+
+    monkeypatch.setattr(AnswerFile, "write", failing)
+    async with running(tmp_path / "ledger") as store:
+        long, short = await entered(store, "long"), await entered(store, "short")
+        grow(long.records[0], 1)
+        grow(short.records[0], 1)
+        store.leave(short)
+        await until(lambda: store.failing != "")
+        again = await entered(store, "short")
+        assert not again.records[0].generated_ids
+        store.leave(again)
+        full = False
+        grow(long.records[0], 2)
+        await until(lambda: store.failing == "")
+        grow(long.records[0], 3)
+        store.leave(long)
+        assert list((await entered(store, "long")).records[0].generated_ids) == [1, 2, 3]
+        assert store.counts.unwritten > 0
+    told = [record.getMessage() for record in caplog.records if "kept" in record.getMessage()]
+    assert len(told) == 2
+    assert "full" in told[0]
+
+
+async def test_no_ledger_at_all_stops_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path / "nowhere" / "ledger") as store:
+        assert store.failing
+        assert await store.enter("r", Endpoint.COMPLETIONS, BODY, 0.0, ()) is None
+        assert store.used_bytes is None
+
+
+def row(name: str, written_s: float, size: int = 100) -> Row:
+    ask = read_ask(Endpoint.COMPLETIONS, BODY, request_id=name, group="", tag="", default_model="m", now_s=0.0)
+    grow(ask.records[0], *range(size))
+    piece = Cutter(0, ask.records[0]).cut()
+    assert piece is not None
+    return Row(key_of(name), written_s, Asked(name, b"", 0.0), piece)
+
+
+def test_what_is_old_goes_and_what_is_in_hand_stays(tmp_path: Path) -> None:
+    claims = Claims(tmp_path / "claims")
+    in_hand = Claims(tmp_path / "claims")
+    with closing(AnswerFile(tmp_path / "ledger")) as file:
+        file.write(row(f"r{index}", written_s=float(index)) for index in range(1000))
+        file.write([row("r3", written_s=999.0)])  # it has grown since
+        assert in_hand.take(key_of("r5"))
+        assert file.prune(700.0, 1 << 30, claims.take, claims.free) == 698
+        kept = [index for index in range(1000) if file.has(key_of(f"r{index}"))]
+        assert kept == [3, 5, *range(700, 1000)]
+        in_hand.free(key_of("r5"))
+        assert file.prune(700.0, 1 << 30, claims.take, claims.free) == 1
+    claims.close()
+    in_hand.close()
+
+
+def test_the_file_stays_within_its_bytes_and_gives_space_back(tmp_path: Path) -> None:
+    claims = Claims(tmp_path / "claims")
+    most_bytes = 2 << 20
+    with closing(AnswerFile(tmp_path / "ledger")) as file:
+        for batch in range(20):
+            file.write(row(f"r{batch}-{index}", written_s=0.0, size=2000) for index in range(20))
+            file.prune(-1.0, most_bytes, claims.take, claims.free)
+            assert file.used_bytes <= most_bytes
+        assert file.has(key_of("r19-19"))
+        assert not file.has(key_of("r0-0"))
+    assert (tmp_path / "ledger").stat().st_size <= 2 * most_bytes
+    claims.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_a_crash_at_any_batch_each_answer_is_as_it_was(tmp_path: Path, seed: int) -> None:
+    """A crash: the files as they are between two batches, without a word of goodbye."""
+    chance = random.Random(seed)
+    records = {}
+    for name in "abcd":
+        ask = read_ask(Endpoint.COMPLETIONS, BODY, request_id=name, group="", tag="", default_model="m", now_s=0.0)
+        records[name] = ask.records[0]
+    cutters = {name: Cutter(0, record) for name, record in records.items()}
+    written = dict.fromkeys(records, 0)
+    with closing(AnswerFile(tmp_path / "ledger")) as file:
+        for batch in range(12):
+            rows = []
+            for name in chance.sample(sorted(records), 3):
+                grow(records[name], *(chance.randrange(1000) for _ in range(chance.randrange(1, 200))))
+                piece = cutters[name].cut()
+                assert piece is not None
+                rows.append(Row(key_of(name), 0.0, Asked(name, b"d", 0.0) if piece.number == 0 else None, piece))
+            file.write(rows)
+            written.update({name: len(record.generated_ids) for name, record in records.items()})
+            crashed = tmp_path / f"crashed{batch}"
+            crashed.mkdir()
+            for part in tmp_path.glob("ledger*"):
+                shutil.copy(part, crashed / part.name)
+            with closing(AnswerFile(crashed / "ledger")) as left:
+                for name, record in records.items():
+                    stored = left.read(key_of(name), name)
+                    ids = list(put_together(stored.pieces)[0].ids) if stored is not None else []
+                    assert ids == list(record.generated_ids[: len(ids)])
+                    assert len(ids) == written[name]
+
+
+# Streams of its own: request k's token number i is 1000 k + i.
+_WRITER = """
+import asyncio, sys
+from pathlib import Path
+from orchestrrl.clock import WallClock
+from orchestrrl.engines.base import Chunk, Endpoint
+from orchestrrl.gateway import store as module
+from orchestrrl.gateway.ask import read_ask
+from orchestrrl.gateway.store import Keep, Store
+
+module.PROGRESS_S, module.BATCH_S = 0.004, 0.002
+
+async def main():
+    store = Store(Keep(Path(sys.argv[1])), WallClock())
+    store.start()
+    body = {"prompt": [1, 2, 3], "max_tokens": 100_000}
+    entries = []
+    for k in range(20):
+        ask = read_ask(Endpoint.COMPLETIONS, body, request_id=f"r{k}", group="", tag="", default_model="m", now_s=0.0)
+        entries.append(await store.enter(f"r{k}", Endpoint.COMPLETIONS, body, 1.0, ask.records))
+    print("started", flush=True)
+    for i in range(100_000):
+        for k, entry in enumerate(entries):
+            record = entry.records[0]
+            if len(record.generated_ids) < 40 * (k + 1):
+                token = 1000 * k + len(record.generated_ids)
+                record.append(Chunk((token,), f"<{token}>"), f"<{token}>", None, 0.0)
+        if i == 400:
+            for entry in entries[:10]:
+                entry.records[0].finish("stop", None, 0.0)
+                store.leave(entry)
+        await asyncio.sleep(0.0005)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.02, 0.1, 0.3, 0.6, 1.0, 1.5])
+async def test_a_killed_process_leaves_beginnings_of_its_answers_and_no_claim(tmp_path: Path, after_s: float) -> None:
+    path = tmp_path / "ledger"
+    check(path)
+    command = (sys.executable, "-c", _WRITER, str(path))
+    writer = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert writer.stdout is not None
+    assert await writer.stdout.readline() == b"started\n"
+    await asyncio.sleep(after_s)
+    writer.kill()
+    await writer.wait()
+    body = {"prompt": [1, 2, 3], "max_tokens": 100_000}
+    async with running(path) as store:
+        kept = 0
+        for k in range(20):
+            entry = await asyncio.wait_for(entered(store, f"r{k}", body=body), 0.9)  # no claim is in the way
+            (record,) = entry.records
+            tokens = list(record.generated_ids)
+            assert tokens == [1000 * k + i for i in range(len(tokens))]
+            assert record.text == "".join(f"<{token}>" for token in tokens)
+            assert not record.done or len(tokens) == 40 * (k + 1)
+            kept += len(tokens)
+            store.leave(entry)
+        if after_s >= 0.3:
+            assert kept > 0
+
+
+def test_what_is_no_ledger_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("dear diary, " * 1000)
+    with pytest.raises(Permanent, match="no ledger"):
+        check(tmp_path / "text")
+    with closing(sqlite3.connect(tmp_path / "other")) as other:
+        other.execute("CREATE TABLE t (x)")
+    with pytest.raises(Permanent, match="is not a gateway's ledger"):
+        check(tmp_path / "other")
+    with pytest.raises(Permanent, match="unable to open"):
+        check(tmp_path / "nowhere" / "ledger")
+    check(tmp_path / "new")
+    check(tmp_path / "new")
+
+
+def test_a_claim_is_held_by_one(tmp_path: Path) -> None:
+    one, other = Claims(tmp_path / "claims"), Claims(tmp_path / "claims")
+    keys = [key_of(str(number)) for number in range(2000)] + [2**63 - 1, 0]
+    assert all(one.take(key) for key in keys)
+    assert not any(one.take(key) or other.take(key) for key in keys)
+    for key in keys:
+        one.free(key)
+    assert all(other.take(key) for key in keys)
+    other.close()
+    assert all(one.take(key) for key in keys)
+    one.close()

@@ -211,7 +211,7 @@ def _lost(all_engines: Sequence[EngineView], of: Mapping[EngineId, Sequence[GpuI
     others = [engine for engine in all_engines if engine.id not in of]
     lost = [engine.id for engine in others if free & set(engine.gpus)]
     if lost:
-        why = f"the GPUs of {_named(lost)} cannot be planned with while nobody knows their state"
+        why = f"the GPUs of {_named(lost)} cannot be planned with: drained, or nobody knows their state"
         return Hold("gpus_unavailable", why)
     strangers = [engine for engine in others if engine.health in ANSWERING and not engine.gpus]
     return _silent(strangers) if strangers and free else None

@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, isinf
 
 from balancer.load import Problem, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
+from balancer.room import Room
 from planner.model import EngineId, RequestId, RequestState
 
 WITHIN_THETA = "within_theta"
@@ -49,13 +50,15 @@ def decide(
     max_moves: int | None = None,
     excluded: AbstractSet[RequestId] = frozenset(),
     forget_stuck: bool = False,
+    room: Room | None = None,
 ) -> Balance:
     """The moves of one tick.
 
     For the live loop: at most `max_moves`; never a request in `excluded` (not movable, or moved too often already);
-    with `forget_stuck`, a stalled worker that nothing can leave does not keep the others from being balanced.
+    with `forget_stuck`, a stalled worker that nothing can leave does not keep the others from being balanced; only to
+    where `room` has room, beside what the rule itself asks of free KV.
     """
-    fleet = _Fleet(problem, excluded)
+    fleet = _Fleet(problem, excluded, room)
     load_before, spread_before = fleet.load_indices(), fleet.spread
     moves: list[Move] = []
     stopped_because = WITHIN_THETA
@@ -189,7 +192,7 @@ _Found = tuple[int, _Load, _Holding, _Holding]
 class _Fleet:
     """All workers while moves are being chosen, kept in order of congestion."""
 
-    def __init__(self, problem: Problem, excluded: AbstractSet[RequestId]) -> None:
+    def __init__(self, problem: Problem, excluded: AbstractSet[RequestId], room: Room | None) -> None:
         workers = sorted(problem.workers, key=lambda worker: worker.id)
         tokens_per_s = stand_in_tokens_per_s(workers)
         contexts = [[request.context_tokens for request in worker.running + worker.waiting] for worker in workers]
@@ -198,6 +201,7 @@ class _Fleet:
             _Load(position, worker, contexts[position], tokens_per_s, fleet) for position, worker in enumerate(workers)
         ]
         self._excluded = excluded
+        self._further_room = room
         self._output_order = [worker.id for worker in problem.workers]
         self._forgotten: list[_Load] = []
         self._ascending = sorted(load.entry for load in self._loads)
@@ -257,26 +261,31 @@ class _Fleet:
                 continue
             left = source.without(departure)
             found = (
-                self._anywhere(source, context_tokens, left, spread, rest)
+                self._anywhere(source, departure, left, spread, rest)
                 if source.stalled or rest.spread_beside(left[-1]) < spread
-                else self._among(rest.extremes, context_tokens, left, spread, rest)
+                else self._among(source, rest.extremes, departure, left, spread, rest)
             )
             if found is not None:
                 return place, found[0], left, found[1]
-            failed, longest = (context_tokens, state), max(self._room)
+            if self._further_room is None:  # with it, requests of one context differ
+                failed = context_tokens, state
+            longest = max(self._room)
         return None
 
     def _anywhere(
-        self, source: _Load, context_tokens: int, left: _Holding, spread: float, rest: "_Rest"
+        self, source: _Load, departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
     ) -> tuple[_Load, _Holding] | None:
         """The least congested worker for which a move is feasible."""
+        context_tokens = departure[0]
         for place, room in enumerate(self._room):
             if room < context_tokens:
                 continue
             destination = self._loads[self._ascending[place][1]]
             arrived = destination.having(context_tokens) if destination is not source else None
-            if arrived is not None and (
-                source.stalled or rest.spread_with(destination.position, left[-1], arrived[-1]) < spread
+            if (
+                arrived is not None
+                and (source.stalled or rest.spread_with(destination.position, left[-1], arrived[-1]) < spread)
+                and self._fits(departure, source, destination)
             ):
                 return destination, arrived
             self._room[place] = destination.room
@@ -294,21 +303,37 @@ class _Fleet:
             if (context_tokens, state) == failed or not any(low < context_tokens <= high for low, high in windows):
                 continue
             left = source.without(departure)
-            found = self._among(extremes, context_tokens, left, spread, rest)
+            found = self._among(source, extremes, departure, left, spread, rest)
             if found is not None:
                 return place, found[0], left, found[1]
-            failed = context_tokens, state
+            if self._further_room is None:
+                failed = context_tokens, state
         return None
 
     def _among(
-        self, places: Sequence[int], context_tokens: int, left: _Holding, spread: float, rest: "_Rest"
+        self,
+        source: _Load,
+        places: Sequence[int],
+        departure: _Departure,
+        left: _Holding,
+        spread: float,
+        rest: "_Rest",
     ) -> tuple[_Load, _Holding] | None:
         """The first of the workers at `places`, none of them the source, for which a move lowers the spread."""
         for destination in map(self._loads.__getitem__, places):
-            arrived = destination.having(context_tokens)
-            if arrived is not None and rest.spread_with(destination.position, left[-1], arrived[-1]) < spread:
+            arrived = destination.having(departure[0])
+            if (
+                arrived is not None
+                and rest.spread_with(destination.position, left[-1], arrived[-1]) < spread
+                and self._fits(departure, source, destination)
+            ):
                 return destination, arrived
         return None
+
+    def _fits(self, departure: _Departure, source: _Load, destination: _Load) -> bool:
+        return self._further_room is None or self._further_room.fits(
+            departure[1], source.worker.id, destination.worker.id
+        )
 
     def _departures(self, source: _Load) -> list[_Departure]:
         """What may leave: waiting before running, short contexts first, then by id."""
@@ -329,6 +354,8 @@ class _Fleet:
         place, destination, left, arrived = found
         assert source.departures is not None
         _, request, state = source.departures.pop(place)
+        if self._further_room is not None:
+            self._further_room.moved(request, source.worker.id, destination.worker.id)
         self._become(source, left)
         heapreplace(self._sources, (-source.load_index, source.position))  # it was the first of them
         self._become(destination, arrived)

@@ -16,6 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from balancer.migrate import MAX_MOVES, Move
+from balancer.room import Room
 from planner.model import Configuration, EngineId, RequestId, RequestState
 
 NO_GAIN = "no_gain"
@@ -79,13 +80,13 @@ class Packing:
         return max(self.ends_after_s.values(), default=0.0)
 
 
-def pack(engines: Sequence[Engine], *, max_moves: int, tolerance: float) -> Packing:
+def pack(engines: Sequence[Engine], *, max_moves: int, tolerance: float, room: Room | None = None) -> Packing:
     """The moves of one tick.
 
     From the engine that ends last to those that end earlier by more than `tolerance` (0 to 1) of the time until then,
-    for as long as the later of the two then ends sooner, the moved request's prefill included. An engine that nothing
-    useful can leave is set aside, and the next one is looked at: lengths are uncertain, and any engine may turn out the
-    last. No request moves twice.
+    for as long as the later of the two then ends sooner, the moved request's prefill included; only to where `room`
+    has room. An engine that nothing useful can leave is set aside, and the next one is looked at: lengths are
+    uncertain, and any engine may turn out the last. No request moves twice.
     """
     loads = sorted((_Load(engine) for engine in engines), key=_by_end)
     ends_s = {load.engine.id: load.end_s for load in loads}
@@ -96,13 +97,15 @@ def pack(engines: Sequence[Engine], *, max_moves: int, tolerance: float) -> Pack
         source = next((load for load in reversed(loads) if load.engine.id not in set_aside), None)
         if source is None:
             break
-        found = _best_move(source, loads, tolerance)
+        found = _best_move(source, loads, tolerance, room)
         if found is None:
             set_aside.add(source.engine.id)
             continue
         request, destination = found
         source.lose(request)
         destination.gain(request)
+        if room is not None:
+            room.moved(request.id, source.engine.id, destination.engine.id)
         loads.sort(key=_by_end)
         moves.append(Move(request.id, source.engine.id, destination.engine.id, request.state))
     after = before | {load.engine.id: load.end_s for load in loads}
@@ -117,7 +120,9 @@ def _by_end(load: "_Load") -> tuple[float, EngineId]:
     return load.end_s, load.engine.id
 
 
-def _best_move(source: "_Load", ascending: Sequence["_Load"], tolerance: float) -> "tuple[Outlook, _Load] | None":
+def _best_move(
+    source: "_Load", ascending: Sequence["_Load"], tolerance: float, room: Room | None
+) -> "tuple[Outlook, _Load] | None":
     """The request and the destination after which the later of the two engines ends soonest."""
     best: tuple[float, Outlook, _Load] | None = None
     early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - MIN_GAIN_SHARE)
@@ -128,7 +133,9 @@ def _best_move(source: "_Load", ascending: Sequence["_Load"], tolerance: float) 
             continue
         for destination in destinations[:DESTINATIONS]:
             later_s = max(left_s, destination.end_with_s(request))
-            if later_s <= limit_s and (best is None or later_s < best[0]):
+            if later_s > limit_s or (best is not None and later_s >= best[0]):
+                continue
+            if room is None or room.fits(request.id, source.engine.id, destination.engine.id):
                 best = later_s, request, destination
     return None if best is None else best[1:]
 

@@ -15,6 +15,7 @@ from balancer.migrate import Balance, Move, decide
 from balancer.packing import Engine, Outlook, Packing, pack
 from orchestrrl.config import FastPolicy, FastSettings
 from orchestrrl.operations import RequestMove
+from orchestrrl.room import UNKNOWN_MAX_SEQUENCES, Futures, future_room
 from planner.model import (
     Act,
     Configuration,
@@ -30,8 +31,6 @@ from planner.model import (
     Verdict,
 )
 
-# Stands in for an engine whose limit nobody knows: its KV cache is then what limits it.
-UNKNOWN_MAX_SEQUENCES = 1 << 20
 # A running request is worth moving from an engine with this many times the requests of the emptiest, that one's
 # newcomer counted in. Chosen in simulated steps (orchestrrl.sim): lower moves more for the same makespan.
 FAR_MORE = 2
@@ -51,6 +50,7 @@ class Situation:
     configurations: tuple[Configuration, ...] = ()
     # By request; whoever is missing, and everybody where there are none, leaves packing to the paper's rule.
     remaining_tokens: Mapping[RequestId, float] = field(default_factory=dict)
+    futures: Futures | None = None  # how long requests may go on; None: room is judged by headroom
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class BalanceDecision:
         return self.balance.load_before
 
 
-def balance_problem(snapshot: Snapshot, settings: FastSettings) -> Problem:
+def balance_problem(snapshot: Snapshot, settings: FastSettings, headroom: bool = True) -> Problem:
     """What the balancer decides on: engines that are well, by news that is fresh, and the requests on them.
 
     An engine whose agent has fallen silent is left out, so that one dead node does not stop the others. Free KV is what
@@ -85,6 +85,8 @@ def balance_problem(snapshot: Snapshot, settings: FastSettings) -> Problem:
         if _usable(engine, settings)
     )
     problem = problem_of(replace(snapshot, engines=engines), settings.theta, settings.stall_grace_s)
+    if not headroom:
+        return problem
     return replace(problem, workers=tuple(_with_headroom(w, settings.headroom_tokens) for w in problem.workers))
 
 
@@ -119,13 +121,14 @@ def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: Situat
         for request in snapshot.requests
         if not request.movable or request.moves >= settings.max_moves_per_request
     )
-    problem = balance_problem(snapshot, settings)
+    problem = balance_problem(snapshot, settings, headroom=situation.futures is None)
     used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
     packing = None
+    room = None if situation.futures is None else future_room(used, situation.futures, settings.preemption_risk)
     if settings.policy is FastPolicy.PACKING:
         engines = packing_engines(used, problem, situation, stuck)
         if engines:
-            packing = pack(engines, max_moves=settings.max_moves_per_tick, tolerance=settings.tolerance)
+            packing = pack(engines, max_moves=settings.max_moves_per_tick, tolerance=settings.tolerance, room=room)
     if packing is not None:
         balance = _packed(problem, packing)
     else:
@@ -134,6 +137,7 @@ def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: Situat
             max_moves=settings.max_moves_per_tick if settings.policy is not FastPolicy.NONE else 0,
             excluded=stuck | staying(problem),
             forget_stuck=True,
+            room=room,
         )
     verdict = _judge(used, settings, situation, balance, packing)
     return BalanceDecision(snapshot.now_s, settings.theta, balance, verdict, used.inputs_age_s, packing)

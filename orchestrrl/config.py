@@ -111,7 +111,10 @@ class FastSettings(Section):
     theta: NonNegativeFloat = 0.0002  # spread of the load index (equation 5) that is left alone
     max_moves_per_tick: PositiveInt = 8
     max_moves_per_request: NonNegativeInt = 4
-    headroom_tokens: NonNegativeInt = 128  # of free KV, kept for each running request to grow into
+    # A move may lead to a preemption at its destination with this probability at most, as lengths are forecast
+    preemption_risk: Annotated[float, AfterValidator(require(lambda value: 0 <= value < 1, ">= 0 and < 1"))] = 0.1
+    # Where no lengths are known: of free KV, kept for each running request to grow into
+    headroom_tokens: NonNegativeInt = 128
     stale_after_s: PositiveFloat = 5.0
     operation_expiry_s: PositiveFloat = 10.0
     stall_grace_s: NonNegativeFloat = 5.0

@@ -164,6 +164,7 @@ class ControlPlane:
             self._planning,
             self.planning.lines,
             self.planning.remaining_tokens(snapshot),
+            self.planning.futures(snapshot),
         )
         decision = decide_balance(snapshot, self.config.fast, situation)
         before, self.balance = self.balance, decision

@@ -12,6 +12,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrrl.futures import ForecastFutures
 from planner.forecast import ConditionalLengths, conditional_lengths
 from planner.model import RequestId, RequestView, Snapshot
 from planner.series import StepForecast
@@ -22,6 +23,7 @@ AGE_RATIO = 4
 YOUNGEST_TOKENS = 256
 # The distribution is made anew when this share more requests have finished than it knows of.
 WORTH_NEWS = 1 / 16
+NOTHING_KNOWN = "uniform"  # the method of a distribution made of limits alone
 
 
 class Outlook:
@@ -58,6 +60,12 @@ class Outlook:
             )
             self._known, self._finished, self._before = known, finished, before
         return smooth_means(self._lengths, snapshot.requests)
+
+    @property
+    def futures(self) -> ForecastFutures | None:
+        """By the distribution that was last made; None where it rests on nothing that has ended yet."""
+        lengths = self._lengths
+        return None if lengths is None or lengths.method == NOTHING_KNOWN else ForecastFutures(lengths)
 
 
 def smooth_means(lengths: ConditionalLengths, requests: Sequence[RequestView]) -> dict[RequestId, float]:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from orchestrrl.config import Config, FastPolicy
+from orchestrrl.futures import KnownFutures
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.live_profile import LiveProfile, Note
 from orchestrrl.move_methods import MoveCosting
 from orchestrrl.outlook import Outlook
 from orchestrrl.plans import EngineStart
 from orchestrrl.reports import EngineReport
+from orchestrrl.room import Futures
 from orchestrrl.step_lengths import StepLengths
 from planner.gate import Control
 from planner.model import Configuration, ConfigurationId, EngineId, Knowledge, Mode, Plan, PlanId, RequestId, Snapshot
@@ -69,8 +71,8 @@ class Planning:
     # --- answer
 
     def remaining_tokens(self, snapshot: Snapshot) -> Mapping[RequestId, float]:
-        """What packing expects of the requests in flight."""
-        if self._config.fast.policy is not FastPolicy.PACKING:
+        """What the fast loop expects of the requests in flight."""
+        if self._config.fast.policy is FastPolicy.NONE:
             return {}
         slow, known = self._config.slow, self.known_output_tokens
         if known is not None and slow.knowledge is Knowledge.ORACLE:
@@ -80,6 +82,15 @@ class Planning:
                 if request.id in known
             }
         return self._outlook.remaining_tokens(snapshot, slow.bin_tokens, slow.max_output_tokens, self._expected)
+
+    def futures(self, snapshot: Snapshot) -> Futures | None:
+        """How long the requests in flight may go on, as of the latest `remaining_tokens`; None: nobody knows."""
+        known = self.known_output_tokens
+        if self._config.fast.policy is FastPolicy.NONE:
+            return None
+        if known is not None and self._config.slow.knowledge is Knowledge.ORACLE:
+            return KnownFutures(known) if all(request.id in known for request in snapshot.requests) else None
+        return self._outlook.futures
 
     def question(
         self,

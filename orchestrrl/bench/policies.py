@@ -15,7 +15,9 @@ from orchestrrl.balance import Situation, decide_balance
 from orchestrrl.bench.figure import Figure
 from orchestrrl.config import FastPolicy, FastSettings
 from orchestrrl.engines.simulated_core import EngineShape
+from orchestrrl.futures import KnownFutures
 from orchestrrl.outlook import Outlook
+from orchestrrl.room import Futures
 from orchestrrl.sim.step import Policy, StepMove, StepRequest, StepState, run_step
 from planner.model import (
     Configuration,
@@ -39,7 +41,8 @@ BIN_TOKENS = 512
 # A 14B model at TP=2 on H800s.
 TP2 = Configuration(ConfigurationId("tp2"), 2, 0.0183738, 8.1e-5, 4.1e-8, 582_885, 1024, 18_000.0, 1.7)
 
-_Expect = Callable[[StepState, Snapshot], Mapping[RequestId, float]]
+_Expected = tuple[Mapping[RequestId, float], Futures | None]
+_Expect = Callable[[StepState, Snapshot], _Expected]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def _arms(setting: Setting, requests: Sequence[StepRequest]) -> dict[str, float]
     filled = run_step(shape, requests, descending(setting.configuration, requests, ENGINES)).makespan_s
     return {
         "static": run_step(shape, requests, dealt).makespan_s,
-        "paper": run(FastPolicy.PAPER, lambda state, snapshot: {}),
+        "paper": run(FastPolicy.PAPER, forecast_from(setting)),
         "packing": run(FastPolicy.PACKING, forecast_from(setting)),
         "mean": run(FastPolicy.PACKING, mean_only),
         "oracle": min(run(FastPolicy.PACKING, told), filled),
@@ -128,20 +131,23 @@ def forecast_from(setting: Setting) -> _Expect:
     """As the daemon expects it in its first step."""
     outlook = Outlook()
 
-    def expect(state: StepState, snapshot: Snapshot) -> Mapping[RequestId, float]:
-        return outlook.remaining_tokens(snapshot, BIN_TOKENS, setting.max_tokens)
+    def expect(state: StepState, snapshot: Snapshot) -> _Expected:
+        remaining_tokens = outlook.remaining_tokens(snapshot, BIN_TOKENS, setting.max_tokens)
+        return remaining_tokens, outlook.futures
 
     return expect
 
 
-def mean_only(state: StepState, snapshot: Snapshot) -> Mapping[RequestId, float]:
+def mean_only(state: StepState, snapshot: Snapshot) -> _Expected:
     """Every output has the mean length; one that has outgrown it is about to end."""
     mean_tokens = mean(request.output_tokens for request in state.requests.values())
-    return {request: max(1.0, mean_tokens - done) for request, done in state.generated.items()}
+    return {request: max(1.0, mean_tokens - done) for request, done in state.generated.items()}, None
 
 
-def told(state: StepState, snapshot: Snapshot) -> Mapping[RequestId, float]:
-    return {id: float(state.requests[id].output_tokens - done) for id, done in state.generated.items()}
+def told(state: StepState, snapshot: Snapshot) -> _Expected:
+    output_tokens = {id: state.requests[id].output_tokens for id in state.generated}
+    left = {id: float(output_tokens[id] - done) for id, done in state.generated.items()}
+    return left, KnownFutures(output_tokens)
 
 
 def decided_by(settings: FastSettings, setting: Setting, expect: _Expect) -> Policy:
@@ -150,8 +156,12 @@ def decided_by(settings: FastSettings, setting: Setting, expect: _Expect) -> Pol
 
     def policy(state: StepState) -> list[StepMove]:
         snapshot = _snapshot(state, setting, moved)
+        remaining_tokens, futures = expect(state, snapshot)
         situation = Situation(
-            Mode.ACT, configurations=(setting.configuration,), remaining_tokens=expect(state, snapshot)
+            Mode.ACT,
+            configurations=(setting.configuration,),
+            remaining_tokens=remaining_tokens,
+            futures=futures,
         )
         moves = []
         for move in decide_balance(snapshot, settings, situation).moves:

@@ -1,0 +1,179 @@
+"""Whether an engine has the KV for one more request until it ends, and not only today: what each of those that are
+there will still need counts, and what they give back by ending. Pure.
+
+Who generates how long is known as futures, equally likely: in each, every request has so many tokens left. In one of
+them an engine's need is plain: its requests grow together, one token in each iteration, and go when they are through.
+It is highest just as one of them ends. Lengths that are known exactly are one future.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from planner.model import EngineId, RequestId
+
+# KV is handed out in blocks of so many tokens, and the last one of each request may be all but empty.
+BLOCK_TOKENS = 16
+ROUNDING_TOKENS = BLOCK_TOKENS - 1
+# Iterations that a request may arrive later than those that run at its destination go on: they are so much longer then.
+ARRIVES_LATE = 64
+# Engines that are looked at in one tick. The others count as full.
+MOST_LOOKED_AT = 48
+
+
+class Room(Protocol):
+    """What the choice of moves asks, and tells."""
+
+    def fits(self, request: RequestId, source: EngineId, destination: EngineId) -> bool: ...
+
+    def moved(self, request: RequestId, source: EngineId, destination: EngineId) -> None: ...
+
+
+class Stay(NamedTuple):
+    """One request on an engine. `remaining_tokens`: in each future, at least 1."""
+
+    context_tokens: int
+    remaining_tokens: Sequence[int]
+    runs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tenancy:
+    """An engine, its requests, and what these may take together: KV tokens and seats."""
+
+    kv_tokens: int
+    seats: int
+    stays: Mapping[RequestId, Stay]
+
+    def __post_init__(self) -> None:
+        for name in ("kv_tokens", "seats"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+
+class FutureRoom:
+    """Room in all futures but a share `risk` (0 to 1) of them, as moves are being chosen. `look_up` is asked for each
+    engine once at most."""
+
+    def __init__(self, look_up: Callable[[EngineId], Tenancy], risk: float) -> None:
+        if not 0 <= risk < 1:
+            raise ValueError(f"risk must be >= 0 and < 1, got {risk}")
+        self._look_up = look_up
+        self._risk = risk
+        self._tenancies: dict[EngineId, Tenancy] = {}
+        self._held: dict[EngineId, _Held] = {}
+
+    def fits(self, request: RequestId, source: EngineId, destination: EngineId) -> bool:
+        """Whether the destination and all that it holds get by without a preemption if the request joins them.
+
+        A request that waits may also queue where some will be preempted anyhow: it waits there as well as here.
+        """
+        held = self._of(destination)
+        stay = self._stay(request, source)
+        return held is not None and ((not stay.runs and held.overcommitted) or held.takes(stay))
+
+    def moved(self, request: RequestId, source: EngineId, destination: EngineId) -> None:
+        stay = self._stay(request, source)
+        if source in self._held:
+            self._held[source].lose(stay)
+        held = self._of(destination)
+        if held is not None:
+            held.gain(stay)
+
+    def _stay(self, request: RequestId, source: EngineId) -> Stay:
+        return self._tenancy(source).stays[request]
+
+    def _tenancy(self, engine: EngineId) -> Tenancy:
+        if engine not in self._tenancies:
+            self._tenancies[engine] = self._look_up(engine)
+        return self._tenancies[engine]
+
+    def _of(self, engine: EngineId) -> "_Held | None":
+        held = self._held.get(engine)
+        if held is None and len(self._held) < MOST_LOOKED_AT:
+            held = self._held[engine] = _Held(self._tenancy(engine), self._risk)
+        return held
+
+
+class _Part(NamedTuple):
+    """A request in one future. In order of `until_tokens`."""
+
+    until_tokens: int  # iterations until it has ended for certain
+    context_tokens: int
+    late: int  # iterations of these that it may begin late
+
+
+class _Held:
+    """What one engine holds in each future."""
+
+    def __init__(self, tenancy: Tenancy, risk: float) -> None:
+        self._kv_tokens, self._seats = tenancy.kv_tokens, tenancy.seats
+        self._risk = risk
+        self._futures: list[list[_Part]] = []  # ascending
+        self._count = 0
+        self._refused: float | None = None  # the smallest that did not fit: no larger one is looked at
+        self._overcommitted: bool | None = None  # None: not asked for since it last changed
+        for stay in tenancy.stays.values():
+            self.gain(stay, late=not stay.runs)
+
+    @property
+    def overcommitted(self) -> bool:
+        """Whether it will hardly get by with what it holds, at best."""
+        if self._overcommitted is None:
+            kv_tokens = self._kv_tokens + ROUNDING_TOKENS * self._count
+            over = sum(_overflows(_punctual(held), kv_tokens) for held in self._futures)
+            self._overcommitted = self._count > self._seats or over > self._spare
+        return self._overcommitted
+
+    @property
+    def _spare(self) -> int:
+        """Futures that may go wrong."""
+        return int(self._risk * len(self._futures))
+
+    def takes(self, stay: Stay) -> bool:
+        size = stay.context_tokens + sum(stay.remaining_tokens) / len(stay.remaining_tokens)
+        if self._count >= self._seats or (self._refused is not None and size >= self._refused):
+            return False
+        self._futures = self._futures or [[] for _ in stay.remaining_tokens]
+        kv_tokens = self._kv_tokens - ROUNDING_TOKENS * (self._count + 1)
+        wrong = 0
+        for held, part in zip(self._futures, _parts(stay, late=True), strict=True):
+            place = bisect_left(held, part)
+            wrong += _overflows([*held[:place], part, *held[place:]], kv_tokens)
+            if wrong > self._spare:
+                self._refused = size
+                return False
+        return True
+
+    def gain(self, stay: Stay, late: bool = True) -> None:
+        self._count += 1
+        self._overcommitted = None
+        self._futures = self._futures or [[] for _ in stay.remaining_tokens]
+        for held, part in zip(self._futures, _parts(stay, late), strict=True):
+            insort(held, part)
+
+    def lose(self, stay: Stay) -> None:
+        self._count -= 1
+        self._overcommitted = self._refused = None
+        for held, part in zip(self._futures, _parts(stay, late=not stay.runs), strict=True):
+            held.remove(part)
+
+
+def _parts(stay: Stay, late: bool) -> list[_Part]:
+    delay = ARRIVES_LATE if late else 0
+    return [_Part(remaining + delay, stay.context_tokens, delay) for remaining in stay.remaining_tokens]
+
+
+def _punctual(held: Sequence[_Part]) -> list[_Part]:
+    return sorted(_Part(part.until_tokens - part.late, part.context_tokens, 0) for part in held)
+
+
+def _overflows(held: Sequence[_Part], kv_tokens: int) -> bool:
+    """Whether requests that grow together need more than there is, at the end of any of them; the longest first."""
+    tokens = 0
+    for count, (until_tokens, context_tokens, _) in enumerate(reversed(held), start=1):
+        tokens += context_tokens
+        if tokens + count * until_tokens > kv_tokens:
+            return True
+    return False

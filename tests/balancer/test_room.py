@@ -1,0 +1,123 @@
+"""Room: an engine that is said to have it gets by without a preemption, however late the newcomer arrives; and no room
+is denied that is plainly there."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.room import ARRIVES_LATE, BLOCK_TOKENS, MOST_LOOKED_AT, FutureRoom, Stay, Tenancy
+from planner.model import EngineId, RequestId
+
+SOURCE, DESTINATION = EngineId("source"), EngineId("destination")
+MOVER = RequestId("mover")
+Sizes = list[tuple[int, int]]  # context and remaining tokens
+
+sizes = st.tuples(st.integers(1, 400), st.integers(1, 150))
+
+
+def stay(*remaining: int, context: int = 100, runs: bool = True) -> Stay:
+    return Stay(context, remaining, runs)
+
+
+def room(held: dict[str, Stay], mover: Stay, *, kv_tokens: int, seats: int = 64, risk: float = 0.0) -> FutureRoom:
+    stays = {RequestId(name): one for name, one in held.items()}
+    tenancies = {SOURCE: Tenancy(10**6, 64, {MOVER: mover}), DESTINATION: Tenancy(kv_tokens, seats, stays)}
+    return FutureRoom(tenancies.__getitem__, risk)
+
+
+def needed_blocks(held: Sizes, newcomer: tuple[int, int], late: int) -> int:
+    """The most blocks in use at once, by iterations; the newcomer begins `late` of them after the others."""
+    most = 0
+    for done in range(max(remaining for _, remaining in [*held, newcomer]) + late):
+        alive = [context + done + 1 for context, remaining in held if remaining > done]
+        if 0 <= done - late < newcomer[1]:
+            alive.append(newcomer[0] + done - late + 1)
+        most = max(most, sum(-(-tokens // BLOCK_TOKENS) for tokens in alive))
+    return most
+
+
+@given(st.lists(sizes, max_size=8), sizes, st.integers(0, ARRIVES_LATE), st.integers(0, 5000))
+def test_who_fits_fits_to_the_end(held: Sizes, newcomer: tuple[int, int], late: int, kv_tokens: int) -> None:
+    stays = {f"r{i}": stay(remaining, context=context) for i, (context, remaining) in enumerate(held)}
+    fits = room(stays, stay(newcomer[1], context=newcomer[0]), kv_tokens=kv_tokens).fits(MOVER, SOURCE, DESTINATION)
+    if fits:
+        assert needed_blocks(held, newcomer, late) <= kv_tokens // BLOCK_TOKENS
+
+
+@given(st.lists(sizes, max_size=8), sizes)
+def test_room_that_is_there_is_seen(held: Sizes, newcomer: tuple[int, int]) -> None:
+    """No more is held back than the rounding to blocks and the lateness call for."""
+    stays = {f"r{i}": stay(remaining, context=context) for i, (context, remaining) in enumerate(held)}
+    late = max(needed_blocks(held, newcomer, late) for late in range(0, ARRIVES_LATE + 1, 4)) * BLOCK_TOKENS
+    enough = late + BLOCK_TOKENS * (len(held) + 1) + 2 * ARRIVES_LATE * (len(held) + 1)
+    assert room(stays, stay(newcomer[1], context=newcomer[0]), kv_tokens=enough).fits(MOVER, SOURCE, DESTINATION)
+
+
+def test_who_ends_soon_makes_room_for_who_grows_later() -> None:
+    short = {"short": stay(10, context=2_000)}
+    assert room(short, stay(1_500, context=500), kv_tokens=2_700).fits(MOVER, SOURCE, DESTINATION)
+    long = {"long": stay(1_000, context=2_000)}
+    assert not room(long, stay(1_500, context=500), kv_tokens=2_700).fits(MOVER, SOURCE, DESTINATION)
+
+
+def test_a_free_seat_is_needed_to_run() -> None:
+    held = {"r0": stay(10), "r1": stay(10)}
+    assert not room(held, stay(10), kv_tokens=10_000, seats=2).fits(MOVER, SOURCE, DESTINATION)
+    assert room(held, stay(10), kv_tokens=10_000, seats=3).fits(MOVER, SOURCE, DESTINATION)
+
+
+def test_who_waits_may_queue_where_others_will_be_preempted_anyhow() -> None:
+    crowd = {f"r{i}": stay(1_000) for i in range(4)}
+    assert room(crowd, stay(1_000, runs=False), kv_tokens=2_000).fits(MOVER, SOURCE, DESTINATION)
+    assert not room(crowd, stay(1_000), kv_tokens=2_000).fits(MOVER, SOURCE, DESTINATION)
+    fitting = {f"r{i}": stay(300) for i in range(4)}
+    assert not room(fitting, stay(1_000, runs=False), kv_tokens=2_000).fits(MOVER, SOURCE, DESTINATION)
+
+
+@pytest.mark.parametrize(("risk", "fits"), [(0.0, False), (0.2, False), (0.25, True)])
+def test_so_many_futures_may_go_wrong(risk: float, fits: bool) -> None:
+    mover = stay(10, 20, 30, 5_000)
+    assert room({}, mover, kv_tokens=1_000, risk=risk).fits(MOVER, SOURCE, DESTINATION) is fits
+
+
+def test_moves_take_and_give_room() -> None:
+    a, b, c = EngineId("a"), EngineId("b"), EngineId("c")
+    one, two, three = RequestId("r1"), RequestId("r2"), RequestId("r3")
+    tenancies = {
+        a: Tenancy(2_000, 8, {one: stay(500, context=500), two: stay(500, context=500)}),
+        b: Tenancy(1_500, 8, {three: stay(300)}),
+        c: Tenancy(9_000, 8, {}),
+    }
+    both = FutureRoom(tenancies.__getitem__, 0.0)
+    assert both.fits(one, a, b)
+    assert both.fits(two, a, b)
+    both.moved(one, a, b)
+    assert not both.fits(two, a, b)
+    both.moved(three, b, c)
+    assert not both.fits(two, a, b)
+    assert both.fits(two, a, c)
+
+
+def test_beyond_so_many_engines_none_is_looked_at() -> None:
+    looked: list[EngineId] = []
+
+    def look_up(engine: EngineId) -> Tenancy:
+        looked.append(engine)
+        return Tenancy(10**6, 64, {MOVER: stay(1)} if engine == SOURCE else {})
+
+    many = FutureRoom(look_up, 0.0)
+    answers = [many.fits(MOVER, SOURCE, EngineId(f"e{i}")) for i in range(MOST_LOOKED_AT + 5)]
+    assert answers == [True] * MOST_LOOKED_AT + [False] * 5
+    assert len(looked) == len(set(looked)) == MOST_LOOKED_AT + 1
+
+
+@pytest.mark.parametrize("risk", [-0.1, 1.0, float("nan")])
+def test_a_risk_that_is_none_is_refused(risk: float) -> None:
+    with pytest.raises(ValueError, match="risk must be >= 0 and < 1"):
+        FutureRoom({}.__getitem__, risk)
+
+
+@pytest.mark.parametrize("changes", [{"kv_tokens": -1}, {"seats": -1}])
+def test_a_tenancy_below_nothing_is_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be >= 0, got -1"):
+        Tenancy(**{"kv_tokens": 1, "seats": 1, "stays": {}, **changes})

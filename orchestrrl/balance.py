@@ -92,7 +92,7 @@ def balance_problem(snapshot: Snapshot, settings: FastSettings, headroom: bool =
 
 def _usable(engine: EngineView, settings: FastSettings) -> bool:
     fresh = engine.age_s is not None and engine.age_s <= settings.stale_after_s
-    return fresh and engine.health is EngineHealth.OK and not engine.draining
+    return fresh and engine.health is EngineHealth.OK and not (engine.draining or engine.outdated)
 
 
 def _with_headroom(worker: Worker, headroom_tokens: int) -> Worker:

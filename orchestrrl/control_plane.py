@@ -18,9 +18,11 @@ from orchestrrl.balance import BalanceDecision, Situation, balance_problem, deci
 from orchestrrl.clock import Clock
 from orchestrrl.config import Config
 from orchestrrl.engine_facts import engine_facts
-from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
+from orchestrrl.errors import OrchestrRLError
+from orchestrrl.execute.cancel import Canceller
 from orchestrrl.execute.enrolment import Enrolment
-from orchestrrl.execute.moves import MovesOutcome, run_moves
+from orchestrrl.execute.gate import GateKeeper
+from orchestrrl.execute.moves import MovesOutcome, checked_move, run_moves
 from orchestrrl.execute.routes import Routes
 from orchestrrl.execute.runner import Runner
 from orchestrrl.execute.settle import Evidence
@@ -79,6 +81,17 @@ class ControlPlane:
         self.runner = Runner(journal, self.nodes, clock, self._closed)
         self.routes = Routes(config, self.state, self.nodes, self.runner, journal, clock)
         self.enrolment = Enrolment(config, self.state, self.routes, journal, clock, self._start_moves)
+        self.gate = GateKeeper(
+            self.runner,
+            self.nodes,
+            journal,
+            clock,
+            engines=lambda: [engine.id for engine in self.state.engines(clock.now_s())],
+            reports=lambda: self.state.gates,
+            busy=lambda: self._deploying,
+            changed=self._gate_changed,
+        )
+        self.canceller = Canceller(self.runner, self.nodes, clock)
         self.plans = PlanBook(journal, clock)
         self.planning = Planning(config, self._note_costs, self._today)
         self.started_s = clock.now_s()
@@ -100,6 +113,8 @@ class ControlPlane:
         self.plans.recover()
         self.planning.recover(journal)
         self.routes.recover()
+        self.gate.recover()
+        self.state.weights = self.gate.state
         operations = self.runner.recover()
         self._note(Kind.DAEMON_STARTED, "", {"mode": self.mode, "open_operations": operations})
 
@@ -109,7 +124,9 @@ class ControlPlane:
         now_s = self.clock.now_s()
         taken = self.state.fold_engine(report, now_s, stream)
         if taken:
-            self.planning.observe(report, self.state.configuration_of(report.engine))
+            # An engine that stands still teaches nothing.
+            closed = self.gate.state.lease is not None
+            self.planning.observe(report, None if closed else self.state.configuration_of(report.engine))
         if taken and self._health.get(report.engine) is not report.health:
             before = self._health.get(report.engine)
             self._health[report.engine] = report.health
@@ -124,6 +141,9 @@ class ControlPlane:
     def gateway_reported(self, report: GatewayReport, stream: int) -> ReportAck:
         now_s = self.clock.now_s()
         self.state.fold_gateway(report, now_s, stream)
+        if enough := self.state.groups.take():
+            self.canceller.redundant(self.state.gateways_of_groups(enough))
+        self.gate.reported(report.gateway, report.gate)
         self._note_step_end()
         self.nodes.heard(report.gateway, now_s)
         return ReportAck(report.sequence, self.journal.generation)
@@ -138,12 +158,16 @@ class ControlPlane:
         if hello.kind is NodeKind.GATEWAY:
             self.routes.send(self.state.engines(now_s))
         self.runner.attached(hello.node)
+        if hello.kind is NodeKind.GATEWAY:
+            self.gate.attached(hello.node)
         return attachment
 
     def detach(self, attachment: Attachment) -> None:
         if self.nodes.detach(attachment, self.clock.now_s()):
             self._note(Kind.NODE_DETACHED, attachment.hello.node, {"kind": attachment.hello.kind})
             logger.info("%s %s detached", attachment.hello.kind, attachment.hello.node)
+            if attachment.hello.kind is NodeKind.GATEWAY:
+                self.gate.detached(attachment.hello.node)
 
     def result_received(self, result: OperationResult) -> None:
         self.nodes.heard(result.node, self.clock.now_s())
@@ -156,10 +180,9 @@ class ControlPlane:
         began = self._stopwatch()
         snapshot = self.state.snapshot(self.clock.now_s())
         self.runner.settle(lambda node: Evidence(snapshot, self.state.heard_s(node)))
-        deploying = self.deployment is not None and self.deployment.busy
         situation = Situation(
             self.mode,
-            self.changes_open + deploying,
+            self.changes_open + self._deploying,
             self._moves_ended_s,
             self._planning,
             self.planning.lines,
@@ -167,6 +190,9 @@ class ControlPlane:
             self.planning.futures(snapshot),
         )
         decision = decide_balance(snapshot, self.config.fast, situation)
+        still = self._standing_still(snapshot)
+        if still is not None:
+            decision = replace(decision, verdict=still)
         before, self.balance = self.balance, decision
         self.routes.load_index = decision.load_index
         acts = isinstance(decision.verdict, Act)
@@ -174,7 +200,8 @@ class ControlPlane:
             self._note_balance(decision, snapshot)
         if acts:
             self._start_moves(decision.moves, snapshot)
-        self.enrolment.tick(snapshot)
+        if still is None:
+            self.enrolment.tick(snapshot)
         self.routes.send(snapshot.engines)
         self.fast_tick_s = self._stopwatch() - began
         return decision
@@ -221,33 +248,15 @@ class ControlPlane:
         until_s = self.clock.now_s() + self.config.fast.operation_expiry_s
         while self.clock.now_s() < until_s:
             hold = self._underway(self.state.snapshot(self.clock.now_s()))
-            if hold is None or hold.code == "deployment_open":
+            if hold is None or hold.code in ("deployment_open", "gate_closed"):
                 return
             await self.clock.sleep(QUIET_POLL_S)
 
     async def move(self, request: RequestId, to_engine: EngineId) -> MovesOutcome:
         """An operator's own move. Raises ProblemFaults for what does not exist, Permanent for what must not move."""
+        self.gate.check_open()
         snapshot = self.state.snapshot(self.clock.now_s())
-        found = next((view for view in snapshot.requests if view.id == request), None)
-        engines = {engine.id: engine for engine in snapshot.engines}
-        faults = []
-        if found is None:
-            faults.append(f"request_id: is not in flight, got {request!r}")
-        if to_engine not in engines:
-            known = ", ".join(engines) or "none"
-            faults.append(f"to_engine_id: is not a known engine (known: {known}), got {to_engine!r}")
-        if found is None or faults:
-            raise ProblemFaults(faults)
-        if not found.movable:
-            raise Permanent(f"request {request} cannot move: {found.movable_detail or 'its gateway says so'}")
-        if found.engine is None or found.engine == to_engine:
-            where = "held by its gateway" if found.engine is None else f"on {to_engine} already"
-            raise Permanent(f"request {request} is {where}")
-        if engines[to_engine].health is not EngineHealth.OK:
-            raise Permanent(f"engine {to_engine} is {engines[to_engine].health}: {engines[to_engine].health_detail}")
-        return await self._move((RequestMove(request, found.engine, to_engine),), snapshot)
-        if engines[to_engine].draining:
-            raise Permanent(f"engine {to_engine} is draining: `orchestrrl engines drain {to_engine} --undo` first")
+        return await self._move((checked_move(snapshot, request, to_engine),), snapshot)
 
     def set_mode(self, mode: Mode, reason: str) -> Mode:
         """The mode from now on, also after a restart while the configured one stays the same; returns the previous."""
@@ -272,7 +281,7 @@ class ControlPlane:
     async def close(self, drain_s: float) -> None:
         """Let results that are on their way come in; what stays open is the next generation's to settle."""
         left = await self.runner.drain(drain_s)
-        tasks = [*self._moving, *self._acting]
+        tasks = [*self._moving, *self._acting, *self.gate.close(), *self.canceller.close()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -303,7 +312,10 @@ class ControlPlane:
 
     def _underway(self, snapshot: Snapshot) -> Hold | None:
         """What changes the fleet already: first let it end, then look again."""
-        if self.deployment is not None and self.deployment.busy:
+        still = self._standing_still(snapshot)
+        if still is not None:
+            return still
+        if self._deploying:
             return Hold("deployment_open", "engines are being changed")
         if self.changes_open:
             return Hold("moves_open", f"{self.changes_open} earlier operations have no result yet")
@@ -311,6 +323,17 @@ class ControlPlane:
         if self._moves_ended_s is not None and oldest_s <= self._moves_ended_s:
             return Hold("awaiting_telemetry", "not every engine and gateway has reported since the last moves")
         return None
+
+    @property
+    def _deploying(self) -> bool:
+        return self.deployment is not None and self.deployment.busy
+
+    def _standing_still(self, snapshot: Snapshot) -> Hold | None:
+        return self.gate.state.hold(snapshot.now_s, self.config.fast.stall_grace_s)
+
+    def _gate_changed(self) -> None:
+        self.state.weights = self.gate.state
+        self.routes.send(self.state.engines(self.clock.now_s()))
 
     async def _act_on(self, plan: Plan, snapshot: Snapshot) -> None:
         """Carry a plan out, and write down what became of it."""
@@ -335,7 +358,7 @@ class ControlPlane:
             logger.error("a plan was not carried out: %s", task.exception())
 
     async def _move(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
-        versions = {engine.id: self.routes.kv_version(engine) for engine in snapshot.engines}
+        versions = self.routes.kv_versions(snapshot.engines)
         priced = with_methods(moves, snapshot, self.planning.move_costing(versions))
         return await run_moves(self.runner, priced, self.state.gateway_of, self.config.fast.operation_expiry_s)
 

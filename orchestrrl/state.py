@@ -9,8 +9,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from orchestrrl.engines.base import Capabilities
+from orchestrrl.gate import GateState
+from orchestrrl.groups import Groups
 from orchestrrl.operations import OperationResult
-from orchestrrl.reports import EngineReport, EngineSample, FinishedRequest, GatewayReport, NodeHello, NodeKind
+from orchestrrl.reports import (
+    EngineReport,
+    EngineSample,
+    FinishedRequest,
+    GateReport,
+    GatewayReport,
+    NodeHello,
+    NodeKind,
+)
 from planner.model import (
     ConfigurationId,
     EngineHealth,
@@ -89,6 +99,7 @@ class _GatewayRecord:
     in_flight: tuple[RequestView, ...] = ()
     in_flight_ids: frozenset[RequestId] = frozenset()
     reported_s: float | None = None  # when that was received; None: not yet
+    gate: GateReport = field(default_factory=GateReport)
     finished: dict[FinishedRequest, None] = field(default_factory=dict)  # as values: an id may be used again
 
 
@@ -109,6 +120,8 @@ class State:
         self._finished: deque[FinishedLength] = deque(maxlen=LENGTHS_REMEMBERED)
         self.earlier_output_tokens: tuple[int, ...] = ()  # of the step before
         self.step: Step | None = None  # the current or the last one
+        self.weights = GateState()  # whose versions are which
+        self.groups = Groups()  # how many answers of each have finished, over all gateways
         self.totals = Totals()
 
     def set_facts(self, facts: Iterable[EngineFacts]) -> None:
@@ -193,6 +206,7 @@ class State:
         if newer:
             record.order, record.received_s, record.reported_s = (stream, report.sequence), received_s, received_s
             record.in_flight, record.url = report.in_flight, report.url or record.url
+            record.gate = report.gate
             record.in_flight_ids = frozenset(request.id for request in report.in_flight)
         if fresh:
             # They were in flight, if only between two reports.
@@ -245,6 +259,20 @@ class State:
         ]
         return max(holders)[1] if holders else None
 
+    def gateways_of_groups(self, groups: frozenset[str]) -> dict[NodeId, tuple[str, ...]]:
+        """Which gateways have requests of these groups in flight, as they last said."""
+        found: dict[NodeId, tuple[str, ...]] = {}
+        for node, record in self._gateways.items():
+            there = {request.group for request in record.in_flight} & groups
+            if there:
+                found[node] = tuple(sorted(there))
+        return found
+
+    @property
+    def gates(self) -> dict[NodeId, GateReport]:
+        """How the gate of each gateway stood when it reported last, however long ago."""
+        return {node: record.gate for node, record in self._gateways.items() if record.reported_s is not None}
+
     def heard_s(self, node: NodeId) -> float | None:
         """When the node's latest report was received; None: it has not reported."""
         gateway = self._gateways.get(node)
@@ -281,6 +309,7 @@ class State:
             self.step = Step(at_s)
             self.earlier_output_tokens = tuple(length.tokens for length in self._finished) or self.earlier_output_tokens
             self._finished.clear()
+            self.groups.forget()
 
     def _busy(self, now_s: float) -> bool:
         """Gateways know; without any, what engines say must do."""
@@ -296,6 +325,7 @@ class State:
             if finished.finish_reason not in CUT_SHORT:
                 censored = finished.finish_reason == CENSORED
                 self._finished.append(FinishedLength(finished.generated_tokens, censored, finished.tag))
+        self.groups.count(fresh)
         while len(record.finished) > FINISHED_REMEMBERED:
             del record.finished[next(iter(record.finished))]
         self.totals = replace(self.totals, finished=self.totals.finished + len(fresh))
@@ -378,6 +408,8 @@ class State:
             preemptions_total=sample.preemptions_total if sample else 0,
             pool=facts.pool,
             draining=engine in self._draining,
+            policy_version=self.weights.versions.get(engine),
+            outdated=not self.weights.serves(engine),
         )
 
     def _health(self, record: _EngineRecord, now_s: float) -> tuple[EngineHealth, str]:

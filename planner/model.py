@@ -127,6 +127,7 @@ class EngineView:
     preemptions_total: int = 0
     pool: str = ""  # engines of a kind, which requests' tags may prefer
     policy_version: int | None = None  # of its weights
+    outdated: bool = False  # they are not the fleet's: nothing goes there
     draining: bool = False  # an operator wants it empty: nothing new goes there
 
 

@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.execute.runner import Runner
 from orchestrrl.operations import ItemResult, MoveRequests, OperationResult, RequestMove
-from planner.model import NodeId, RequestId
+from planner.model import EngineHealth, EngineId, NodeId, RequestId, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,32 @@ class MovesOutcome:
 
     items: tuple[ItemResult, ...]
     operations: tuple[OperationResult, ...]
+
+
+def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) -> RequestMove:
+    """An operator's own move. Raises ProblemFaults for what does not exist, Permanent for what must not move."""
+    found = next((view for view in snapshot.requests if view.id == request), None)
+    engines = {engine.id: engine for engine in snapshot.engines}
+    faults = []
+    if found is None:
+        faults.append(f"request_id: is not in flight, got {request!r}")
+    if to_engine not in engines:
+        known = ", ".join(engines) or "none"
+        faults.append(f"to_engine_id: is not a known engine (known: {known}), got {to_engine!r}")
+    if found is None or faults:
+        raise ProblemFaults(faults)
+    if not found.movable:
+        raise Permanent(f"request {request} cannot move: {found.movable_detail or 'its gateway says so'}")
+    if found.engine is None or found.engine == to_engine:
+        where = "held by its gateway" if found.engine is None else f"on {to_engine} already"
+        raise Permanent(f"request {request} is {where}")
+    if engines[to_engine].health is not EngineHealth.OK:
+        raise Permanent(f"engine {to_engine} is {engines[to_engine].health}: {engines[to_engine].health_detail}")
+    if engines[to_engine].draining:
+        raise Permanent(f"engine {to_engine} is draining: `orchestrrl engines drain {to_engine} --undo` first")
+    if engines[to_engine].outdated:
+        raise Permanent(f"engine {to_engine} has not the fleet's weights: see `orchestrrl gate status`")
+    return RequestMove(request, found.engine, to_engine)
 
 
 async def run_moves(

@@ -1,6 +1,6 @@
 """Tell gateways which engines there are, how loaded each is, and whether anything new may go there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrrl.clock import Clock
 from orchestrrl.config import Config
@@ -49,7 +49,13 @@ class Routes:
             listing = [{"engine": r.engine, "url": r.url, "health": r.health, "draining": r.draining} for r in routes]
             self._journal.append(self._clock.now_s(), Kind.ROUTES, "", {"routes": listing})
 
-    def kv_version(self, engine: EngineView) -> str:
+    def kv_versions(self, engines: Iterable[EngineView]) -> dict[EngineId, str]:
+        """Engines of the same one can hand KV over to each other; with the policy version, as gateways have it."""
+        return {
+            engine.id: f"{kv}@{engine.policy_version}" if (kv := self._kv_version(engine)) else "" for engine in engines
+        }
+
+    def _kv_version(self, engine: EngineView) -> str:
         """Engines hand KV over to those of the same configuration and weights; empty: to none."""
         links = self.config.fleet.kv_transfer
         if links is None or links.connector is None or engine.configuration is None:
@@ -66,8 +72,10 @@ class Routes:
             kv_capacity_tokens=engine.kv_capacity_tokens,
             kv_free_tokens=engine.kv_free_tokens,
             max_sequences=engine.max_sequences,
-            draining=engine.draining or engine.id in self.draining,
-            kv_version=self.kv_version(engine),
+            draining=engine.draining or engine.outdated or engine.id in self.draining,
+            kv_version=self._kv_version(engine),
             pool=engine.pool,
+            policy_version=engine.policy_version,
             waiting=engine.waiting if fresh else None,
+            newest_policy_version=self._state.weights.newest,
         )

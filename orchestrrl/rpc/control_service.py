@@ -9,6 +9,7 @@ from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.execute.enrolment import NewEngine
 from orchestrrl.rpc import convert, convert_control
+from orchestrrl.rpc.gate_service import GateService
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
 from orchestrrl.rpc.refusals import Context, read, refusing
 from planner.model import ConfigurationId, EngineId, PlanId, RequestId
@@ -17,6 +18,7 @@ from planner.model import ConfigurationId, EngineId, PlanId, RequestId
 class ControlService(control_pb2_grpc.ControlServicer):
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
+        self._gate = GateService(plane)
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Context) -> control_pb2.Status:
         return convert_control.status_to_pb(self._plane, __version__)
@@ -96,6 +98,28 @@ class ControlService(control_pb2_grpc.ControlServicer):
         item = outcome.items[0]
         operation = outcome.operations[0].operation if outcome.operations else ""
         return control_pb2.MoveRequestResponse(done=item.done, detail=item.detail, operation_id=operation)
+
+    async def PauseGate(self, request: control_pb2.PauseGateRequest, context: Context) -> control_pb2.Gate:
+        return await self._gate.pause(request, context)
+
+    async def RenewGate(self, request: control_pb2.RenewGateRequest, context: Context) -> control_pb2.Gate:
+        return await self._gate.renew(request, context)
+
+    async def ResumeGate(self, request: control_pb2.ResumeGateRequest, context: Context) -> control_pb2.Gate:
+        return await self._gate.resume(request, context)
+
+    async def GetGate(self, request: control_pb2.GetGateRequest, context: Context) -> control_pb2.Gate:
+        return self._gate.seen()
+
+    async def SetPolicyVersion(
+        self, request: control_pb2.SetPolicyVersionRequest, context: Context
+    ) -> control_pb2.SetPolicyVersionResponse:
+        return await self._gate.set_version(request, context)
+
+    async def CancelRequests(
+        self, request: control_pb2.CancelRequestsRequest, context: Context
+    ) -> control_pb2.CancelRequestsResponse:
+        return await self._gate.cancel(request, context)
 
     async def AddEngine(self, request: control_pb2.AddEngineRequest, context: Context) -> control_pb2.Worker:
         new = NewEngine(request.engine_id, request.url, request.configuration, tuple(request.gpus), request.pool)

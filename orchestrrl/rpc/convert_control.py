@@ -11,6 +11,7 @@ from orchestrrl.move_methods import MovedRequest
 from orchestrrl.nodes import NodeState
 from orchestrrl.plans import PlanEvent
 from orchestrrl.rpc.convert import capabilities_to_pb, health_to_pb
+from orchestrrl.rpc.convert_gate import gate_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
 from planner.calibration import Calibration
 from planner.gate import Control
@@ -54,6 +55,7 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
         plan_control=control_to_pb(plane.plans.control),
         balance_reason=_verdict(plane.balance) if plane.balance else "no decision yet",
         plan_calibration=_calibration_to_pb(plane.plans.calibration),
+        gate=gate_to_pb(plane.gate),
     )
 
 

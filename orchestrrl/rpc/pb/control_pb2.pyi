@@ -78,6 +78,7 @@ class Status(_message.Message):
     BALANCE_REASON_FIELD_NUMBER: _builtins.int
     PLAN_CALIBRATION_FIELD_NUMBER: _builtins.int
     TOKENS_LOADED_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     mode: Global___Mode.ValueType
     generation: _builtins.int
@@ -104,6 +105,8 @@ class Status(_message.Message):
     def plan_calibration(self) -> Global___PlanCalibration:
         """How earlier plans came out."""
 
+    @_builtins.property
+    def gate(self) -> Global___Gate: ...
     def __init__(
         self,
         *,
@@ -125,10 +128,11 @@ class Status(_message.Message):
         balance_reason: _builtins.str = ...,
         plan_calibration: Global___PlanCalibration | None = ...,
         tokens_loaded: _builtins.int = ...,
+        gate: Global___Gate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan_calibration", b"plan_calibration", "plan_control", b"plan_control"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_reason", b"balance_reason", "generation", b"generation", "mode", b"mode", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_reason", b"balance_reason", "gate", b"gate", "generation", b"generation", "mode", b"mode", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1196,7 +1200,7 @@ class PauseGateRequest(_message.Message):
     holder: _builtins.str
     """Who asks, and why: goes to the journal."""
     lease_s: _builtins.float
-    """0: 60 s."""
+    """0: 60 s. At least until the deadline."""
     deadline_s: _builtins.float
     """By then all must be quiet. 0: as long as the lease."""
     def __init__(

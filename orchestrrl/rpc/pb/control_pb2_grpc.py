@@ -228,20 +228,23 @@ class ControlServicer:
 
     def PauseGate(self, request, context):
         """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
-        on as before and the call fails. The lease that is answered has to be renewed: when it ends, all goes on by itself.
+        on as before and the call fails with ABORTED. The lease that is answered has to be renewed: when it ends, all goes on
+        by itself. FAILED_PRECONDITION while another holds the gate, and where no gateway is attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewGate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Refused with FAILED_PRECONDITION when the lease has ended, ABORTED when not every gateway could be told.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeGate(self, request, context):
-        """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile.
+        """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile. The same again is answered
+        again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

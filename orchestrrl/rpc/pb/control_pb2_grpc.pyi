@@ -50,11 +50,15 @@ class ControlStub:
     """An operator's own moves, by the same path as the balancer's."""
     PauseGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.PauseGateRequest, _control_pb2.Gate]
     """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
-    on as before and the call fails. The lease that is answered has to be renewed: when it ends, all goes on by itself.
+    on as before and the call fails with ABORTED. The lease that is answered has to be renewed: when it ends, all goes on
+    by itself. FAILED_PRECONDITION while another holds the gate, and where no gateway is attached.
     """
     RenewGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.RenewGateRequest, _control_pb2.Gate]
+    """Refused with FAILED_PRECONDITION when the lease has ended, ABORTED when not every gateway could be told."""
     ResumeGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeGateRequest, _control_pb2.Gate]
-    """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile."""
+    """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile. The same again is answered
+    again.
+    """
     GetGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetGateRequest, _control_pb2.Gate]
     SetPolicyVersion: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetPolicyVersionRequest, _control_pb2.SetPolicyVersionResponse]
     """Engines whose weights were brought otherwise, e.g. one that was left out when the gate opened."""
@@ -91,11 +95,15 @@ class ControlAsyncStub(ControlStub):
     """An operator's own moves, by the same path as the balancer's."""
     PauseGate: _aio.UnaryUnaryMultiCallable[_control_pb2.PauseGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
     """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
-    on as before and the call fails. The lease that is answered has to be renewed: when it ends, all goes on by itself.
+    on as before and the call fails with ABORTED. The lease that is answered has to be renewed: when it ends, all goes on
+    by itself. FAILED_PRECONDITION while another holds the gate, and where no gateway is attached.
     """
     RenewGate: _aio.UnaryUnaryMultiCallable[_control_pb2.RenewGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
+    """Refused with FAILED_PRECONDITION when the lease has ended, ABORTED when not every gateway could be told."""
     ResumeGate: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
-    """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile."""
+    """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile. The same again is answered
+    again.
+    """
     GetGate: _aio.UnaryUnaryMultiCallable[_control_pb2.GetGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
     SetPolicyVersion: _aio.UnaryUnaryMultiCallable[_control_pb2.SetPolicyVersionRequest, _control_pb2.SetPolicyVersionResponse]  # type: ignore[assignment]
     """Engines whose weights were brought otherwise, e.g. one that was left out when the gate opened."""
@@ -207,7 +215,8 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]:
         """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
-        on as before and the call fails. The lease that is answered has to be renewed: when it ends, all goes on by itself.
+        on as before and the call fails with ABORTED. The lease that is answered has to be renewed: when it ends, all goes on
+        by itself. FAILED_PRECONDITION while another holds the gate, and where no gateway is attached.
         """
 
     @_abc_1.abstractmethod
@@ -215,7 +224,8 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _control_pb2.RenewGateRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]: ...
+    ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]:
+        """Refused with FAILED_PRECONDITION when the lease has ended, ABORTED when not every gateway could be told."""
 
     @_abc_1.abstractmethod
     def ResumeGate(
@@ -223,7 +233,9 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ResumeGateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]:
-        """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile."""
+        """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile. The same again is answered
+        again.
+        """
 
     @_abc_1.abstractmethod
     def GetGate(

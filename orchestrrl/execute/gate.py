@@ -1,0 +1,423 @@
+"""Close and open every gateway's gate: intent -> all at rest, or all as before. What a lease is and means is gate.py's.
+
+Gateways keep the time of a lease themselves, so what the daemon does not get to tell them happens without it.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrrl.clock import Clock
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.errors import Permanent, ProblemFaults, Retryable
+from orchestrrl.execute.runner import Runner
+from orchestrrl.gate import Ending, GateState, Lease, time_of_day
+from orchestrrl.journal import Journal, Kind
+from orchestrrl.nodes import NodeRegistry
+from orchestrrl.operations import (
+    Action,
+    CloseGate,
+    FrozenRequests,
+    ItemResult,
+    OpenGate,
+    OperationResult,
+    OperationStatus,
+)
+from orchestrrl.reports import GatePhase, GateReport
+from planner.model import EngineId, NodeId
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 60.0  # where none is asked for
+LEASE_MAX_S = 24 * 3600.0  # whoever dies with a lease keeps the fleet for so long
+# How long gateways have for an answer beyond the time that it takes by itself.
+ANSWER_S = 5.0
+# Gateways that say that a gate is closed which was opened so long ago have not heard of it.
+MISSED_S = 2.0
+BUSY_POLL_S = 0.25
+AGAIN_S = 1.0  # when it may be tried again, as far as anybody can tell
+OUTDATED = "has not the fleet's weights, as far as anybody told: gets no requests until its version is told"
+RESTED = (OperationStatus.DONE, OperationStatus.PARTIAL)
+
+
+@dataclass(frozen=True, slots=True)
+class GateWish:
+    """What somebody asks for who wants to pause. 0 seconds: the usual."""
+
+    mode: PauseMode = PauseMode.KEEP
+    frozen: FrozenRequests = FrozenRequests.RECOMPUTE
+    holder: str = ""
+    lease_s: float = 0.0
+    deadline_s: float = 0.0
+
+    def lease(self, id: str, now_s: float) -> Lease:
+        """It lasts at least until the deadline. Raises ProblemFaults."""
+        faults = _seconds_faults("lease_s", self.lease_s) + _seconds_faults("deadline_s", self.deadline_s)
+        if faults:
+            raise ProblemFaults(faults)
+        quiet_s = self.deadline_s or self.lease_s or LEASE_S
+        lasts_s = max(self.lease_s or LEASE_S, quiet_s)
+        return Lease(id, self.holder, self.mode, self.frozen, now_s, now_s + lasts_s, now_s + quiet_s)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRest:
+    """What became of an engine when the gate closed or opened last."""
+
+    engine: EngineId
+    done: bool
+    detail: str
+    policy_version: int | None  # of its weights
+
+
+@dataclass(frozen=True, slots=True)
+class GateTotals:
+    """Since the daemon's start."""
+
+    paused_s: float = 0.0  # of leases that have ended
+    expired: int = 0
+
+
+class GateKeeper:
+    """One fleet's gate. `engines` are those there are, `busy` says that engines are being started or stopped, `changed`
+    is called when routes have another version or may be used again."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        nodes: NodeRegistry,
+        journal: Journal,
+        clock: Clock,
+        *,
+        engines: Callable[[], Collection[EngineId]],
+        reports: Callable[[], Mapping[NodeId, GateReport]],
+        busy: Callable[[], bool],
+        changed: Callable[[], None],
+    ) -> None:
+        self._runner = runner
+        self._nodes = nodes
+        self._journal = journal
+        self._clock = clock
+        self._engines = engines
+        self._reports = reports
+        self._busy = busy
+        self._changed = changed
+        self._state = GateState()
+        self._leases = itertools.count(1)
+        self._closing: dict[NodeId, asyncio.Task[OperationResult]] = {}  # of the lease that is being closed
+        self._broken: asyncio.Future[str] | None = None  # why that one cannot come to rest
+        self._tasks: set[asyncio.Task[OperationResult]] = set()
+        self._rests: dict[EngineId, ItemResult] = {}  # what became of each engine when the gate closed or opened last
+        self.totals = GateTotals()
+
+    # --- ask
+
+    @property
+    def state(self) -> GateState:
+        """As of now. A lease that has run out is written down by who looks first."""
+        now = self._state.at(self._clock.now_s())
+        if now is not self._state:
+            logger.warning("gate: %s", now.opened.detail if now.opened else "")
+            self._take(now, "expired")
+            self._break("the lease has run out")
+        return self._state
+
+    @property
+    def paused_s(self) -> float:
+        lease = self.state.lease
+        return self.totals.paused_s + (self._clock.now_s() - lease.began_s if lease else 0.0)
+
+    def gateways(self) -> dict[NodeId, GateReport | None]:
+        """The attached ones, by id, each with its latest word."""
+        reports = self._reports()
+        return {node: reports.get(node) for node in self._nodes.gateways()}
+
+    def rests(self) -> list[EngineRest]:
+        """Every engine, by id."""
+        state = self.state
+        rests = []
+        for engine in sorted({*self._engines(), *self._rests}):
+            item = self._rests.get(engine)
+            outdated = state.lease is None and not state.serves(engine)
+            detail = OUTDATED if outdated else item.detail if item is not None else ""
+            done = not outdated and (item is None or item.done)
+            rests.append(EngineRest(engine, done, detail, state.versions.get(engine)))
+        return rests
+
+    def check_open(self) -> None:
+        """Raises Permanent while requests stand still."""
+        state = self.state
+        if state.lease is not None:
+            raise Permanent(f"requests stand still while weights change: the gate is {state.phase}, {state.lease}")
+
+    # --- act
+
+    def recover(self) -> None:
+        """Take up the gate as the daemon before left it. Nobody waits any more for a fleet that was to come to rest."""
+        latest = self._journal.latest(Kind.GATE)
+        if latest is not None:
+            self._state = GateState.from_body(latest.body["state"])
+        lease = self.state.lease
+        if lease is not None and not self._state.quiet:
+            detail = "the daemon was restarted while the fleet was coming to rest"
+            self._take(self._state.given_up(lease.id, self._clock.now_s(), detail), "gave_up")
+
+    async def pause(self, wish: GateWish) -> GateState:
+        """Answers when every gateway's engines are at rest. Raises ProblemFaults; Permanent where another holds the
+        gate or no gateway is attached; Retryable when it did not come to that, and all goes on as before."""
+        state = self.state
+        lease = wish.lease(f"g{self._journal.generation}-{next(self._leases)}", self._clock.now_s())
+        if not self._nodes.gateways() and state.lease is None:
+            raise Permanent("no gateway is attached, so nothing can be brought to rest: see `orchestrrl status`")
+        self._take(state.paused(lease), "pause")
+        self._rests = {}
+        self._broken = asyncio.get_running_loop().create_future()
+        try:
+            await self._engines_unchanging(lease)
+            await self._all_at_rest(lease)
+        except asyncio.CancelledError:
+            self._give_up(lease, "nobody waits any more for the fleet to come to rest")
+            raise
+        except Retryable as trouble:
+            await self._answers(self._give_up(lease, str(trouble)))
+            raise
+        finally:
+            self._broken = None
+            self._closing = {}
+        self._take(self.state.at_rest(lease.id), "quiet")
+        return self._state
+
+    async def renew(self, lease_id: str, lease_s: float) -> GateState:
+        """From now, everywhere. Raises Permanent when the lease has ended, Retryable when a gateway has not been told,
+        which opens when the lease was to end before."""
+        faults = _seconds_faults("lease_s", lease_s)
+        if not lease_id:
+            faults.append(f"lease_id: must not be empty, got {lease_id!r}")
+        if faults:
+            raise ProblemFaults(faults)
+        before = self.state.held(lease_id)
+        self._take(self._state.renewed(lease_id, self._clock.now_s() + (lease_s or LEASE_S)), "renew")
+        orders = {node: self._order_close(node) for node in self._nodes.gateways()}
+        if not self._state.quiet:
+            return self._state  # who waits for the fleet to come to rest hears of failures
+        results = await self._answers(orders)
+        late = [f"{node}: {_why(result)}" for node, result in results.items() if not _rested(result)]
+        late += [f"{node}: is not attached" for node in self._away(lease_id)]
+        if late:
+            until = time_of_day(before.until_s)
+            words = "; ".join(late)
+            raise Retryable(f"not every gateway has extended the lease, some may open at {until}: {words}", AGAIN_S)
+        self.state.held(lease_id)
+        return self._state
+
+    async def resume(
+        self, lease_id: str, policy_version: int | None, without: Collection[EngineId], reason: str = ""
+    ) -> GateState:
+        """Raises ProblemFaults for unknown engines, Permanent when the lease has ended. The same again is answered
+        again. A gateway that does not answer opens by itself, and is named in how the gate opened."""
+        state, engines = self.state, self._engines()
+        if faults := _engine_faults("without_engine_ids", without, engines):
+            raise ProblemFaults(faults)
+        if _said_before(state, lease_id, policy_version, without):
+            return state
+        if policy_version is not None:  # an engine that was not brought to rest had nothing done to it
+            without = {*without, *(engine for engine, item in self._rests.items() if not item.done)}
+        self._take(state.resumed(lease_id, self._clock.now_s(), engines, policy_version, without, reason), "resume")
+        self._break("somebody has opened the gate")
+        self._changed()
+        results = await self._answers(self._order_open())
+        self._rest(results.values())
+        silent = [f"gateway {node}: {_why(result)}" for node, result in results.items() if not _rested(result)]
+        if silent and self._state.opened is not None:
+            detail = f"{self._state.opened.detail}; not opened yet, which they do by themselves: {'; '.join(silent)}"
+            self._take(replace(self._state, opened=replace(self._state.opened, detail=detail)), "resume")
+        return self._state
+
+    def set_version(self, engines: Collection[EngineId], policy_version: int, reason: str = "") -> int:
+        """The fleet's newest. Raises ProblemFaults."""
+        faults = _engine_faults("engine_ids", engines, self._engines())
+        if not engines:
+            faults.append("engine_ids: names no engine, got []")
+        if faults:
+            raise ProblemFaults(faults)
+        self._take(self.state.told(engines, policy_version), "version", reason)
+        self._changed()
+        assert self._state.newest is not None
+        return self._state.newest
+
+    def attached(self, node: NodeId) -> None:
+        """A gateway has come while requests stand still: it must not send any to engines at rest."""
+        if self.state.lease is not None:
+            order = self._order_close(node)
+            if self._broken is not None:
+                self._closing[node] = order
+
+    def detached(self, node: NodeId) -> None:
+        """A gateway that goes while the fleet comes to rest leaves nobody to say so."""
+        if self._broken is not None:
+            self._break(f"gateway {node} has gone away")
+
+    def reported(self, node: NodeId, report: GateReport) -> None:
+        """A gateway that has not heard of the end of the last lease is told again."""
+        if report.phase is GatePhase.OPEN or self._state.lease is not None or self._state.opened is None:
+            return
+        opened = self._state.opened
+        missed = opened.lease == report.lease and self._clock.now_s() - opened.at_s > MISSED_S
+        told = any(o.node == node and isinstance(o.operation.action, OpenGate) for o in self._runner.open)
+        if missed and not told and node in self._nodes.gateways():
+            self._order(node, self._open_gate(), ANSWER_S)
+
+    def close(self) -> list[asyncio.Task[OperationResult]]:
+        """Stop waiting for gateways; what they were told they do."""
+        for task in self._tasks:
+            task.cancel()
+        return [*self._tasks]
+
+    # --- inside
+
+    async def _engines_unchanging(self, lease: Lease) -> None:
+        """Let a change of the deployment end: the next ones wait for the gate."""
+        while self._busy():
+            if self._clock.now_s() >= lease.quiet_by_s or (self._broken and self._broken.done()):
+                raise Retryable("engines are being started or stopped", ANSWER_S)
+            await self._clock.sleep(BUSY_POLL_S)
+
+    async def _all_at_rest(self, lease: Lease) -> None:
+        """Raises Retryable as soon as it is clear that they will not be."""
+        assert self._broken is not None
+        self._closing = {node: self._order_close(node) for node in self._nodes.gateways()}
+        over = asyncio.ensure_future(self._clock.sleep(lease.quiet_by_s + ANSWER_S - self._clock.now_s()))
+        try:
+            while not self._checked(over.done()):
+                waiting: list[asyncio.Future[Any]] = [task for task in self._closing.values() if not task.done()]
+                await asyncio.wait([*waiting, over, self._broken], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+        self._rest(task.result() for task in self._closing.values())
+
+    def _checked(self, over: bool) -> bool:
+        """Whether all have said that they are at rest."""
+        assert self._broken is not None
+        for node, task in self._closing.items():
+            if task.done() and not _rested(task.result()):
+                raise Retryable(f"gateway {node} did not come to rest: {_why(task.result())}", AGAIN_S)
+        running = [node for node, task in self._closing.items() if not task.done()]
+        if running and (over or self._broken.done()):
+            why = self._broken.result() if self._broken.done() else "not in time"
+            words = "; ".join([why, *map(self._running_words, running)])
+            raise Retryable(f"the fleet did not come to rest: {words}", AGAIN_S)
+        return not running
+
+    def _away(self, lease_id: str) -> list[NodeId]:
+        """Gateways that have closed for this lease, and of which nobody knows whether they are still there."""
+        now_s, attached = self._clock.now_s(), self._nodes.gateways()
+        return [
+            node
+            for node, report in self._reports().items()
+            if node not in attached and report.lease == lease_id and now_s < report.lease_until_s
+        ]
+
+    def _running_words(self, node: NodeId) -> str:
+        report = self._reports().get(node)
+        if report is None:
+            return f"gateway {node} has not reported"
+        return f"gateway {node} still has {report.running} running requests"
+
+    def _give_up(self, lease: Lease, detail: str) -> dict[NodeId, asyncio.Task[OperationResult]]:
+        """Everything as before, unless the lease has ended otherwise."""
+        if self._state.lease is not None and self._state.lease.id == lease.id:
+            logger.warning("gate: %s: %s", lease, detail)
+            self._take(self._state.given_up(lease.id, self._clock.now_s(), detail), "gave_up")
+        return self._order_open() if self._state.lease is None else {}
+
+    def _order_close(self, node: NodeId) -> asyncio.Task[OperationResult]:
+        lease = self._state.lease
+        assert lease is not None
+        quiet_by_s = lease.until_s if self._state.quiet else lease.quiet_by_s
+        action = CloseGate(lease.id, lease.holder, lease.mode, lease.frozen, lease.until_s, quiet_by_s)
+        return self._order(node, action, quiet_by_s - self._clock.now_s() + ANSWER_S)
+
+    def _order_open(self) -> dict[NodeId, asyncio.Task[OperationResult]]:
+        action = self._open_gate()
+        return {node: self._order(node, action, ANSWER_S) for node in self._nodes.gateways()}
+
+    def _open_gate(self) -> OpenGate:
+        opened = self._state.opened
+        assert opened is not None
+        return OpenGate(opened.lease, opened.policy_version, opened.without)
+
+    def _order(self, node: NodeId, action: Action, valid_for_s: float) -> asyncio.Task[OperationResult]:
+        order: Coroutine[Any, Any, OperationResult] = self._runner.run(node, action, valid_for_s)
+        task = asyncio.create_task(order)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _answers(
+        self, orders: Mapping[NodeId, asyncio.Task[OperationResult]]
+    ) -> dict[NodeId, OperationResult | None]:
+        """None: it has not answered in time. The orders stand."""
+        over = asyncio.ensure_future(self._clock.sleep(ANSWER_S))
+        try:
+            while waiting := [task for task in orders.values() if not task.done()]:
+                await asyncio.wait([*waiting, over], return_when=asyncio.FIRST_COMPLETED)
+                if over.done():
+                    break
+        finally:
+            over.cancel()
+        return {node: task.result() if task.done() else None for node, task in orders.items()}
+
+    def _rest(self, results: Iterable[OperationResult | None]) -> None:
+        """An engine is at rest where it is so for every gateway."""
+        for item in (item for result in results if result is not None for item in result.items):
+            known = self._rests.get(EngineId(item.id))
+            if known is None or known.done:
+                self._rests[EngineId(item.id)] = item
+
+    def _break(self, why: str) -> None:
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_result(why)
+
+    def _take(self, state: GateState, event: str, reason: str = "") -> None:
+        before, self._state = self._state.lease, state
+        if before is not None and state.lease is None and state.opened is not None:
+            expired = self.totals.expired + (state.opened.how is Ending.EXPIRED)
+            self.totals = GateTotals(self.totals.paused_s + state.opened.at_s - before.began_s, expired)
+        body = {"event": event, "phase": state.phase, "reason": reason, "state": state.body()}
+        lease = state.lease or before
+        self._journal.append(self._clock.now_s(), Kind.GATE, lease.id if lease else "", body)
+        logger.info("gate %s: %s %s", event, state.phase, lease or "")
+
+
+def _rested(result: OperationResult | None) -> bool:
+    return result is not None and result.status in RESTED
+
+
+def _why(result: OperationResult | None) -> str:
+    if result is None:
+        return "has not answered in time"
+    items = "; ".join(f"{item.id}: {item.detail}" for item in result.items if not item.done)
+    return result.detail or items or f"{result.status}, without a reason"
+
+
+def _said_before(state: GateState, lease_id: str, policy_version: int | None, without: Collection[EngineId]) -> bool:
+    """Whether the lease was resumed in these words already, by whose answer got lost."""
+    opened = state.opened
+    if state.lease is not None or opened is None or not lease_id:
+        return False
+    asked = (lease_id, Ending.RESUMED, policy_version, set(without))
+    return (opened.lease, opened.how, opened.policy_version, set(without) & set(opened.without)) == asked
+
+
+def _seconds_faults(name: str, value: float) -> list[str]:
+    if 0 <= value <= LEASE_MAX_S:
+        return []
+    return [f"{name}: must be from 0 (the usual) to {LEASE_MAX_S:g}, got {value}"]
+
+
+def _engine_faults(name: str, engines: Iterable[EngineId], known: Collection[EngineId]) -> list[str]:
+    names = ", ".join(sorted(known)) or "none"
+    return [f"{name}: is not a known engine (known: {names}), got {e!r}" for e in engines if e not in known]

@@ -1,0 +1,47 @@
+"""The Control service's calls about the gate, policy versions and cancelling: what trainers ask."""
+
+from orchestrrl.control_plane import ControlPlane
+from orchestrrl.rpc import convert_gate
+from orchestrrl.rpc.pb import control_pb2 as pb
+from orchestrrl.rpc.refusals import Context, refusing
+from planner.model import EngineId, RequestId
+
+
+class GateService:
+    """Each method answers the call of its name."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+
+    async def pause(self, request: pb.PauseGateRequest, context: Context) -> pb.Gate:
+        async with refusing(context):
+            await self._plane.gate.pause(convert_gate.wish_from_pb(request))
+        return self.seen()
+
+    async def renew(self, request: pb.RenewGateRequest, context: Context) -> pb.Gate:
+        async with refusing(context):
+            await self._plane.gate.renew(request.lease_id, request.lease_s)
+        return self.seen()
+
+    async def resume(self, request: pb.ResumeGateRequest, context: Context) -> pb.Gate:
+        version = request.policy_version if request.HasField("policy_version") else None
+        without = [EngineId(engine) for engine in request.without_engine_ids]
+        async with refusing(context):
+            await self._plane.gate.resume(request.lease_id, version, without, request.reason)
+        return self.seen()
+
+    async def set_version(self, request: pb.SetPolicyVersionRequest, context: Context) -> pb.SetPolicyVersionResponse:
+        engines = [EngineId(engine) for engine in request.engine_ids]
+        async with refusing(context):
+            newest = self._plane.gate.set_version(engines, request.policy_version, request.reason)
+        return pb.SetPolicyVersionResponse(policy_version=newest)
+
+    async def cancel(self, request: pb.CancelRequestsRequest, context: Context) -> pb.CancelRequestsResponse:
+        async with refusing(context):
+            cancelled = await self._plane.canceller.cancel(
+                [RequestId(id) for id in request.request_ids], request.group_ids, request.reason
+            )
+        return pb.CancelRequestsResponse(cancelled_ids=cancelled.requests, silent_node_ids=cancelled.silent)
+
+    def seen(self) -> pb.Gate:
+        return convert_gate.gate_to_pb(self._plane.gate)

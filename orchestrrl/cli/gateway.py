@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -14,6 +15,8 @@ from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.gateway.relay import Limits
 from orchestrrl.gateway.routing import DEFAULT_POLICY, STRATEGIES, Routing, Slack
 from orchestrrl.gateway.service import GatewayOptions, log_to_stderr, serve
+from orchestrrl.gateway.store import Keep
+from orchestrrl.gateway.store_file import check
 from orchestrrl.operations import Route
 from planner.model import EngineId, NodeId
 
@@ -64,6 +67,12 @@ def gateway(
             "--plain-http", help="Serve all requests by aiohttp, which costs more, and none by the fast path."
         ),
     ] = False,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Keep what requests with an id have generated in this file: they survive the gateway."),
+    ] = None,
+    keep_answers_s: Annotated[float, typer.Option(help="Keep it for this long after the last token.")] = 3600.0,
+    keep_answers_mb: Annotated[float, typer.Option(help="Keep no more than this; the oldest go first.")] = 1024.0,
     log_level: Annotated[str, typer.Option(help="debug | info | warning | error")] = "info",
 ) -> None:
     """Serve `/v1/completions` and `/v1/chat/completions` in front of engines.
@@ -92,6 +101,9 @@ def gateway(
             processes=processes,
             log_level=log_level,
             plain_http=plain_http,
+            ledger=ledger,
+            keep_answers_s=keep_answers_s,
+            keep_answers_mb=keep_answers_mb,
         )
         log_to_stderr(log_level)
         if processes == 1:
@@ -122,6 +134,9 @@ def read_options(
     affinity_slack: int = Slack().requests,
     queue_depth: int = 0,
     plain_http: bool = False,
+    ledger: Path | None = None,
+    keep_answers_s: float = 3600.0,
+    keep_answers_mb: float = 1024.0,
 ) -> GatewayOptions:
     """Raises ProblemFaults that names every bad flag."""
     faults: list[str] = []
@@ -151,6 +166,7 @@ def read_options(
         connect(engine_kind, "http://127.0.0.1:1")
     except Permanent as error:
         faults.append(f"--engine-kind: {error}")
+    keep = _keep(ledger, keep_answers_s, keep_answers_mb, faults)
     if faults:
         raise ProblemFaults(faults)
     return GatewayOptions(
@@ -168,7 +184,24 @@ def read_options(
         processes=processes,
         log_level=log_level,
         plain_http=plain_http,
+        keep=keep,
     )
+
+
+def _keep(ledger: Path | None, keep_answers_s: float, keep_answers_mb: float, faults: list[str]) -> Keep | None:
+    before = len(faults)
+    if not keep_answers_s > 0:
+        faults.append(f"--keep-answers-s: must be > 0, got {keep_answers_s:g}")
+    if not 1 <= keep_answers_mb < 1 << 40:
+        faults.append(f"--keep-answers-mb: must be >= 1, got {keep_answers_mb:g}")
+    if ledger is None or len(faults) > before:
+        return None
+    try:
+        check(ledger)
+    except Permanent as error:
+        faults.append(f"--ledger: {error}")
+        return None
+    return Keep(ledger, keep_answers_s, int(keep_answers_mb * (1 << 20)))
 
 
 def _address(listen: str, faults: list[str]) -> tuple[str, int]:

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError
@@ -11,8 +13,9 @@ from orchestrrl.gateway.ask import Ask
 from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.gate import Gate
 from orchestrrl.gateway.groups import Groups
-from orchestrrl.gateway.ledger import Failure, Ledger, Record
+from orchestrrl.gateway.ledger import DuplicateRequest, Failure, Ledger, Record
 from orchestrrl.gateway.relay import Limits, Relay
+from orchestrrl.gateway.store import Entry, Store
 from orchestrrl.gateway.versions import lag
 from orchestrrl.operations import ItemResult, RequestMove, Route
 from orchestrrl.reports import GatewayReport
@@ -26,9 +29,11 @@ WATCH_FRACTION = 0.25  # hanging engines are looked for this often, as a part of
 class Job:
     """The records of one ask, under way. `run` it, or use it as `async with`: leaving it stops what still runs."""
 
-    def __init__(self, ask: Ask, gateway: "Gateway") -> None:
+    def __init__(self, ask: Ask, gateway: "Gateway", named_body: Mapping[str, Any] | None = None) -> None:
         self.ask = ask
         self._gateway = gateway
+        self._named_body = named_body
+        self._entry: Entry | None = None
         self._wake = asyncio.Event()
         self._listener: Callable[[Record], None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -48,7 +53,7 @@ class Job:
 
     async def __aenter__(self) -> "Job":
         """Raises DuplicateRequest when one of the ids is in flight already."""
-        self._gateway.ledger.add(*self.records)
+        await self._enter()
         for record in self.records:
             self._tasks.append(asyncio.create_task(self._relay(record).run()))
         return self
@@ -59,8 +64,7 @@ class Job:
         try:
             outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:  # who waits here may be cancelled as well
-            for record in self.records:
-                self._gateway.close(record)
+            self.close()
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -74,10 +78,36 @@ class Job:
                 await self.finished()
             return
         (record,) = self.records
-        self._gateway.ledger.add(record)
+        await self._enter()
         try:
             await self._relay(record).run()
         finally:
+            self.close()
+
+    async def _enter(self) -> None:
+        store = self._gateway.store
+        if store is not None and self._named_body is not None:
+            form = self.ask.form
+            created_s = form.created_unix_s
+            self._entry = await store.enter(form.request_id, form.endpoint, self._named_body, created_s, self.records)
+            if self._entry is not None and self._entry.asked.created_s != created_s:
+                form = replace(form, created_unix_s=int(self._entry.asked.created_s))
+                self.ask = replace(self.ask, form=form)
+        try:
+            self._gateway.ledger.add(*self.records)
+        except DuplicateRequest:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        entry, self._entry = self._entry, None
+        if entry is not None and self._gateway.store is not None:
+            self._gateway.store.leave(entry)
+
+    def close(self) -> None:
+        """The records are over, or nobody waits for them any longer. May be called again."""
+        self._leave()
+        for record in self.records:
             self._gateway.close(record)
 
     def _relay(self, record: Record) -> Relay:
@@ -114,6 +144,7 @@ class Gateway:
         self.limits = limits
         self.clock = clock
         self.ledger = Ledger()
+        self.store: Store | None = None  # what outlives this process
         self.relays: dict[RequestId, Relay] = {}
         self.groups = Groups()
         self.gate = Gate(fleet, self.relays, clock)
@@ -124,8 +155,9 @@ class Gateway:
         self.tokens_recomputed = 0
         self.tokens_loaded = 0
 
-    def job(self, ask: Ask) -> Job:
-        return Job(ask, self)
+    def job(self, ask: Ask, named_body: Mapping[str, Any] | None = None) -> Job:
+        """`named_body`: what the client sent, where it gave the request its name and may come back for the answer."""
+        return Job(ask, self, named_body)
 
     def relay(self, record: Record, grown: Callable[[Record], None]) -> Relay:
         """The record begins to be relayed."""

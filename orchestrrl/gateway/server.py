@@ -177,8 +177,8 @@ class Server:
             return our_error(str(fault), 409)
         finally:
             # aiohttp may cancel this a second time while it tidies up: no record stays in the ledger for that.
-            for record in job.records if held else ():
-                self._gateway.close(record)
+            if held:
+                job.close()
 
     def _job(self, endpoint: Endpoint, text: bytes, request_id: str, group: str, tag: str) -> Job | Failure:
         """What is asked, or why it is refused."""
@@ -188,12 +188,12 @@ class Server:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
             return failure_of(f"the body is not JSON: {error}", 400)
-        own_id = body.get("request_id") if isinstance(body, dict) else None
+        name = request_id or str((body.get("request_id") if isinstance(body, dict) else None) or "")
         try:
             ask = read_ask(
                 endpoint,
                 body,
-                request_id=request_id or str(own_id or uuid.uuid4().hex),
+                request_id=name or uuid.uuid4().hex,
                 group=group,
                 tag=tag,
                 default_model=self._gateway.default_model(),
@@ -203,7 +203,7 @@ class Server:
             )
         except BadAsk as fault:
             return failure_of(str(fault), 400, fault.param)
-        return self._gateway.job(ask)
+        return self._gateway.job(ask, body if name else None)
 
     async def _stream(self, request: web.Request, job: Job) -> web.StreamResponse:
         """Server-sent events. Headers wait for the first token, so that an engine's refusal keeps its status."""
@@ -242,7 +242,10 @@ class Server:
         """200 while a request would find an engine."""
         engines = self._gateway.usable_engines()
         status = 200 if engines and not self._draining else 503
-        return web.json_response({"engines": engines, "draining": self._draining}, status=status)
+        told: dict[str, Any] = {"engines": engines, "draining": self._draining}
+        if self._gateway.store is not None:  # a client that finds it gone may wait for its answer to come back with it
+            told["ledger"] = True
+        return web.json_response(told, status=status)
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": __version__, "gateway": self._gateway.node})
@@ -329,13 +332,16 @@ def _whole(job: Job) -> dict[str, Any]:
 
 async def _stream_at(door: Door, job: Job) -> None:
     """Server-sent events, written as the tokens come. What a slow client has not read waits in the records."""
-    writers = {record.id: ChunkWriter(job.ask.form, index, record) for index, record in enumerate(job.records)}
+    indices = {record.id: index for index, record in enumerate(job.records)}
+    writers: dict[RequestId, ChunkWriter] = {}  # made once the answer's time is known
     ended: set[RequestId] = set()
 
     def write(record: Record) -> None:
         # Nothing is written before the first token, so that an engine's refusal keeps its status.
         if not door.writable or record.id in ended or record.failure is not None:
             return
+        if record.id not in writers:
+            writers[record.id] = ChunkWriter(job.ask.form, indices[record.id], record)
         data = _news(record, writers[record.id])
         if record.finish_reason is not None:
             ended.add(record.id)

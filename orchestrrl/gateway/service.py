@@ -19,6 +19,7 @@ from orchestrrl.gateway.link import GatewayLink
 from orchestrrl.gateway.relay import Limits
 from orchestrrl.gateway.routing import Routing
 from orchestrrl.gateway.server import Server
+from orchestrrl.gateway.store import Keep, Store
 from orchestrrl.operations import Route
 from planner.model import NodeId
 
@@ -43,6 +44,7 @@ class GatewayOptions:
     processes: int
     log_level: str
     plain_http: bool = False  # aiohttp serves everything
+    keep: Keep | None = None  # what is generated for requests that their clients named
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,9 @@ async def serve(
 
     fleet = Fleet(connect_engine, clock=clock, routing=options.routing, queue_depth=options.queue_depth)
     core = Gateway(options.node, fleet, limits=options.limits, clock=clock)
+    if options.keep is not None:
+        core.store = Store(options.keep, clock)
+        core.store.start()
     server = Server(core, plain=options.plain_http)
     try:
         core.url = await server.start(options.host, 0 if place else options.port)
@@ -115,6 +120,8 @@ async def serve(
     if left:
         logger.warning("cutting %d requests that did not finish within %g s", left, options.drain_s)
     await server.close()
+    if core.store is not None:
+        await core.store.close()
     for task in (ending, *tasks):
         task.cancel()
     await asyncio.wait(tasks)

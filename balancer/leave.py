@@ -61,7 +61,8 @@ class _Targets:
             return None
 
         def rank(engine: EngineView) -> tuple[bool, bool, float, EngineId]:
-            room = engine.kv_capacity_tokens == 0 or self._free_tokens[engine.id] >= request.context_tokens
+            unknown = engine.kv_capacity_tokens == 0 or engine.age_s is None
+            room = unknown or self._free_tokens[engine.id] >= request.context_tokens
             load = (self._held[engine.id] + 1) / (engine.max_sequences or self._typical)
             return not room, engine.pool != pool, load, engine.id
 

@@ -69,7 +69,8 @@ class Routes:
             url=engine.url,
             health=engine.health if self._state.reported(engine.id) else None,
             load_index=self.load_index.get(engine.id),
-            kv_capacity_tokens=engine.kv_capacity_tokens,
+            # How much of it is free is not known before the first sample: better none than one that is always full.
+            kv_capacity_tokens=0 if engine.age_s is None else engine.kv_capacity_tokens,
             kv_free_tokens=engine.kv_free_tokens,
             max_sequences=engine.max_sequences,
             draining=engine.draining or engine.outdated or engine.id in self.draining,

@@ -153,6 +153,7 @@ async def test_an_added_engine_is_routed_to_at_once(house: House) -> None:
         await settle()
         route = nodes.routes["e2"]
         assert (route.url, route.health, route.pool, route.max_sequences) == ("http://e2", None, "wide", 16)
+        assert route.kv_capacity_tokens == 0, "not known, rather than full"
         assert not plane.state.reported(E2), "gateways alone judge it"
         nodes.reported.append("e2")
         await house.clock.advance(1.0)

@@ -27,6 +27,7 @@ class GatewayCollector(Collector):
         yield from self._requests()
         yield from self._moves()
         yield from self._engines()
+        yield from self._store()
         yield from self._gate()
         yield from self._versions()
 
@@ -122,3 +123,27 @@ class GatewayCollector(Collector):
         for reason, count in sorted(gateway.cancelled_total.items()):
             cancelled.add_metric((reason,), count)
         yield from (version, lags, stale, cancelled)
+
+    def _store(self) -> Iterator[Metric]:
+        """Where answers are kept."""
+        store = self._gateway.store
+        if store is None:
+            return
+        failing = GaugeMetricFamily(f"{PREFIX}_ledger_failing", "1: answers are not kept at the moment.")
+        failing.add_metric((), bool(store.failing))
+        yield failing
+        if (used_bytes := store.used_bytes) is not None:
+            size = GaugeMetricFamily(f"{PREFIX}_ledger_bytes", "What the kept answers take on disk.")
+            size.add_metric((), used_bytes)
+            yield size
+        counts = store.counts
+        for name, text, value in (
+            ("replayed_requests", "Requests that were answered with what was kept.", counts.replayed),
+            ("resumed_requests", "Requests that went on from tokens that were kept.", counts.resumed),
+            ("resumed_tokens", "Tokens that those had.", counts.resumed_tokens),
+            ("ledger_unwritten", "Pieces of answers that the disk did not take.", counts.unwritten),
+            ("ledger_pruned", "Requests whose kept answers were removed.", counts.pruned),
+        ):
+            counter = CounterMetricFamily(f"{PREFIX}_{name}", text)
+            counter.add_metric((), value)
+            yield counter

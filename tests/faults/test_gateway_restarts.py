@@ -1,0 +1,240 @@
+"""A gateway that is killed and started again on its ledger: who comes back finds an answer, and nothing is made twice.
+
+On simulated engines over HTTP; all are processes.
+"""
+
+import asyncio
+import os
+import resource
+import signal
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from front import Front, Question, check, session, start_engine, until
+
+from orchestrrl.client import Client, Patience
+from orchestrrl.deployers.local import LocalEngine
+from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
+
+TOKENS = 1500  # of an answer that is under way when something happens
+WRITTEN_S = 0.5  # after which all that was generated is on the disk
+RETRIED_S = 2.5  # after which a disk that failed has been tried again
+ENGINES = 2
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LocalEngine]]:
+    log_dir = tmp_path_factory.mktemp("engines")
+
+    async def start() -> list[LocalEngine]:
+        names = [f"e{index}" for index in range(ENGINES)]
+        return await asyncio.gather(*(start_engine(name, log_dir, speed=10, tick_s=0.005) for name in names))
+
+    started = asyncio.run(start())
+    yield started
+    for engine in started:
+        engine.kill()
+
+
+class Restarts(Front):
+    """With a ledger, and the same port each time."""
+
+    async def generated(self) -> int:
+        """By all engines, ever."""
+        metrics = await asyncio.gather(*(self.metrics(index) for index in range(len(self.engines))))
+        return sum(reading.generation_tokens_total for reading in metrics)
+
+    async def more_generated(self, before: int, tokens: int) -> None:
+        """Return once there are so many more tokens."""
+
+        async def enough() -> bool:
+            return await self.generated() - before >= tokens
+
+        await until(enough)
+
+    async def quiet(self) -> None:
+        for index in range(len(self.engines)):
+            await self.idle(index)
+
+    async def number(self, metric: str) -> float:
+        """Of the gateway's, or of one of its processes'."""
+        async with self.http.get(self.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"orchestrrl_gateway_{metric} "))
+
+
+async def gateway_of(engines: list[LocalEngine], folder: Path, *arguments: str) -> GatewayProcess:
+    flags = [f"--engine=e{index}={engine.url}" for index, engine in enumerate(engines)]
+    ledger = ("--ledger", str(folder / "ledger"))
+    command = ["--engine-kind", "simulated", "--drain-s", "0", *ledger, *flags, *arguments]
+    gateway = GatewayProcess(folder / "gateway.log", command, free_port())
+    await gateway.start()
+    return gateway
+
+
+@pytest.fixture(params=[1, 2], ids=["one process", "two processes"])
+async def front(engines: list[LocalEngine], tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Restarts]:
+    gateway = await gateway_of(engines, tmp_path, "--processes", str(request.param))
+    async with session() as http:
+        yield Restarts(engines, gateway, http)
+    await gateway.stop()
+
+
+def asked(first: int, count: int, *, max_tokens: int = TOKENS, **more: Any) -> list[Question]:
+    """Every other is streamed."""
+    return [
+        Question(number, max_tokens=max_tokens, stream=number % 2 == 1, more=more)
+        for number in range(first, first + count)
+    ]
+
+
+def kill(gateway: GatewayProcess) -> None:
+    """All of its processes, at once."""
+    below = children(gateway.pid)
+    gateway.kill()
+    for pid in below:
+        os.kill(pid, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [child for child in map(int, text.split()) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+async def broken(asking: "Iterable[asyncio.Task[Any]]") -> None:
+    """Every one of them was cut."""
+    for outcome in await asyncio.gather(*asking, return_exceptions=True):
+        assert isinstance(outcome, aiohttp.ClientError | AssertionError), outcome
+
+
+async def test_killed_in_mid_step_it_goes_on_where_it_was(front: Restarts) -> None:
+    done, under_way = asked(100, 4, max_tokens=50), asked(200, 6)
+    await front.ask_all(done)
+    await asyncio.sleep(WRITTEN_S)
+    before = await front.generated()
+    asking = [front.asking(question) for question in under_way]
+    await front.more_generated(before, len(under_way) * TOKENS // 2)
+    kill(front.gateway)
+    await broken(asking)
+    await front.quiet()
+    before = await front.generated()
+    await front.gateway.start()
+
+    await front.ask_all(done)
+    assert await front.generated() == before  # what was finished is not made again
+    await front.ask_all(under_way)
+    again, all_tokens = await front.generated() - before, len(under_way) * TOKENS
+    print(f"of {all_tokens} tokens {again} were made after the restart")
+    assert again < 0.9 * all_tokens
+    await asyncio.sleep(WRITTEN_S)
+    await front.ask_all(under_way)
+    assert await front.generated() == before + again
+
+
+async def test_one_of_two_processes_killed(engines: list[LocalEngine], tmp_path: Path) -> None:
+    gateway = await gateway_of(engines, tmp_path, "--processes", "2")
+    async with session() as http:
+        front = Restarts(engines, gateway, http)
+        questions = asked(300, 8)
+        before = await front.generated()
+        asking = [front.asking(question) for question in questions]
+        await front.more_generated(before, len(questions) * TOKENS // 2)
+        os.kill(children(gateway.pid)[0], signal.SIGKILL)
+        outcomes = await asyncio.gather(*asking, return_exceptions=True)
+        cut = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        # At once: the other process takes them, whose claims ended with the one that was killed.
+        await front.ask_all(questions)
+        made = await front.generated() - before
+        print(f"{len(cut)} of {len(questions)} requests were cut; {made / TOKENS:.2f} answers were made in all")
+        assert made < (len(questions) + len(cut)) * TOKENS or not cut
+        await gateway.stop()
+
+
+async def test_a_client_that_left_and_came_back(front: Restarts) -> None:
+    questions = asked(400, 4)
+    before = await front.generated()
+    asking = [front.asking(question) for question in questions]
+    await front.more_generated(before, len(questions) * TOKENS // 2)
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    await front.ask_all(questions)
+    made = await front.generated() - before
+    print(f"{made} tokens were made for answers of {len(questions) * TOKENS}")
+    assert made < 1.25 * len(questions) * TOKENS
+
+
+async def test_an_id_is_refused_while_another_process_has_it(front: Restarts) -> None:
+    (question,) = asked(500, 1)
+    before = await front.generated()
+    asking = front.asking(question)
+    await front.more_generated(before, 50)
+    refusals = await asyncio.gather(*(front.refused(question) for _ in range(8)))
+    assert {status for status, _ in refusals} == {409}
+    assert "in flight" in refusals[0][1]["message"]
+    check(question, await asking)
+    assert await front.generated() - before == TOKENS
+    status, error = await front.refused(Question(question.number, max_tokens=7))
+    assert (status, "another body" in error["message"]) == (409, True)
+
+
+async def test_one_that_cannot_be_continued_begins_anew(front: Restarts) -> None:
+    questions = asked(600, 4, seed=7, temperature=1e-9, presence_penalty=1e-9)
+    before = await front.generated()
+    asking = [front.asking(question) for question in questions]
+    await front.more_generated(before, len(questions) * TOKENS // 2)
+    kill(front.gateway)
+    await broken(asking)
+    await front.gateway.start()
+    await front.ask_all(questions)
+
+
+async def test_a_full_disk_stops_nothing(engines: list[LocalEngine], tmp_path: Path) -> None:
+    gateway = await gateway_of(engines, tmp_path)
+    async with session() as http:
+        front = Restarts(engines, gateway, http)
+        await front.ask_all(asked(700, 4, max_tokens=50))
+        # No file of the process may grow beyond this: as a quota has it.
+        _, most = resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, (100_000, most))
+        for first in (710, 720, 730, 740):
+            await front.ask_all(asked(first, 10, max_tokens=400))
+
+        async def failing() -> bool:
+            return await front.number("ledger_failing") == 1
+
+        await until(failing)
+        resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, (most, most))
+        await asyncio.sleep(RETRIED_S)
+        questions = asked(800, 10, max_tokens=400)
+        await front.ask_all(questions)
+        assert not await failing()
+        await asyncio.sleep(WRITTEN_S)
+        before = await front.generated()
+        kill(gateway)
+        await gateway.start()
+        await front.ask_all(questions)
+        assert await front.generated() == before
+        await gateway.stop()
+        log = (tmp_path / "gateway.log").read_text()
+        assert log.count("answers are not kept for now") == 1
+
+
+async def test_the_trainers_client_gets_its_answers_from_the_restarted_gateway(front: Restarts) -> None:
+    questions = asked(900, 6)
+    patience = Patience(connect_s=2.0, probe_first_s=0.05, probe_cap_s=0.2, watch_s=0.1)
+    async with Client(front.url, [engine.url for engine in front.engines], patience=patience) as client:
+        before = await front.generated()
+        asking = [asyncio.create_task(client.complete(question.body, request_id=question.id)) for question in questions]
+        await front.more_generated(before, len(questions) * TOKENS // 2)
+        kill(front.gateway)
+        await front.gateway.start()
+        answers = await asyncio.gather(*asking)
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == [q.answer[0] for q in questions]
+        made = await front.generated() - before
+        print(f"{made} tokens were made for answers of {len(questions) * TOKENS}")
+        assert made < 1.4 * len(questions) * TOKENS
+        assert client.bypassed == 0

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -37,7 +36,7 @@ def gateway(
         typer.Option(help="TAG=POOL: requests of this tag prefer the engines of this pool; repeat it."),
     ] = None,
     pool: Annotated[
-        list[str] | None, typer.Option(help="ENGINE=POOL of an --engine; repeat it. The daemon's word replaces it.")
+        list[str] | None, typer.Option(help="ENGINE=POOL of an --engine; repeat it. The daemon's word goes before it.")
     ] = None,
     affinity_slack: Annotated[
         int,
@@ -173,11 +172,12 @@ def read_options(
         host=host,
         port=port,
         node=NodeId(gateway_id),
-        engines=tuple(replace(route, pool=pool_of.get(route.engine, "")) for route in routes),
+        engines=tuple(routes),
         engine_kind=engine_kind,
         daemon=daemon,
         routing=Routing(policy, tags, Slack(affinity_slack)),
         queue_depth=queue_depth,
+        pools={EngineId(name): value for name, value in pool_of.items()},
         limits=Limits(engine_wait_s=engine_wait_s, stall_s=stall_s, coalesce_tokens=coalesce_tokens),
         report_interval_s=report_interval_s,
         drain_s=drain_s,

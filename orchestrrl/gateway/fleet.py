@@ -4,7 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,12 @@ class Slot:
     waited_most_before: int = 0
     progressed_s: float = 0.0  # last token of any request
     failures_total: int = 0
-    kv_base_tokens: int = 0  # free KV as last told, plus what we had running then
+    # With the counts above, what routing.Load asks for: plain fields, since a choice reads those of every engine.
+    kv_capacity_tokens: int = 0
+    kv_free_tokens: int = 0  # as last told, less what we have running since
+    max_sequences: int = 0
+    own_pool: str = ""  # where the daemon names none
+    pool: str = ""
     seconds_per_token: float | None = None
     policy_version: int | None = None  # of its weights; None: nobody has told
     outdated: bool = False  # it did not get the fleet's weights, and gets no requests until its version is told
@@ -76,24 +81,6 @@ class Slot:
         version = self.route.kv_version
         return version if not version or self.policy_version is None else f"{version}@{self.policy_version}"
 
-    # What routing.Load asks for, beside the counts.
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        return self.route.kv_capacity_tokens
-
-    @property
-    def kv_free_tokens(self) -> int:
-        return self.kv_base_tokens - self.running_tokens
-
-    @property
-    def max_sequences(self) -> int:
-        return self.route.max_sequences
-
-    @property
-    def pool(self) -> str:
-        return self.route.pool
-
     def follow(self, route: Route) -> None:
         """Take the daemon's newer word on this engine."""
         if route.health is EngineHealth.GONE and self.route.health is not EngineHealth.GONE:
@@ -104,7 +91,10 @@ class Slot:
             self.policy_version = route.policy_version
         if route.newest_policy_version is not None:
             self.outdated = self.policy_version != route.newest_policy_version
-        self.kv_base_tokens = route.kv_free_tokens + self.running_tokens
+        self.kv_capacity_tokens = route.kv_capacity_tokens
+        self.kv_free_tokens = route.kv_free_tokens
+        self.max_sequences = route.max_sequences
+        self.pool = route.pool or self.own_pool
         self.seconds_per_token = None
         if route.load_index and self.records:
             # The daemon's index holds the rate; our own counts at this moment stand in for those behind it.
@@ -151,21 +141,25 @@ class Slot:
         """The record has grown from `context_before`, and was in state `was`."""
         self.progressed_s = now_s
         if was is RequestState.RUNNING:
-            self.running_tokens += record.context_tokens - context_before
+            self._run(record.context_tokens - context_before)
         elif record.state is RequestState.RUNNING:
             self.running += 1
             self.waiting -= 1
             self.waiting_tokens -= context_before
-            self.running_tokens += record.context_tokens
+            self._run(record.context_tokens)
         else:
             self.waiting_tokens += record.context_tokens - context_before
+
+    def _run(self, tokens: int) -> None:
+        self.running_tokens += tokens
+        self.kv_free_tokens -= tokens
 
     def leave(self, record: Record) -> None:
         if self.records.pop(record.id, None) is None:
             return
         if record.state is RequestState.RUNNING:
             self.running -= 1
-            self.running_tokens -= record.context_tokens
+            self._run(-record.context_tokens)
         else:
             self.waiting -= 1
             self.waiting_tokens -= record.context_tokens
@@ -179,9 +173,17 @@ class Fleet:
     """Holds the routing table, and the queue before the engines. Connections are opened when used; `close` releases
     them."""
 
-    def __init__(self, connect: Connect, *, clock: Clock, routing: Routing | None = None, queue_depth: int = 0) -> None:
+    def __init__(
+        self,
+        connect: Connect,
+        *,
+        clock: Clock,
+        routing: Routing | None = None,
+        queue_depth: int = 0,
+        pools: Mapping[EngineId, str] | None = None,
+    ) -> None:
         """`queue_depth`: of a gateway's requests so many at most wait on an engine for their first token, the others
-        here; 0: all wait there."""
+        here; 0: all wait there. `pools`: of engines for which the daemon names none."""
         if queue_depth < 0:
             raise ValueError(f"queue_depth must be >= 0, got {queue_depth}")
         self._connect = connect
@@ -189,10 +191,12 @@ class Fleet:
         self.incarnation = uuid.uuid4().hex  # makes names of ours differ from those of every other gateway and start
         self.routing = routing or Routing()
         self.queue_depth = queue_depth
+        self._pools = pools or {}
         self.queue = Queue()
         self.waits = Waits()
         self._placed: dict[Waiter, Callable[[Slot | NoEngine], None]] = {}  # who wants to know of it
         self._giving_up = False  # those who are alone too long are looked for
+        self._usable_slots: list[Slot] | None = None  # None: to be looked up again
         self._last: EngineId | None = None  # chosen
         self._slots: dict[EngineId, Slot] = {}
         self.kv_versions: Counter[str] = Counter()  # how many engines have each
@@ -221,6 +225,7 @@ class Fleet:
                     faults.append(f"{route.engine}: no URL is known")
                     continue
                 slot = Slot(route.engine, self._connect(route.url), Route(route.engine, route.url))
+                slot.own_pool = self._pools.get(route.engine, "")
                 self._slots[route.engine] = slot
             slot.follow(route)
             named.add(route.engine)
@@ -239,7 +244,7 @@ class Fleet:
         self.kv_versions = Counter(slot.kv_version for slot in self._slots.values() if slot.routed)
         self._changed.set()
         self._changed = asyncio.Event()
-        self._look_for_company()
+        self._usability_changed()
         self.dispatch()
 
     @property
@@ -250,7 +255,7 @@ class Fleet:
     @gate_open.setter
     def gate_open(self, is_open: bool) -> None:
         self._gate_open = is_open
-        self._look_for_company()
+        self._usability_changed()
         self.dispatch()
 
     # --- places ------------------------------------------------------------------------------------------------------
@@ -313,7 +318,7 @@ class Fleet:
         self.queue.join(waiter)
         self.dispatch()
         if waiter in self._placed:
-            self._look_for_company_of(waiter, waiter.since_s)
+            self._note_if_alone(waiter, waiter.since_s)
             if patience_s < float("inf") and not self._giving_up:
                 self._giving_up = True
                 self.in_background(self._give_up_on_those_alone())
@@ -338,7 +343,7 @@ class Fleet:
         slot = None
         if waiter.avoiding:
             slot = self.choose(waiter.newcomer, waiter.without | waiter.avoiding)
-            if slot is None and any(s.usable and s.id not in waiter.without | waiter.avoiding for s in self):
+            if slot is None and any(s.id not in waiter.without | waiter.avoiding for s in self._usable()):
                 return False  # better to wait for a good one than to go to one that hung
         if slot is None:
             slot = self.choose(waiter.newcomer, waiter.without)
@@ -355,8 +360,9 @@ class Fleet:
 
     def choose(self, newcomer: Newcomer, without: Iterable[EngineId] = ()) -> Slot | None:
         """The engine that a request should go to, None where none may take it now."""
-        depth = self.queue_depth
-        able = [slot for slot in self._slots.values() if slot.usable and slot.has_room(depth)]
+        able = self._usable()
+        if self.queue_depth:
+            able = [slot for slot in able if slot.has_room(self.queue_depth)]
         if without:
             able = [slot for slot in able if slot.id not in without]
         slot = self.routing.choose(able, newcomer, self._last)
@@ -364,16 +370,22 @@ class Fleet:
             self._last = slot.id
         return slot
 
+    def _usable(self) -> list[Slot]:
+        if self._usable_slots is None:
+            self._usable_slots = [slot for slot in self._slots.values() if slot.usable]
+        return self._usable_slots
+
     # --- patience ----------------------------------------------------------------------------------------------------
 
-    def _look_for_company(self) -> None:
-        """Who has an engine to wait for, and who has none?"""
+    def _usability_changed(self) -> None:
+        """An engine may have become usable, or is no longer: who has one to wait for, and who has none?"""
+        self._usable_slots = None
         now_s = self._clock.now_s()
         for waiter in self.queue:
-            self._look_for_company_of(waiter, now_s)
+            self._note_if_alone(waiter, now_s)
 
-    def _look_for_company_of(self, waiter: Waiter, now_s: float) -> None:
-        if not self._gate_open or any(slot.usable and slot.id not in waiter.without for slot in self):
+    def _note_if_alone(self, waiter: Waiter, now_s: float) -> None:
+        if not self._gate_open or any(slot.id not in waiter.without for slot in self._usable()):
             waiter.alone_since_s = None
         elif waiter.alone_since_s is None:
             waiter.alone_since_s = now_s
@@ -407,7 +419,7 @@ class Fleet:
         if not slot.suspect_because:
             logger.warning("engine %s is suspect: %s", slot.id, because)
             slot.suspect_because = because
-            self._look_for_company()
+            self._usability_changed()
             self._recheck(slot)
 
     def trust(self, slot: Slot) -> None:
@@ -476,11 +488,13 @@ class Fleet:
     def _forget_if_empty(self, slot: Slot) -> None:
         if not slot.routed and not slot.records and not slot.reserved and self._slots.get(slot.id) is slot:
             del self._slots[slot.id]
+            self._usable_slots = None
             self.in_background(slot.engine.close())
 
     def _retire(self, slot: Slot) -> None:
         """The id now names an engine elsewhere. What runs on the old one stays there until it is over."""
         del self._slots[slot.id]
+        self._usable_slots = None
         slot.routed = False
         self.in_background(self._close_when_empty(slot))
 

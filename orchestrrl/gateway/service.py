@@ -6,7 +6,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from orchestrrl.clock import WallClock
@@ -21,7 +21,7 @@ from orchestrrl.gateway.routing import Routing
 from orchestrrl.gateway.server import Server
 from orchestrrl.gateway.store import Keep, Store
 from orchestrrl.operations import Route
-from planner.model import NodeId
+from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class GatewayOptions:
     daemon: str | None
     routing: Routing
     queue_depth: int
+    pools: Mapping[EngineId, str]
     limits: Limits
     report_interval_s: float
     drain_s: float
@@ -80,7 +81,9 @@ async def serve(
     def connect_engine(url: str) -> Engine:
         return connect(options.engine_kind, url)
 
-    fleet = Fleet(connect_engine, clock=clock, routing=options.routing, queue_depth=options.queue_depth)
+    fleet = Fleet(
+        connect_engine, clock=clock, routing=options.routing, queue_depth=options.queue_depth, pools=options.pools
+    )
     core = Gateway(options.node, fleet, limits=options.limits, clock=clock)
     if options.keep is not None:
         core.store = Store(options.keep, clock)

@@ -52,6 +52,8 @@ class Routing:
         """One of the loads; None without any. `last` is the one that was chosen last."""
         if not loads:
             return None
+        if len(loads) == 1:
+            return loads[0]
         pool = self.affinity.get(newcomer.tag) if self.affinity and newcomer.tag else None
         if pool is not None:
             loads = narrow(Snapshot(loads, newcomer, last, self.slack), pool)

@@ -1,24 +1,30 @@
 """`load_index`: the least loaded engine by equation 5. Pure."""
 
-from orchestrrl.gateway.routing.base import L, Snapshot, concurrency_cap, fits, scale
+from math import inf
+
+from orchestrrl.gateway.routing.base import L, Snapshot, scale
 
 
 def choose(snapshot: Snapshot[L]) -> L:
     """Among those with KV room; among all where none has room. Ties go to fewer requests, then to the smaller id."""
-    loads, tokens = snapshot.loads, snapshot.newcomer.context_tokens
-    mean_tokens, typical_s = scale(loads, tokens)
-    best = loads[0]
-    best_index, best_full = float("inf"), True
+    loads, context_tokens = snapshot.loads, snapshot.newcomer.context_tokens
+    mean_tokens, typical_s = scale(loads, context_tokens)
+    best, best_index, best_requests, best_full = loads[0], inf, 0, True
     for load in loads:
-        full = not fits(load, tokens)
+        # base.fits, base.load_index and base.concurrency_cap, written out: this runs for every engine at every request.
+        requests, cap = load.running + load.waiting, load.max_sequences
+        full = False
+        if load.kv_capacity_tokens:
+            free = load.kv_free_tokens
+            full = free - load.waiting_tokens < context_tokens
+            by_room = load.running + (int(free // mean_tokens) if free > 0 else 0)
+            if not cap or by_room < cap:
+                cap = by_room
         if full and not best_full:
             continue
-        requests = load.running + load.waiting
-        index = (requests + 1) / concurrency_cap(load, mean_tokens) * (load.seconds_per_token or typical_s)
-        if (
-            index < best_index
-            or (best_full and not full)
-            or (index == best_index and (requests, load.id) < (best.running + best.waiting, best.id))
-        ):
-            best, best_index, best_full = load, index, full
+        index = (requests + 1) / (cap if cap > 1 else 1) * (load.seconds_per_token or typical_s)
+        if index > best_index and full == best_full:
+            continue
+        if index < best_index or full != best_full or (requests, load.id) < (best_requests, best.id):
+            best, best_index, best_requests, best_full = load, index, requests, full
     return best

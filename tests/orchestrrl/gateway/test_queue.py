@@ -1,0 +1,398 @@
+"""The queue before the engines: whatever comes and goes, it is first come, first served, nobody is lost, no engine has
+more waiting than it may, and nobody waits while there is room."""
+
+import asyncio
+import dataclasses
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrrl.clock import VirtualClock
+from orchestrrl.engines.base import Chunk, Endpoint
+from orchestrrl.gateway.fleet import Fleet, NoEngine, Slot
+from orchestrrl.gateway.ledger import Record
+from orchestrrl.gateway.queue import WAIT_BOUNDS_S, Queue, Waiter, Waits
+from orchestrrl.gateway.routing import STRATEGIES, Newcomer, Routing
+from orchestrrl.operations import Route
+from planner.model import EngineId, RequestId
+
+ENGINES = ("e0", "e1", "e2")
+
+
+async def nothing() -> None: ...
+
+
+def fleet_of(
+    clock: VirtualClock, *, depth: int, engines: tuple[str, ...] = ENGINES, policy: str = "load_index"
+) -> Fleet:
+    def connect(url: str) -> Any:
+        return SimpleNamespace(url=url, close=nothing)
+
+    fleet = Fleet(connect, clock=clock, routing=Routing(policy), queue_depth=depth)
+    fleet.set_routes(routes(engines))
+    return fleet
+
+
+def routes(engines: tuple[str, ...], **known: Any) -> list[Route]:
+    return [Route(EngineId(name), f"http://{name}", **known) for name in engines]
+
+
+def record(name: str, *, again: bool = False) -> Record:
+    made = Record(RequestId(name), Endpoint.COMPLETIONS, {"prompt": name}, False, 0.0, 8, prompt_tokens_estimate=5)
+    made.attempt = int(again)
+    return made
+
+
+def slot_of(fleet: Fleet, name: str) -> Slot:
+    slot = fleet.get(EngineId(name))
+    assert slot is not None
+    return slot
+
+
+class World:
+    """Clients, and engines that do what they are told. Keeps its own books of who waits and who has been placed."""
+
+    def __init__(self, depth: int, policy: str) -> None:
+        self.clock = VirtualClock()
+        self.depth = depth
+        self.fleet = fleet_of(self.clock, depth=depth, policy=policy)
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.records: dict[str, Record] = {}
+        self.without: dict[str, frozenset[str]] = {}
+        self.lines: tuple[list[str], list[str]] = ([], [])  # again, new: who is not placed yet, in order
+        self.on: dict[str, Slot] = {}
+        self.draining: set[str] = set()
+        self.placed_in_all = 0
+
+    async def arrive(self, *, again: bool, without: frozenset[str]) -> None:
+        name = f"r{len(self.tasks)}"
+        self.records[name] = record(name, again=again)
+        self.without[name] = without
+        self.lines[not again].append(name)
+        self.tasks[name] = asyncio.create_task(self._run(name, again))
+        await self.settle()
+
+    async def _run(self, name: str, again: bool) -> None:
+        without = [EngineId(engine) for engine in self.without[name]]
+        slot = await self.fleet.place(self.records[name], without=without, again=again)
+        assert slot.usable
+        assert self.fleet.gate_open
+        assert slot.id not in without
+        line = self.lines[not again]
+        for earlier in (*(self.lines[0] if not again else ()), *line[: line.index(name)]):
+            assert slot.id in self.without[earlier], f"{name} overtook {earlier}"
+        line.remove(name)
+        slot.enter(self.records[name], self.clock.now_s())
+        self.on[name] = slot
+        self.placed_in_all += 1
+
+    async def first_token(self, number: int) -> None:
+        waiting = [name for name in self.on if not self.records[name].generated_ids]
+        if waiting:
+            name = waiting[number % len(waiting)]
+            one, slot = self.records[name], self.on[name]
+            before, was = one.context_tokens, one.state
+            one.append(Chunk(token_ids=(7,)), "", None, self.clock.now_s())
+            slot.advance(one, before, was, self.clock.now_s())
+            self.fleet.trust(slot)
+        await self.settle()
+
+    async def finish(self, number: int) -> None:
+        if self.on:
+            name = list(self.on)[number % len(self.on)]
+            self.fleet.release(self.on.pop(name), self.records[name])
+        await self.settle()
+
+    async def cancel(self, number: int, *, at_once: bool) -> None:
+        """A client leaves, perhaps in the moment in which its place comes free."""
+        waiting = [*self.lines[0], *self.lines[1]]
+        if not waiting:
+            return
+        name = waiting[number % len(waiting)]
+        if at_once and self.on:
+            leaving = next(iter(self.on))
+            self.fleet.release(self.on.pop(leaving), self.records[leaving])
+        self.tasks[name].cancel()
+        for line in self.lines:
+            if name in line:
+                line.remove(name)
+        await self.settle()
+
+    async def toggle(self, number: int) -> None:
+        self.draining ^= {ENGINES[number % len(ENGINES)]}
+        told = [dataclasses.replace(route, draining=route.engine in self.draining) for route in routes(ENGINES)]
+        self.fleet.set_routes(told)
+        await self.settle()
+
+    async def gate(self) -> None:
+        self.fleet.gate_open = not self.fleet.gate_open
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        for task in self.tasks.values():
+            if task.done() and not task.cancelled():
+                task.result()
+        self.check()
+
+    def check(self) -> None:
+        assert [waiter.record.id for waiter in self.fleet.queue] == [*self.lines[0], *self.lines[1]]
+        for slot in self.fleet:
+            mine = [self.records[name] for name, where in self.on.items() if where is slot]
+            assert not slot.reserved
+            assert slot.waiting == sum(not one.generated_ids for one in mine) <= self.depth
+            assert slot.running == len(mine) - slot.waiting
+            assert slot.waiting_tokens == sum(one.context_tokens for one in mine if not one.generated_ids)
+            assert slot.running_tokens == sum(one.context_tokens for one in mine if one.generated_ids)
+        room = {slot.id for slot in self.fleet if slot.usable and slot.waiting < self.depth}
+        if self.fleet.gate_open:
+            for name in (*self.lines[0], *self.lines[1]):
+                assert room <= self.without[name], f"{name} waits although there is room on {sorted(room)}"
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("arrive"),
+            st.booleans(),
+            st.frozensets(st.sampled_from(ENGINES), max_size=2) | st.just(frozenset()),
+        ),
+        st.tuples(st.just("first_token"), st.integers(0, 30)),
+        st.tuples(st.just("finish"), st.integers(0, 30)),
+        st.tuples(st.just("cancel"), st.integers(0, 30), st.booleans()),
+        st.tuples(st.just("toggle"), st.integers(0, 2)),
+        st.tuples(st.just("gate")),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(steps=steps, depth=st.integers(1, 3), policy=st.sampled_from(sorted(STRATEGIES)))
+def test_first_come_first_served_and_nobody_is_lost(steps: list[Any], depth: int, policy: str) -> None:
+    async def run() -> None:
+        world = World(depth, policy)
+        for what, *how in steps:
+            match what:
+                case "arrive":
+                    await world.arrive(again=how[0], without=how[1])
+                case "first_token":
+                    await world.first_token(how[0])
+                case "finish":
+                    await world.finish(how[0])
+                case "cancel":
+                    await world.cancel(how[0], at_once=how[1])
+                case "toggle":
+                    await world.toggle(how[0])
+                case "gate":
+                    await world.gate()
+        # In the end everybody who stayed has had a place.
+        world.draining = {ENGINES[0]}
+        await world.toggle(0)
+        if not world.fleet.gate_open:
+            await world.gate()
+        while world.on:
+            await world.finish(0)
+        assert len(world.fleet.queue) == 0
+        assert world.placed_in_all == sum(world.fleet.waits.counts)
+        assert all(task.done() for task in world.tasks.values())
+        await world.fleet.close()
+
+    asyncio.run(run())
+
+
+@settings(deadline=None)
+@given(
+    seats=st.integers(1, 4),
+    depth=st.integers(1, 4),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60),
+)
+def test_on_a_virtual_clock_no_engine_idles_while_somebody_waits(seats: int, depth: int, lengths: list[int]) -> None:
+    """Engines of some seats: a request gets its first token a second after its seat, and holds it for its length."""
+
+    async def run() -> None:
+        clock = VirtualClock()
+        fleet = fleet_of(clock, depth=depth)
+        begun: list[int] = []
+        queues: dict[str, deque[tuple[Record, int]]] = {name: deque() for name in ENGINES}
+        seated: dict[str, list[list[Any]]] = {name: [] for name in ENGINES}
+
+        async def client(number: int, length: int) -> None:
+            one = record(f"r{number}")
+            slot = await fleet.place(one)
+            begun.append(number)
+            slot.enter(one, clock.now_s())
+            queues[slot.id].append((one, length))
+
+        tasks = [asyncio.create_task(client(number, length)) for number, length in enumerate(lengths)]
+        finished = 0
+        for _ in range(2 * sum(lengths) + 2 * len(lengths)):
+            await clock.advance(1.0)
+            if finished == len(lengths):
+                break
+            for name in ENGINES:
+                slot = slot_of(fleet, name)
+                assert slot.waiting <= depth
+                if len(fleet.queue):
+                    assert slot.waiting == depth
+                for seat in list(seated[name]):
+                    seat[1] -= 1
+                    if seat[1] == 0:
+                        seated[name].remove(seat)
+                        fleet.release(slot, seat[0])
+                        finished += 1
+                while queues[name] and len(seated[name]) < seats:
+                    one, length = queues[name].popleft()
+                    seated[name].append([one, length])
+                    before, was = one.context_tokens, one.state
+                    one.append(Chunk(token_ids=(7,)), "", None, clock.now_s())
+                    slot.advance(one, before, was, clock.now_s())
+                    fleet.trust(slot)
+        assert finished == len(lengths)
+        assert begun == sorted(begun)
+        await asyncio.gather(*tasks)
+        await fleet.close()
+
+    asyncio.run(run())
+
+
+async def test_without_a_depth_nobody_waits_here() -> None:
+    fleet = fleet_of(VirtualClock(), depth=0)
+    for number in range(100):
+        one = record(f"r{number}")
+        (await fleet.place(one)).enter(one, 0.0)
+    assert [slot.waiting for slot in fleet] == [34, 33, 33]
+    assert fleet.waits.counts == [100] + [0] * len(WAIT_BOUNDS_S)
+
+
+async def test_what_others_have_waiting_counts_but_one_place_is_ours() -> None:
+    fleet = fleet_of(VirtualClock(), depth=4, engines=("e0",))
+    slot = slot_of(fleet, "e0")
+
+    async def fill() -> int:
+        placed = 0
+        while slot.has_room(4):
+            one = record(f"r{placed}-{slot.waiting_of_others}")
+            (await fleet.place(one)).enter(one, 0.0)
+            placed += 1
+        return placed
+
+    fleet.set_routes(routes(("e0",), waiting=3))
+    assert await fill() == 1
+    fleet.set_routes(routes(("e0",), waiting=4))  # ours among them
+    assert slot.waiting_of_others == 3
+    assert await fill() == 0
+    # Ours runs by now, but had not yet when the daemon's word was sampled.
+    one = next(iter(slot.records.values()))
+    one.append(Chunk(token_ids=(7,)), "", None, 0.0)
+    slot.advance(one, 5, type(one.state).WAITING, 0.0)
+    fleet.set_routes(routes(("e0",), waiting=1))
+    assert slot.waiting_of_others == 0
+    fleet.set_routes(routes(("e0",), waiting=100))
+    assert await fill() == 1
+    await fleet.close()
+
+
+async def test_patience_counts_only_while_no_engine_is_there() -> None:
+    clock = VirtualClock()
+    fleet = fleet_of(clock, depth=1, engines=("e0",))
+    first, second = record("r0"), record("r1")
+    (await fleet.place(first)).enter(first, 0.0)
+    waiting = asyncio.create_task(fleet.place(second, patience_s=10.0))
+    await clock.advance(100.0)  # in a queue
+    assert not waiting.done()
+    fleet.set_routes([])
+    await clock.advance(9.0)
+    fleet.gate_open = False
+    await clock.advance(100.0)  # nobody is at fault
+    fleet.gate_open = True
+    await clock.advance(9.0)
+    fleet.set_routes(routes(("e0",)))
+    await clock.advance(1.0)
+    fleet.set_routes([])
+    await clock.advance(9.8)
+    assert not waiting.done()
+    await clock.advance(0.4)
+    with pytest.raises(NoEngine, match="no engine was there for 10 s"):
+        await waiting
+    assert len(fleet.queue) == 0
+    await fleet.close()
+
+
+async def test_who_leaves_in_the_moment_its_place_comes_free_gives_it_to_the_next() -> None:
+    fleet = fleet_of(VirtualClock(), depth=1, engines=("e0",))
+    slot, first = slot_of(fleet, "e0"), record("r0")
+    (await fleet.place(first)).enter(first, 0.0)
+    leaving, staying = (asyncio.create_task(fleet.place(record(name))) for name in ("r1", "r2"))
+    await asyncio.sleep(0)
+    fleet.release(slot, first)
+    assert list(slot.reserved) == ["r1"]
+    leaving.cancel()
+    assert await staying is slot
+    assert list(slot.reserved) == ["r2"]
+    assert (slot.waiting, slot.waiting_tokens, len(fleet.queue)) == (1, 5, 0)
+    await fleet.close()
+
+
+async def test_who_is_refused_by_all_that_are_there_gives_up_and_holds_up_nobody() -> None:
+    clock = VirtualClock()
+    fleet = fleet_of(clock, depth=2, engines=("e0",))
+    refused = asyncio.create_task(fleet.place(record("r0", again=True), without=[EngineId("e0")], patience_s=5.0))
+    await clock.advance(1.0)
+    other = await fleet.place(record("r1"))
+    assert other.id == "e0"
+    await clock.advance(5.0)
+    with pytest.raises(NoEngine):
+        await refused
+    await fleet.close()
+
+
+async def test_who_avoids_an_engine_takes_it_only_where_there_is_no_other() -> None:
+    fleet = fleet_of(VirtualClock(), depth=1, engines=("e0", "e1"))
+    for number in (0, 1):
+        one = record(f"r{number}")
+        (await fleet.place(one)).enter(one, 0.0)
+    avoiding = asyncio.create_task(fleet.place(record("r2", again=True), avoiding=[EngineId("e0")]))
+    await asyncio.sleep(0)
+    fleet.release(slot_of(fleet, "e0"), slot_of(fleet, "e0").records[RequestId("r0")])
+    await asyncio.sleep(0)
+    assert not avoiding.done()
+    assert (await fleet.place(record("r3"))).id == "e0"  # passes it by
+    fleet.set_routes(routes(("e0",)))
+    assert not avoiding.done()
+    fleet.give_back(slot_of(fleet, "e0"), record("r3"))
+    assert (await avoiding).id == "e0"
+    await fleet.close()
+
+
+def test_a_queue_of_thousands_is_looked_through_no_further_than_needed() -> None:
+    queue = Queue()
+    waiters = [Waiter(record(f"r{number}"), Newcomer(5), 0.0) for number in range(10_000)]
+    for waiter in waiters:
+        queue.join(waiter)
+    asked = []
+
+    def place(waiter: Waiter) -> bool:
+        asked.append(waiter)
+        return len(asked) <= 2
+
+    queue.serve(place)
+    assert asked == waiters[:3]
+    assert list(queue) == waiters[2:]
+    queue.leave(waiters[5])
+    queue.leave(waiters[5])
+    assert len(queue) == 9_997
+
+
+def test_waits_are_counted_as_prometheus_counts() -> None:
+    waits = Waits()
+    for waited_s in (0.0, 0.005, 0.01, 7000.0, 10_000.0):
+        waits.add(waited_s)
+    buckets = dict(waits.buckets())
+    assert (buckets["0"], buckets["0.01"], buckets["7200"], buckets["+Inf"]) == (1, 3, 4, 5)
+    assert waits.sum_s == pytest.approx(17_000.015)

@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "status": ("status", "workers", "requests", "mode", "move"),
     "engines": ("engines",),
     "top": ("top",),
+    "gate": ("gate", "cancel"),
     "moves": ("moves",),
     "plan": ("plan",),
     "plan_solve": ("plan",),

@@ -8,6 +8,7 @@ from rich.markup import escape
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.explain import calibration
 from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate
+from orchestrrl.cli.gate import gate_lines
 from orchestrrl.cli.groups import RUNNING_DAEMON
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stdout
 from orchestrrl.rpc.channel import DEFAULT_TARGET
@@ -164,6 +165,7 @@ def summary(seen: dict[str, Any]) -> list[str]:
         f"fast loop: {escape(seen['balance_reason'])}",
         f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_words(seen['plan_control'])}",
         calibration(seen["plan_calibration"]),
+        *gate_summary(seen["gate"]),
     ]
     sick = [worker for worker in seen["workers"] if worker["health"] != "ok"]
     lines += [
@@ -171,6 +173,14 @@ def summary(seen: dict[str, Any]) -> list[str]:
         for w in sick
     ]
     return lines
+
+
+def gate_summary(gate: dict[str, Any] | None) -> list[str]:
+    """Nothing where it is open and nobody has told a policy version."""
+    if gate is None or (gate["phase"] in ("", "open") and gate["policy_version"] is None):
+        return []
+    lines = gate_lines(gate)
+    return lines[:1] if gate["phase"] in ("", "open") else lines
 
 
 def control_words(control: dict[str, Any] | None, now_unix_s: float | None = None) -> str:

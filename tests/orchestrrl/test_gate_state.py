@@ -1,0 +1,165 @@
+"""The lease as a state machine: any sequence of words and times, against a few lines that say what must come out."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.errors import Permanent
+from orchestrrl.gate import Ending, GateState, Lease
+from orchestrrl.operations import FrozenRequests
+from orchestrrl.reports import GatePhase
+from planner.model import EngineId
+
+ENGINES = [EngineId(f"e{n}") for n in range(3)]
+
+
+def lease(id: str, now_s: float, lasts_s: float, quiet_s: float | None = None) -> Lease:
+    quiet_by_s = now_s + (lasts_s if quiet_s is None else quiet_s)
+    return Lease(id, "trainer", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s, now_s + lasts_s, quiet_by_s)
+
+
+@dataclass
+class Told:
+    """What was said, kept apart from the code under test."""
+
+    now_s: float = 0.0
+    holder: str | None = None
+    until_s: float = 0.0
+    versions: dict[str, int] = field(default_factory=dict)
+    newest: int | None = None
+    without: set[str] = field(default_factory=set)
+    leases: int = 0
+
+    def pass_time(self, by_s: float) -> None:
+        self.now_s += by_s
+        if self.holder is not None and self.now_s >= self.until_s:
+            self.holder = None
+
+
+ENGINE_SETS = st.sets(st.sampled_from(ENGINES))
+WORDS = st.one_of(
+    st.tuples(st.just("wait"), st.floats(0.0, 40.0)),
+    st.tuples(st.just("pause"), st.floats(1.0, 60.0)),
+    st.tuples(st.just("rest"), st.sampled_from(["mine", "old"])),
+    st.tuples(st.just("renew"), st.sampled_from(["mine", "old"]), st.floats(1.0, 60.0)),
+    st.tuples(
+        st.just("resume"), st.sampled_from(["mine", "old", ""]), st.one_of(st.none(), st.integers(0, 9)), ENGINE_SETS
+    ),
+    st.tuples(st.just("give up"), st.sampled_from(["mine", "old"])),
+    st.tuples(st.just("told"), ENGINE_SETS.filter(bool), st.integers(0, 9)),
+    st.tuples(st.just("restart")),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(WORDS, max_size=25))
+def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ...]]) -> None:
+    state, told = GateState(), Told()
+    for word in words:
+        named = {"mine": told.holder or "none", "old": "lease-0", "": ""}
+        match word:
+            case ("wait", float(by_s)):
+                told.pass_time(by_s)
+                state = state.at(told.now_s)
+            case ("pause", float(lasts_s)):
+                told.leases += 1
+                id = f"lease-{told.leases}"
+                if told.holder is not None:
+                    with pytest.raises(Permanent, match=f"held by another: lease {told.holder} of trainer"):
+                        state.paused(lease(id, told.now_s, lasts_s))
+                else:
+                    state = state.paused(lease(id, told.now_s, lasts_s))
+                    told.holder, told.until_s = id, told.now_s + lasts_s
+            case ("rest", str(whose)):
+                if whose == "mine" and told.holder:
+                    state = state.at_rest(named[whose])
+                    assert state.phase is GatePhase.QUIET
+                else:
+                    with pytest.raises(Permanent):
+                        state.at_rest(named[whose])
+            case ("renew", str(whose), float(lasts_s)):
+                if whose == "mine" and told.holder:
+                    state = state.renewed(named[whose], told.now_s + lasts_s)
+                    told.until_s = max(told.until_s, told.now_s + lasts_s)
+                else:
+                    with pytest.raises(Permanent):
+                        state.renewed(named[whose], told.now_s + lasts_s)
+            case ("resume", str(whose), version, set(without)):
+                assert version is None or isinstance(version, int)
+                if told.holder and whose != "old":
+                    state = state.resumed(named[whose], told.now_s, ENGINES, version, without)
+                    told.holder = None
+                    if version is None:
+                        told.without |= without
+                    else:
+                        told.without = set(without)
+                        told.newest = version
+                        told.versions |= dict.fromkeys(set(ENGINES) - without, version)
+                else:
+                    with pytest.raises(Permanent):
+                        state.resumed(named[whose], told.now_s, ENGINES, version, without)
+            case ("give up", str(whose)):
+                if whose == "mine" and told.holder:
+                    state = state.given_up(named[whose], told.now_s, "because")
+                    told.holder = None
+                else:
+                    with pytest.raises(Permanent):
+                        state.given_up(named[whose], told.now_s, "because")
+            case ("told", set(engines), int(version)):
+                state = state.told(engines, version)
+                told.versions |= dict.fromkeys(engines, version)
+                told.without -= engines
+                serving = {v for engine, v in told.versions.items() if engine not in told.without}
+                if told.newest not in serving:
+                    told.newest = version
+            case ("restart",):
+                state = GateState.from_body(state.body()).at(told.now_s)
+        assert (state.lease.id if state.lease else None) == told.holder
+        assert state.lease is None or (state.lease.until_s == told.until_s and told.now_s < told.until_s)
+        assert state.versions == told.versions
+        assert state.newest == told.newest
+        for engine in ENGINES:
+            serves = engine not in told.without and told.versions.get(engine) == told.newest
+            assert state.serves(engine) == serves
+    assert state.at(told.now_s + 61.0).phase is GatePhase.OPEN
+
+
+def test_a_lease_that_has_ended_is_refused_and_says_since_when() -> None:
+    state = GateState().paused(lease("a", 0.0, 60.0)).at_rest("a").at(3661.0)
+    assert state.opened is not None
+    assert (state.opened.how, state.opened.at_s) == (Ending.EXPIRED, 60.0)
+    with pytest.raises(Permanent, match=r"has ended \(expired\): requests have gone on since 00:01:00 UTC; weights"):
+        state.renewed("a", 4000.0)
+    with pytest.raises(Permanent, match="lease b is not known, or ended long ago: the gate is open"):
+        state.resumed("b", 4000.0, [], None, [])
+    with pytest.raises(Permanent, match="the gate is open: there is nothing to resume"):
+        state.resumed("", 4000.0, [], None, [])
+
+
+def test_versions_may_go_down_and_who_was_left_out_waits_for_its_own() -> None:
+    state = GateState().told(ENGINES, 7)
+    state = state.paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, 5, [EngineId("e2")])
+    assert (dict(state.versions), state.newest) == ({"e0": 5, "e1": 5, "e2": 7}, 5)
+    assert [state.serves(engine) for engine in ENGINES] == [True, True, False]
+    state = state.paused(lease("b", 2.0, 60.0)).resumed("b", 3.0, ENGINES, None, [])
+    assert not state.serves(EngineId("e2")), "a pause without new weights changes nothing"
+    assert not state.told([EngineId("e2")], 6).serves(EngineId("e2"))
+    assert state.told([EngineId("e2")], 5).serves(EngineId("e2"))
+
+
+def test_weights_that_come_engine_by_engine_wait_for_the_last() -> None:
+    state = GateState().told(ENGINES, 1)
+    for engine in ENGINES[:2]:
+        state = state.told([engine], 2)
+        assert (state.newest, state.serves(engine)) == (1, False)
+    state = state.told(ENGINES[2:], 2)
+    assert (state.newest, [state.serves(engine) for engine in ENGINES]) == (2, [True] * 3)
+
+
+@pytest.mark.parametrize(("lasts_s", "quiet_s"), [(10.0, 11.0), (10.0, 0.0), (-1.0, -1.0)])
+def test_a_lease_without_sense_is_refused(lasts_s: float, quiet_s: float) -> None:
+    with pytest.raises(ValueError, match="quiet_by_s must be after began_s"):
+        lease("a", 0.0, lasts_s, quiet_s)

@@ -163,10 +163,10 @@ class EngineSettings(Section):
     id: Name
     url: Url
     configuration: Name | None = None
+    pool: str = ""  # engines of a kind, which requests' tags may prefer; empty: none
     gpus: tuple[NonNegativeInt, ...] = Field(default=(), strict=False)
     max_sequences: PositiveInt | None = None
     kv_capacity_tokens: PositiveInt | None = None
-    pool: str = ""  # engines of a kind, which requests' tags may prefer; empty: none
 
     @property
     def engine(self) -> EngineId:

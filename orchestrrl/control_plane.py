@@ -362,13 +362,13 @@ class ControlPlane:
         priced = with_methods(moves, snapshot, self.planning.move_costing(versions))
         return await run_moves(self.runner, priced, self.state.gateway_of, self.config.fast.operation_expiry_s)
 
-    def _moved(self, task: asyncio.Task[MovesOutcome]) -> None:
     def _start_moves(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> asyncio.Task[MovesOutcome]:
         task = asyncio.create_task(self._move(moves, snapshot))
         self._moving.add(task)
         task.add_done_callback(self._moved)
         return task
 
+    def _moved(self, task: asyncio.Task[MovesOutcome]) -> None:
         self._moving.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("moves failed: %s", task.exception())

@@ -26,6 +26,7 @@ class GatewayCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
         yield from self._moves()
+        yield from self._queue()
         yield from self._engines()
         yield from self._store()
         yield from self._gate()
@@ -66,6 +67,18 @@ class GatewayCollector(Collector):
         loaded = CounterMetricFamily(f"{PREFIX}_loaded_tokens", "Tokens whose KV moves handed over between engines.")
         loaded.add_metric((), self._gateway.tokens_loaded)
         yield from (moves, recomputed, loaded)
+
+    def _queue(self) -> Iterator[Metric]:
+        fleet = self._gateway.fleet
+        queued = GaugeMetricFamily(
+            f"{PREFIX}_requests_queued", "Requests that wait here for an engine with room, or for the gate to open."
+        )
+        queued.add_metric((), len(fleet.queue))
+        waits = HistogramMetricFamily(
+            f"{PREFIX}_queue_seconds", "How long requests waited here before they were sent to an engine, each time."
+        )
+        waits.add_metric((), fleet.waits.buckets(), sum_value=fleet.waits.sum_s)
+        yield from (queued, waits)
 
     def _engines(self) -> Iterator[Metric]:
         usable = GaugeMetricFamily(

@@ -24,7 +24,6 @@ NO_GAIN = "no_gain"
 DESTINATIONS = 4
 # Engines that are looked at in vain before the rest are left alone, those that end last first.
 SOURCES = 32
-# Of the time until the end, that each single move must gain.
 MIN_GAIN_SHARE = 0.001
 
 
@@ -80,12 +79,19 @@ class Packing:
         return max(self.ends_after_s.values(), default=0.0)
 
 
-def pack(engines: Sequence[Engine], *, max_moves: int, tolerance: float, room: Room | None = None) -> Packing:
+def pack(
+    engines: Sequence[Engine],
+    *,
+    max_moves: int,
+    tolerance: float,
+    min_gain_share: float = MIN_GAIN_SHARE,
+    room: Room | None = None,
+) -> Packing:
     """The moves of one tick.
 
     From the engine that ends last to those that end earlier by more than `tolerance` (0 to 1) of the time until then,
-    for as long as the later of the two then ends sooner, the moved request's prefill included; only to where `room`
-    has room. An engine that nothing useful can leave is set aside, and the next one is looked at: lengths are
+    for as long as the later of the two then ends sooner by `min_gain_share` of that time, the moved request's prefill
+    included; only to where `room` has room. An engine that nothing useful can leave is set aside, and the next one is looked at: lengths are
     uncertain, and any engine may turn out the last. No request moves twice.
     """
     loads = sorted((_Load(engine) for engine in engines), key=_by_end)
@@ -97,7 +103,7 @@ def pack(engines: Sequence[Engine], *, max_moves: int, tolerance: float, room: R
         source = next((load for load in reversed(loads) if load.engine.id not in set_aside), None)
         if source is None:
             break
-        found = _best_move(source, loads, tolerance, room)
+        found = _best_move(source, loads, tolerance, min_gain_share, room)
         if found is None:
             set_aside.add(source.engine.id)
             continue
@@ -121,11 +127,11 @@ def _by_end(load: "_Load") -> tuple[float, EngineId]:
 
 
 def _best_move(
-    source: "_Load", ascending: Sequence["_Load"], tolerance: float, room: Room | None
+    source: "_Load", ascending: Sequence["_Load"], tolerance: float, min_gain_share: float, room: Room | None
 ) -> "tuple[Outlook, _Load] | None":
     """The request and the destination after which the later of the two engines ends soonest."""
     best: tuple[float, Outlook, _Load] | None = None
-    early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - MIN_GAIN_SHARE)
+    early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - min_gain_share)
     destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < early_s]
     for request in source.may_leave:
         left_s = source.end_without_s(request)

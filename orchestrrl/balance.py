@@ -6,37 +6,31 @@ end (balancer/packing.py) where the step times of all engines are known, else by
 (balancer/migrate.py), as is any tick in which an engine is stalled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from statistics import median
 
-from balancer.load import Problem, Request, Worker, problem_of
-from balancer.migrate import Balance, Move, decide
-from balancer.packing import Engine, Outlook, Packing, pack
+from balancer.load import Problem, Worker, problem_of
+from balancer.migrate import Balance, decide
+from balancer.packing import Packing, pack
 from orchestrrl.config import FastPolicy, FastSettings
+from orchestrrl.fleet_packing import packed, packing_engines
 from orchestrrl.operations import RequestMove
+from orchestrrl.restraint import Restraint, resting
 from orchestrrl.room import UNKNOWN_MAX_SEQUENCES, Futures, future_room
 from planner.model import (
     Act,
     Configuration,
-    ConfigurationId,
     EngineHealth,
     EngineId,
     EngineView,
     Hold,
     Mode,
     RequestId,
-    RequestState,
     Snapshot,
     Verdict,
 )
 
-# A running request is worth moving from an engine with this many times the requests of the emptiest, that one's
-# newcomer counted in. Chosen in simulated steps (orchestrrl.sim): lower moves more for the same makespan.
-FAR_MORE = 2
-# An engine counts as slower than its configuration says if it takes this many times longer, against the median engine:
-# rates are measured over windows with prefills in them.
-FAR_SLOWER = 2.0
+CROWDED_RATIO = FastSettings().crowded_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +45,8 @@ class Situation:
     # By request; whoever is missing, and everybody where there are none, leaves packing to the paper's rule.
     remaining_tokens: Mapping[RequestId, float] = field(default_factory=dict)
     futures: Futures | None = None  # how long requests may go on; None: room is judged by headroom
+    moved_s: Mapping[RequestId, float] = field(default_factory=dict)  # when requests moved last, as far as it matters
+    settling: bool = False  # the last tick found something to move
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class BalanceDecision:
 
 
 def balance_problem(snapshot: Snapshot, settings: FastSettings, headroom: bool = True) -> Problem:
-    """What the balancer decides on: engines that are well, by news that is fresh, and the requests on them.
+    """What the balancer decides on: engines that are well and not drained, by fresh news, and the requests on them.
 
     An engine whose agent has fallen silent is left out, so that one dead node does not stop the others. Free KV is what
     is left once each running request has grown by `headroom_tokens`: room that is taken already.
@@ -99,156 +95,78 @@ def _with_headroom(worker: Worker, headroom_tokens: int) -> Worker:
     return replace(worker, kv_free_tokens=max(0, worker.kv_free_tokens - headroom_tokens * len(worker.running)))
 
 
-def staying(problem: Problem) -> frozenset[RequestId]:
+def staying(problem: Problem, crowded_ratio: float = CROWDED_RATIO) -> frozenset[RequestId]:
     """Running requests without a reason to leave. A waiting request moves for nothing, a running one costs a prefill.
 
-    So a running request leaves only an engine that is out of room (requests wait there), stalled, or left with far
-    more than the emptiest. Without this, rates that are measured a little too low or high move requests to and fro.
+    So a running request leaves only an engine that is out of room (requests wait there), stalled, or left with
+    `crowded_ratio` times the requests of the emptiest, a newcomer there counted in. Without this, rates that are
+    measured a little too low or high move requests to and fro.
     """
     fewest = min((len(worker.running) + len(worker.waiting) for worker in problem.workers), default=0)
     return frozenset(
         request.id
         for worker in problem.workers
-        if not worker.waiting and not worker.stalled and len(worker.running) < FAR_MORE * (fewest + 1)
+        if not worker.waiting and not worker.stalled and len(worker.running) < crowded_ratio * (fewest + 1)
         for request in worker.running
     )
 
 
 def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: Situation) -> BalanceDecision:
     """The decision of one tick. The moves are worked out even where the verdict is to hold, for people to see."""
-    stuck = frozenset(
+    if situation.settling:
+        settings = _settling(settings)
+    used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
+    problem = balance_problem(snapshot, settings, headroom=situation.futures is None)
+    stuck = resting(used, problem, situation.moved_s, settings.rest_after_move_s) | {
         request.id
         for request in snapshot.requests
         if not request.movable or request.moves >= settings.max_moves_per_request
-    )
-    problem = balance_problem(snapshot, settings, headroom=situation.futures is None)
-    used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
-    packing = None
-    room = None if situation.futures is None else future_room(used, situation.futures, settings.preemption_risk)
-    if settings.policy is FastPolicy.PACKING:
-        engines = packing_engines(used, problem, situation, stuck)
-        if engines:
-            packing = pack(engines, max_moves=settings.max_moves_per_tick, tolerance=settings.tolerance, room=room)
+    }
+    packing = _packing(used, problem, settings, situation, stuck)
     if packing is not None:
-        balance = _packed(problem, packing)
+        balance = packed(problem, packing)
     else:
         balance = decide(
             problem,
             max_moves=settings.max_moves_per_tick if settings.policy is not FastPolicy.NONE else 0,
-            excluded=stuck | staying(problem),
+            excluded=stuck | staying(problem, settings.crowded_ratio),
             forget_stuck=True,
-            room=room,
+            room=_restraint(used, problem, settings, situation, keep_last=True),
         )
     verdict = _judge(used, settings, situation, balance, packing)
     return BalanceDecision(snapshot.now_s, settings.theta, balance, verdict, used.inputs_age_s, packing)
 
 
-def packing_engines(
-    snapshot: Snapshot, problem: Problem, situation: Situation, stuck: frozenset[RequestId]
-) -> tuple[Engine, ...]:
-    """The usable engines as packing sees them. None at all where one's step time or a request's outlook is unknown, or
-    one is stalled: nobody can say when that one will end."""
-    known = {configuration.id: configuration for configuration in situation.configurations}
-    outlooks: dict[EngineId, list[Outlook]] = {engine.id: [] for engine in snapshot.engines}
-    for request in snapshot.requests:
-        held = None if request.engine is None else outlooks.get(request.engine)
-        if held is not None:
-            name = request.id
-            remaining_tokens = situation.remaining_tokens.get(name)
-            if remaining_tokens is None:
-                return ()
-            tokens = request.prompt_tokens + request.generated_tokens
-            held.append(Outlook(name, request.state, tokens, remaining_tokens, name not in stuck))
-    workers = {worker.id: worker for worker in problem.workers}
-    if any(worker.stalled for worker in problem.workers):
-        return ()
-    if any(engine.configuration not in known for engine in snapshot.engines):
-        return ()
-    alike: dict[tuple[ConfigurationId | None, int, int], Configuration] = {}
-    for engine in snapshot.engines:
-        kind = engine.configuration, engine.kv_capacity_tokens, engine.max_sequences
-        if engine.configuration is not None and kind not in alike:
-            alike[kind] = _with_own_limits(known[engine.configuration], engine)
-    configurations = {
-        engine.id: alike[engine.configuration, engine.kv_capacity_tokens, engine.max_sequences]
-        for engine in snapshot.engines
-    }
-    slowdowns = _slowdowns(problem.workers, configurations)
-    return tuple(
-        Engine(
-            id=engine.id,
-            configuration=configurations[engine.id],
-            requests=tuple(outlooks[engine.id]),
-            kv_free_tokens=workers[engine.id].kv_free_tokens,
-            slowdown=slowdowns.get(engine.id, 1.0),
-        )
-        for engine in snapshot.engines
+def _settling(settings: FastSettings) -> FastSettings:
+    """Moves that have begun go on below the marks at which they begin."""
+    share = settings.settle_share
+    return settings.model_copy(update={"theta": settings.theta * share, "tolerance": settings.tolerance * share})
+
+
+def _packing(
+    used: Snapshot, problem: Problem, settings: FastSettings, situation: Situation, stuck: frozenset[RequestId]
+) -> Packing | None:
+    """None where the paper's rule decides."""
+    if settings.policy is not FastPolicy.PACKING:
+        return None
+    engines = packing_engines(used, problem, situation.configurations, situation.remaining_tokens, stuck)
+    if not engines:
+        return None
+    return pack(
+        engines,
+        max_moves=settings.max_moves_per_tick,
+        tolerance=settings.tolerance,
+        min_gain_share=settings.min_gain_share,
+        room=_restraint(used, problem, settings, situation, keep_last=False),
     )
 
 
-def _with_own_limits(configuration: Configuration, engine: EngineView) -> Configuration:
-    return replace(
-        configuration,
-        kv_capacity_tokens=engine.kv_capacity_tokens or configuration.kv_capacity_tokens,
-        max_sequences=engine.max_sequences or configuration.max_sequences,
-    )
-
-
-def _slowdowns(workers: Sequence[Worker], configurations: Mapping[EngineId, Configuration]) -> dict[EngineId, float]:
-    """Of the engines that are far slower than their configurations say, against the median: how many times."""
-    ratios = {}
-    for worker in workers:
-        kv_tokens = sum(request.context_tokens for request in worker.running)
-        expected_s = configurations[worker.id].step_s(len(worker.running), kv_tokens)
-        if worker.running and worker.decode_tokens_per_s and expected_s > 0:
-            ratios[worker.id] = len(worker.running) / worker.decode_tokens_per_s / expected_s
-    typical = median(ratios.values()) if ratios else 1.0
-    return {engine: ratio / typical for engine, ratio in ratios.items() if ratio > FAR_SLOWER * typical}
-
-
-def _packed(problem: Problem, packing: Packing) -> Balance:
-    """The moves, with the load indices around them."""
-    before = decide(problem, max_moves=0)
-    after = decide(_carried_out(problem, packing.moves), max_moves=0) if packing.moves else before
-    return Balance(
-        load_before=before.load_before,
-        load_after=after.load_before,
-        spread_before=before.spread_before,
-        spread_after=after.spread_before,
-        moves=packing.moves,
-        stopped_because=packing.stopped_because,
-    )
-
-
-def _carried_out(problem: Problem, moves: Sequence[Move]) -> Problem:
-    """The fleet after the moves: who arrives runs where a seat and KV are free, and waits where not."""
-    workers = {worker.id: worker for worker in problem.workers}
-    for move in moves:
-        source = workers[move.source]
-        (request,) = (request for request in source.running + source.waiting if request.id == move.request)
-        workers[move.source] = _without(source, request, move.state)
-        workers[move.destination] = _with(workers[move.destination], request)
-    return replace(problem, workers=tuple(workers[worker.id] for worker in problem.workers))
-
-
-def _without(worker: Worker, request: Request, state: RequestState) -> Worker:
-    if state is RequestState.WAITING:
-        return replace(worker, waiting=tuple(other for other in worker.waiting if other is not request))
-    return replace(
-        worker,
-        running=tuple(other for other in worker.running if other is not request),
-        kv_free_tokens=worker.kv_free_tokens + request.context_tokens,
-    )
-
-
-def _with(worker: Worker, request: Request) -> Worker:
-    if len(worker.running) >= worker.max_sequences or worker.kv_free_tokens < request.context_tokens:
-        return replace(worker, waiting=(*worker.waiting, request))
-    return replace(
-        worker,
-        running=(*worker.running, request),
-        kv_free_tokens=worker.kv_free_tokens - request.context_tokens,
-    )
+def _restraint(
+    used: Snapshot, problem: Problem, settings: FastSettings, situation: Situation, *, keep_last: bool
+) -> Restraint:
+    """By the paper's rule an idle engine looks better than the one that is left idle; packing knows when both end."""
+    room = None if situation.futures is None else future_room(used, situation.futures, settings.preemption_risk)
+    return Restraint(problem, room, max_to_engine=settings.max_moves_to_engine, keep_last=keep_last)
 
 
 def _judge(

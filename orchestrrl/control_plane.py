@@ -33,6 +33,7 @@ from orchestrrl.operations import MoveRequests, Operation, OperationResult, Requ
 from orchestrrl.planning import Planning
 from orchestrrl.plans import Deployment, DeploymentOutcome, PlanBook
 from orchestrrl.reports import EngineReport, GatewayReport, NodeHello, NodeKind, ReportAck
+from orchestrrl.restraint import LastMoves
 from orchestrrl.state import State, Step
 from planner.model import (
     Act,
@@ -105,6 +106,7 @@ class ControlPlane:
         self._began_step: Step | None = None
         self._ended_step: Step | None = None  # the last one whose end is written down
         self._moves_ended_s: float | None = None
+        self._last_moves = LastMoves()
         self._health: dict[EngineId, EngineHealth] = {}
         self._moving: set[asyncio.Task[MovesOutcome]] = set()
         self._acting: set[asyncio.Task[None]] = set()  # plans that are being carried out
@@ -188,6 +190,8 @@ class ControlPlane:
             self.planning.lines,
             self.planning.remaining_tokens(snapshot),
             self.planning.futures(snapshot),
+            self._last_moves.within(self.config.fast.rest_after_move_s, snapshot.now_s),
+            settling=self.balance is not None and bool(self.balance.moves),
         )
         decision = decide_balance(snapshot, self.config.fast, situation)
         still = self._standing_still(snapshot)
@@ -376,6 +380,7 @@ class ControlPlane:
     def _closed(self, operation: Operation, result: OperationResult) -> None:
         if isinstance(operation.action, MoveRequests):
             self._moves_ended_s = self.clock.now_s()
+            self._last_moves.ended(self._moves_ended_s, result.items)
             self.state.fold_result(result)
             self.planning.costs.moved(operation.action, result, self.state.configuration_of)
             self.latest_moves.extend(ended(self._moves_ended_s, operation.action.moves, result.items))

@@ -301,11 +301,11 @@ class GateKeeper:
     def _checked(self, over: bool) -> bool:
         """Whether all have said that they are at rest."""
         assert self._broken is not None
-        for node, task in self._closing.items():
+        for node, task in self._closing.items() if not self._broken.done() else ():
             if task.done() and not _rested(task.result()):
                 raise Retryable(f"gateway {node} did not come to rest: {_why(task.result())}", AGAIN_S)
         running = [node for node, task in self._closing.items() if not task.done()]
-        if running and (over or self._broken.done()):
+        if self._broken.done() or (running and over):
             why = self._broken.result() if self._broken.done() else "not in time"
             words = "; ".join([why, *map(self._running_words, running)])
             raise Retryable(f"the fleet did not come to rest: {words}", AGAIN_S)

@@ -1,9 +1,18 @@
 """Short ways to say what agents and gateways report."""
 
-from orchestrrl.reports import EngineReport, EngineSample, FinishedRequest, GatewayReport, NodeHello, NodeKind
+from orchestrrl.reports import (
+    EngineReport,
+    EngineSample,
+    FinishedRequest,
+    GateReport,
+    GatewayReport,
+    NodeHello,
+    NodeKind,
+)
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestState, RequestView
 
 GATEWAY = NodeId("gw")
+OPEN = GateReport()
 
 
 def sample(at_s: float = 0.0, running: int = 1, waiting: int = 0, total: int = 0, **more: float) -> EngineSample:
@@ -53,8 +62,9 @@ def gateway_report(
     done: tuple[FinishedRequest, ...] = (),
     gateway: NodeId = GATEWAY,
     at_s: float = 0.0,
+    gate: GateReport = OPEN,
 ) -> GatewayReport:
-    return GatewayReport(gateway, sequence, at_s, f"http://{gateway}", in_flight, done)
+    return GatewayReport(gateway, sequence, at_s, f"http://{gateway}", in_flight, done, gate)
 
 
 def gateway_hello(*engines: str, gateway: NodeId = GATEWAY) -> NodeHello:

@@ -1,0 +1,613 @@
+"""The daemon's gate under a virtual clock, between gateways that behave: they keep leases by themselves."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from builders import engine_report, finished, gateway_hello, gateway_report, request, sample
+
+from orchestrrl.clock import VirtualClock
+from orchestrrl.config import parse_config
+from orchestrrl.control_plane import ControlPlane
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.errors import Permanent, ProblemFaults, Retryable
+from orchestrrl.execute.gate import GateWish
+from orchestrrl.gate import Ending
+from orchestrrl.journal import Entry, Journal, Kind
+from orchestrrl.loops import run_loops
+from orchestrrl.nodes import Attachment
+from orchestrrl.operations import (
+    CancelRequests,
+    CloseGate,
+    FrozenRequests,
+    ItemResult,
+    OpenGate,
+    Operation,
+    OperationResult,
+    OperationStatus,
+    Route,
+    SetRoutes,
+)
+from orchestrrl.reports import FinishedRequest, GatePhase, GateReport
+from planner.model import EngineId, Mode, NodeId, RequestId, RequestView
+
+CONFIG = """
+mode: act
+fast: {interval_s: 1, stall_grace_s: 3}
+fleet:
+  gpus: {count: 4}
+  configurations:
+    - {id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 4,
+       prefill_tokens_per_s: 400, switch_s: 1.5}
+  engines:
+    - {id: e0, url: "http://e0", configuration: tp2, gpus: [0, 1]}
+    - {id: e1, url: "http://e1", configuration: tp2, gpus: [2, 3]}
+"""
+E0, E1 = EngineId("e0"), EngineId("e1")
+
+
+class Gateway:
+    """Closes its gate after `drains_s`, opens it when told or when the lease ends by its own clock, and reports both
+    every quarter of a second. `broken`: its results get lost."""
+
+    def __init__(self, plane: ControlPlane, clock: VirtualClock, name: str, drains_s: float = 0.1) -> None:
+        self.plane = plane
+        self.clock = clock
+        self.node = NodeId(name)
+        self.drains_s = drains_s
+        self.broken = False
+        self.unpaused: dict[EngineId, str] = {}  # engines that cannot be brought to rest, and why
+        self.lease = ""
+        self.until_s = self.quiet_at_s = 0.0
+        self.ended: list[str] = []
+        self.orders: list[Operation] = []
+        self.routes: tuple[Route, ...] = ()
+        self.in_flight: list[RequestView] = []
+        self.done: list[FinishedRequest] = []
+        self.attachment: Attachment | None = None
+        self._sequence = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def phase(self) -> GatePhase:
+        if not self.lease:
+            return GatePhase.OPEN
+        return GatePhase.QUIET if self.clock.now_s() >= self.quiet_at_s else GatePhase.CLOSING
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(part) for part in (self._attach(), self._report())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        if self.attachment is not None:
+            self.plane.detach(self.attachment)
+
+    def of(self, kind: type) -> list[Operation]:
+        return [order for order in self.orders if isinstance(order.action, kind)]
+
+    async def _attach(self) -> None:
+        self.attachment = self.plane.attach(gateway_hello("e0", "e1", gateway=self.node))
+        async for operation in self.attachment.orders():
+            if isinstance(operation.action, SetRoutes):
+                self.routes = operation.action.routes
+                continue
+            self.orders.append(operation)
+            self._tasks.append(asyncio.create_task(self._carry_out(operation)))
+
+    async def _carry_out(self, operation: Operation) -> None:
+        try:
+            items = await self._act(operation)
+            result = OperationResult(operation.id, self.node, OperationStatus.DONE, items=items)
+        except Permanent as error:
+            result = OperationResult(operation.id, self.node, OperationStatus.FAILED, str(error))
+        if not self.broken:
+            self.plane.result_received(result)
+
+    async def _act(self, operation: Operation) -> tuple[ItemResult, ...]:
+        match operation.action:
+            case CloseGate() as order:
+                return await self._close(order)
+            case OpenGate(lease):
+                if lease != self.lease:
+                    raise Permanent("the gate is not closed under this lease")
+                self._open()
+                return tuple(ItemResult(engine, True) for engine in ("e0", "e1"))
+            case CancelRequests(requests, groups):
+                ended = [r for r in self.in_flight if r.id in requests or r.group in groups]
+                self.in_flight = [r for r in self.in_flight if r not in ended]
+                return tuple(ItemResult(r.id, True) for r in ended)
+            case other:
+                raise Permanent(f"{other.kind} is not expected here")
+
+    async def _close(self, order: CloseGate) -> tuple[ItemResult, ...]:
+        if order.lease in self.ended or self.lease not in ("", order.lease):
+            raise Permanent("this lease is over")
+        if not self.lease:
+            self.quiet_at_s = self.clock.now_s() + self.drains_s
+        self.lease, self.until_s = order.lease, order.lease_until_s
+        await self.clock.sleep(min(self.quiet_at_s, order.quiet_by_s) - self.clock.now_s())
+        if self.lease != order.lease:
+            raise Permanent("the gate opened again before all was quiet")
+        if self.phase is not GatePhase.QUIET:
+            self._open()
+            raise Permanent("not quiet by the deadline: 3 requests still run: r1, r2, r3")
+        return tuple(ItemResult(e, e not in self.unpaused, self.unpaused.get(e, "")) for e in (E0, E1))
+
+    def _open(self) -> None:
+        self.ended.append(self.lease)
+        self.lease = ""
+
+    async def _report(self) -> None:
+        while True:
+            if self.lease and self.clock.now_s() >= self.until_s:
+                self._open()
+            self.report()
+            await self.clock.sleep(0.25)
+
+    def report(self) -> None:
+        self._sequence += 1
+        now_s = self.clock.now_s()
+        running = len(self.in_flight) if self.phase is GatePhase.CLOSING else 0
+        gate = GateReport(self.phase, self.lease, self.until_s if self.lease else 0.0, running)
+        told = gateway_report(
+            *self.in_flight, sequence=self._sequence, done=tuple(self.done), gateway=self.node, at_s=now_s, gate=gate
+        )
+        self.done = []
+        self.plane.gateway_reported(told, 1)
+        if self.node == "gw0":
+            for engine in ("e0", "e1"):
+                busy = sample(now_s, decode_tokens_per_s=0.0 if self.lease else 80.0, kv_capacity_tokens=100_000)
+                self.plane.engine_reported(engine_report(engine, self._sequence, busy), 1)
+
+
+class House:
+    """Daemons, one after the other, over one journal."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clock = VirtualClock(1000.0)
+        self.journal: Journal | None = None
+        self.gateways: dict[str, Gateway] = {}
+        self._loops: asyncio.Task[None] | None = None
+
+    def start(self, config: str = CONFIG) -> ControlPlane:
+        if self.journal is not None:
+            self.journal.close()
+        self.journal = Journal(self.path, self.clock.now_s())
+        self.plane = ControlPlane(parse_config(config), self.journal, self.clock)
+        return self.plane
+
+    @asynccontextmanager
+    async def running(self, *names: str) -> AsyncIterator[None]:
+        for name in names or ("gw0",):
+            self.gateways[name] = Gateway(self.plane, self.clock, name)
+            self.gateways[name].start()
+        self._loops = asyncio.create_task(run_loops(self.plane, self.clock))
+        await self.clock.advance(1.0)
+        try:
+            yield
+        finally:
+            await self.end()
+            for gateway in self.gateways.values():
+                await gateway.stop()
+
+    async def end(self) -> None:
+        """The daemon dies; gateways go on, and are not attached."""
+        if self._loops is not None:
+            self._loops.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._loops
+            self._loops = None
+        for gateway in self.gateways.values():
+            if gateway.attachment is not None:
+                self.plane.nodes.detach(gateway.attachment, self.clock.now_s())
+
+    async def restart(self) -> None:
+        """Another daemon, to which the gateways attach, and nobody knows what they knew but by what they say."""
+        await self.end()
+        self.start()
+        for name, old in list(self.gateways.items()):
+            await old.stop()
+            new = self.gateways[name] = Gateway(self.plane, self.clock, name)
+            new.lease, new.until_s, new.quiet_at_s, new.ended = old.lease, old.until_s, old.quiet_at_s, old.ended
+            new.start()
+        self._loops = asyncio.create_task(run_loops(self.plane, self.clock))
+        await self.clock.advance(0.5)
+
+    async def within(self, seconds: float, *asked: asyncio.Task[object]) -> None:
+        """Let time pass until these have an answer."""
+        for _ in range(round(seconds / 0.25)):
+            if all(task.done() for task in asked):
+                return
+            await self.clock.advance(0.25)
+
+    async def pause(self, **wish: object) -> str:
+        asked = asyncio.create_task(self.plane.gate.pause(GateWish(**wish)))  # type: ignore[arg-type]
+        await self.within(200.0, asked)
+        state = await asked
+        assert state.lease is not None
+        return state.lease.id
+
+    async def resume(self, lease: str = "", version: int | None = None, without: tuple[EngineId, ...] = ()) -> None:
+        asked = asyncio.create_task(self.plane.gate.resume(lease, version, without))
+        await self.within(20.0, asked)
+        await asked
+
+    async def renew(self, lease: str, lease_s: float) -> None:
+        asked = asyncio.create_task(self.plane.gate.renew(lease, lease_s))
+        await self.within(20.0, asked)
+        await asked
+
+    def events(self) -> list[str]:
+        return [entry.body["event"] for entry in self.entries(Kind.GATE)]
+
+    def entries(self, *kinds: Kind) -> list[Entry]:
+        assert self.journal is not None
+        return self.journal.since(0, kinds)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path / "journal.sqlite")
+    made.start()
+    yield made
+    assert made.journal is not None
+    made.journal.close()
+
+
+# --- pausing and resuming
+
+
+async def test_all_gateways_close_and_open_and_routes_carry_the_version(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        lease = await house.pause(holder="trainer", lease_s=30.0)
+        assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.QUIET] * 2
+        assert house.plane.gate.state.phase is GatePhase.QUIET
+        action = house.gateways["gw1"].of(CloseGate)[0].action
+        assert isinstance(action, CloseGate)
+        assert (action.holder, action.mode, action.frozen) == ("trainer", PauseMode.KEEP, FrozenRequests.RECOMPUTE)
+        assert action.lease_until_s == pytest.approx(house.plane.gate.state.lease.until_s)  # type: ignore[union-attr]
+        await house.resume(lease, 12, (E1,))
+        assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.OPEN] * 2
+        for gateway in house.gateways.values():
+            assert [(r.engine, r.policy_version, r.newest_policy_version, r.draining) for r in gateway.routes] == [
+                ("e0", 12, 12, False),
+                ("e1", None, 12, True),
+            ]
+            assert [order.action for order in gateway.of(OpenGate)] == [OpenGate(lease, 12, (E1,))]
+        assert [(rest.engine, rest.done, rest.policy_version) for rest in house.plane.gate.rests()] == [
+            ("e0", True, 12),
+            ("e1", False, None),
+        ]
+        assert house.plane.gate.set_version([E1], 12) == 12
+        await house.clock.advance(0.1)
+        assert [(r.policy_version, r.draining) for r in house.gateways["gw0"].routes] == [(12, False), (12, False)]
+    assert house.events() == ["pause", "quiet", "resume", "version"]
+    assert house.plane.gate.totals.paused_s == pytest.approx(0.25, abs=0.25)
+
+
+async def test_the_versions_are_known_before_gateways_open(house: House) -> None:
+    async with house.running():
+        lease = await house.pause()
+        await house.resume(lease, 3)
+        newest = house.entries(Kind.GATE)[-1].sequence
+        sent = [entry for entry in house.entries(Kind.OPERATION_INTENT) if "open_gate" in str(entry.body)]
+        assert newest < sent[0].sequence
+        await house.resume(lease, 3)  # its answer got lost: the same again
+        with pytest.raises(Permanent, match=r"has ended \(resumed\)"):
+            await house.resume(lease, 4)
+        with pytest.raises(Permanent, match="the gate is open"):
+            await house.resume("", 4)
+
+
+async def test_one_lease_at_a_time(house: House) -> None:
+    async with house.running():
+        lease = await house.pause(holder="one", lease_s=30.0)
+        with pytest.raises(Permanent, match=f"held by another: lease {lease} of one, until 00:17:1"):
+            await house.pause(holder="two")
+        await house.resume("")  # an operator
+        await house.pause(holder="two")
+
+
+async def test_without_gateways_nothing_can_be_brought_to_rest(house: House) -> None:
+    with pytest.raises(Permanent, match="no gateway is attached"):
+        await house.plane.gate.pause(GateWish())
+    assert house.events() == []
+    with pytest.raises(ProblemFaults) as caught:
+        await house.plane.gate.pause(GateWish(lease_s=-1.0, deadline_s=float("nan")))
+    assert len(caught.value.faults) == 2
+
+
+async def test_a_drain_takes_as_long_as_it_may(house: House) -> None:
+    async with house.running():
+        house.gateways["gw0"].drains_s = 100.0
+        asked = asyncio.create_task(house.plane.gate.pause(GateWish(PauseMode.WAIT, deadline_s=120.0)))
+        await house.clock.advance(50.0)
+        assert house.plane.gate.state.phase is GatePhase.CLOSING
+        assert not asked.done()
+        await house.clock.advance(51.0)
+        assert (await asked).phase is GatePhase.QUIET
+
+
+@pytest.mark.parametrize("fault", ["slow", "silent", "gone", "refuses"])
+async def test_where_one_gateway_does_not_come_to_rest_all_go_on(house: House, fault: str) -> None:
+    async with house.running("gw0", "gw1"):
+        bad = house.gateways["gw1"]
+        bad.drains_s = 1000.0 if fault in ("slow", "gone") else 0.1
+        bad.broken = fault == "silent"
+        bad.lease = "another" if fault == "refuses" else ""
+        bad.until_s = 1e9
+        asked = asyncio.create_task(house.plane.gate.pause(GateWish(lease_s=60.0, deadline_s=5.0)))
+        await house.clock.advance(1.0)
+        if fault == "gone":
+            await bad.stop()
+        await house.within(30.0, asked)
+        expected = {
+            "slow": "gateway gw1 did not come to rest: not quiet by the deadline: 3 requests",
+            "silent": "the fleet did not come to rest: not in time; gateway gw1 still has 0 running",
+            "gone": "the fleet did not come to rest: gateway gw1 has gone away; gateway gw1",
+            "refuses": "gateway gw1 did not come to rest: this lease is over",
+        }
+        with pytest.raises(Retryable, match=expected[fault]):
+            await asked
+        assert house.gateways["gw0"].phase is GatePhase.OPEN
+        assert house.plane.gate.state.phase is GatePhase.OPEN
+        assert house.plane.gate.state.opened.how is Ending.GAVE_UP  # type: ignore[union-attr]
+    assert house.events() == ["pause", "gave_up"]
+
+
+async def test_whoever_stops_waiting_leaves_nothing_closed(house: House) -> None:
+    async with house.running():
+        house.gateways["gw0"].drains_s = 1000.0
+        asked = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        await house.clock.advance(1.0)
+        asked.cancel()
+        await house.clock.advance(1.0)
+        assert asked.cancelled()
+        assert (house.gateways["gw0"].phase, house.plane.gate.state.phase) == (GatePhase.OPEN, GatePhase.OPEN)
+
+
+async def test_an_operator_may_open_while_it_closes(house: House) -> None:
+    async with house.running():
+        house.gateways["gw0"].drains_s = 1000.0
+        asked = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        await house.clock.advance(1.0)
+        await house.resume("")
+        await house.clock.advance(1.0)
+        with pytest.raises(Retryable, match="somebody has opened the gate"):
+            await asked
+        assert house.gateways["gw0"].phase is GatePhase.OPEN
+    assert house.events() == ["pause", "resume"]
+
+
+async def test_engines_that_were_not_brought_to_rest_are_told_and_get_no_requests(house: House) -> None:
+    async with house.running():
+        house.gateways["gw0"].unpaused = {E1: "connection refused"}
+        lease = await house.pause()
+        assert [(rest.engine, rest.done, rest.detail) for rest in house.plane.gate.rests()] == [
+            ("e0", True, ""),
+            ("e1", False, "connection refused"),
+        ]
+        await house.resume(lease, 2)
+        assert [(r.policy_version, r.draining) for r in house.gateways["gw0"].routes] == [(2, False), (None, True)]
+
+
+# --- leases
+
+
+async def test_a_renewed_lease_lasts_and_then_ends_by_itself(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        lease = await house.pause(lease_s=10.0)
+        for _ in range(5):
+            await house.clock.advance(7.0)
+            await house.renew(lease, 10.0)
+        assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.QUIET] * 2
+        await house.clock.advance(11.0)
+        assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.OPEN] * 2
+        state = house.plane.gate.state
+        assert state.opened is not None
+        assert (state.phase, state.opened.how) == (GatePhase.OPEN, Ending.EXPIRED)
+        assert "weights that were being changed may be mixed" in state.opened.detail
+        for ask in (house.renew(lease, 10.0), house.resume(lease)):
+            with pytest.raises(Permanent, match=r"has ended \(expired\): requests have gone on since"):
+                await ask
+        assert house.plane.gate.totals.expired == 1
+        assert house.plane.gate.paused_s == pytest.approx(45.0, abs=2.0)
+        assert [gateway.of(OpenGate) for gateway in house.gateways.values()] == [[], []]
+    assert house.events()[-1] == "expired"
+
+
+async def test_a_renewal_that_a_gateway_did_not_hear_fails(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        lease = await house.pause(lease_s=60.0)
+        house.gateways["gw1"].broken = True
+        with pytest.raises(Retryable, match=r"some may open at 00:17:4. UTC: gw1: has not answered in time"):
+            await house.renew(lease, 60.0)
+        house.gateways["gw1"].broken = False
+        await house.renew(lease, 60.0)
+        await house.gateways["gw1"].stop()
+        with pytest.raises(Retryable, match="gw1: is not attached"):
+            await house.renew(lease, 60.0)
+        with pytest.raises(ProblemFaults, match="lease_id: must not be empty"):
+            await house.renew("", 60.0)
+
+
+async def test_a_gateway_that_comes_while_closed_closes_and_later_hears_nothing(house: House) -> None:
+    async with house.running():
+        lease = await house.pause(lease_s=60.0)
+        for name in ("gw1", "gw2"):
+            house.gateways[name] = Gateway(house.plane, house.clock, name)
+        house.gateways["gw1"].start()
+        await house.clock.advance(1.0)
+        assert (house.gateways["gw1"].phase, house.gateways["gw1"].lease) == (GatePhase.QUIET, lease)
+        await house.resume(lease)
+        house.gateways["gw2"].start()
+        await house.clock.advance(5.0)
+        assert house.gateways["gw2"].orders == []
+
+
+async def test_a_gateway_that_comes_while_the_fleet_comes_to_rest_is_waited_for(house: House) -> None:
+    async with house.running():
+        house.gateways["gw0"].drains_s = 2.0
+        asked = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        await house.clock.advance(1.0)
+        late = house.gateways["gw1"] = Gateway(house.plane, house.clock, "gw1", drains_s=5.0)
+        late.start()
+        await house.clock.advance(3.0)
+        assert not asked.done()
+        await house.clock.advance(3.0)
+        assert (await asked).phase is GatePhase.QUIET
+
+
+async def test_a_gateway_that_missed_the_opening_is_told_again(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        lease = await house.pause(lease_s=600.0)
+        away = house.gateways["gw1"]
+        assert away.attachment is not None
+        house.plane.detach(away.attachment)
+        await house.resume(lease, 4)
+        assert away.phase is GatePhase.QUIET
+        away.start()
+        await house.clock.advance(5.0)
+        assert (away.phase, [order.action for order in away.of(OpenGate)]) == (GatePhase.OPEN, [OpenGate(lease, 4)])
+
+
+# --- restarts
+
+
+async def test_a_restarted_daemon_knows_gate_lease_and_versions(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        house.plane.gate.set_version([E0, E1], 7)
+        lease = await house.pause(lease_s=30.0, holder="trainer")
+        await house.restart()
+        assert house.plane.gate.state.phase is GatePhase.QUIET
+        assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.QUIET] * 2
+        assert [len(gateway.of(CloseGate)) for gateway in house.gateways.values()] == [1, 1]
+        await house.renew(lease, 30.0)
+        await house.resume(lease, 8)
+        assert [r.policy_version for r in house.gateways["gw1"].routes] == [8, 8]
+        await house.restart()
+        await house.clock.advance(1.0)
+        assert [(r.policy_version, r.newest_policy_version) for r in house.gateways["gw0"].routes] == [(8, 8)] * 2
+
+
+async def test_a_daemon_that_is_away_until_the_lease_ends_says_so(house: House) -> None:
+    async with house.running():
+        lease = await house.pause(lease_s=5.0)
+        await house.end()
+        await house.clock.advance(10.0)
+        assert house.gateways["gw0"].phase is GatePhase.OPEN
+        await house.restart()
+        with pytest.raises(Permanent, match="requests have gone on since"):
+            await house.resume(lease, 8)
+        assert house.plane.gate.state.newest is None
+
+
+async def test_a_daemon_that_died_while_the_fleet_came_to_rest_opens_it(house: House) -> None:
+    async with house.running():
+        house.gateways["gw0"].drains_s = 1000.0
+        asked = asyncio.create_task(house.plane.gate.pause(GateWish(lease_s=600.0)))
+        await house.clock.advance(1.0)
+        await house.restart()
+        asked.cancel()
+        assert house.plane.gate.state.phase is GatePhase.OPEN
+        assert house.gateways["gw0"].phase is not GatePhase.OPEN
+        await house.clock.advance(4.0)
+        assert house.gateways["gw0"].phase is GatePhase.OPEN
+
+
+# --- the loops
+
+
+async def test_nothing_moves_while_the_gate_is_closed_nor_just_after(house: House) -> None:
+    async with house.running():
+        plane, gateway = house.plane, house.gateways["gw0"]
+        gateway.in_flight = [request(f"r{n}", "e0") for n in range(12)]
+        lease = await house.pause()
+        await house.clock.advance(2.0)
+        assert plane.balance is not None
+        assert plane.balance.verdict.code == "gate_closed"
+        with pytest.raises(Permanent, match="requests stand still while weights change: the gate is quiet, lease"):
+            await plane.move(RequestId("r1"), E1)
+        plan = await plane.slow_tick()
+        assert (plan.verdict.code, plan.acted) == ("gate_closed", False)
+        assert not house.entries(Kind.OPERATION_INTENT)[1:]
+        await house.resume(lease, 1)
+        await house.clock.advance(1.0)
+        assert plane.balance.verdict.code == "gate_opened"
+        await house.clock.advance(3.0)
+        assert plane.balance.verdict.code not in ("gate_closed", "gate_opened")
+
+
+async def test_kv_is_handed_over_between_engines_of_one_version_only(house: House) -> None:
+    links = "connector: kv_handover, weights: w, inter_node_gbps_per_gpu: 8.0, latency_s: 0.01, kv_bytes_per_token: 1e3"
+    plane = house.start(CONFIG.replace("fleet:", f"fleet:\n  kv_transfer: {{{links}}}").replace("act", "advise"))
+    assert plane.mode is Mode.ADVISE
+    async with house.running():
+        for version, method in ((1, "transfer"), (2, "recompute")):
+            plane.gate.set_version([E0], 1)
+            plane.gate.set_version([E1], version)
+            views = plane.state.engines(house.clock.now_s())
+            kv = plane.routes.kv_versions(views)
+            assert (kv[E0] == kv[E1]) == (method == "transfer")
+        assert [route.kv_version for route in house.gateways["gw0"].routes] == ["tp2/w"] * 2
+
+
+# --- cancelling
+
+
+async def test_requests_and_groups_are_ended_wherever_they_are(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        for name in ("gw0", "gw1"):
+            house.gateways[name].in_flight = [in_group(f"{name}-{n}", "g", 0) for n in range(2)]
+            house.gateways[name].in_flight.append(in_group(f"{name}-other", "h", 0))
+        asked = asyncio.create_task(house.plane.canceller.cancel([RequestId("gw1-other")], ["g"], ""))
+        await house.clock.advance(0.5)
+        assert (await asked).requests == ("gw0-0", "gw0-1", "gw1-0", "gw1-1", "gw1-other")
+        house.gateways["gw1"].broken = True
+        asked = asyncio.create_task(house.plane.canceller.cancel([], ["h"], "over"))
+        await house.clock.advance(10.0)
+        assert ((await asked).requests, (await asked).silent) == (("gw0-other",), ("gw1",))
+        with pytest.raises(ProblemFaults, match="must name something"):
+            await house.plane.canceller.cancel([], [], "")
+
+
+async def test_a_group_that_has_enough_over_all_gateways_is_ended_everywhere(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        gw0, gw1 = house.gateways["gw0"], house.gateways["gw1"]
+        gw0.in_flight = [in_group(f"a{n}", "g") for n in range(2)] + [in_group("x", "h")]
+        gw1.in_flight = [in_group(f"b{n}", "g") for n in range(4)]
+        await house.clock.advance(0.5)
+        gw0.done = [ended("a9", "g"), ended("a8", "g", "abort")]
+        await house.clock.advance(0.5)
+        assert (gw0.of(CancelRequests), gw1.of(CancelRequests)) == ([], [])
+        gw1.done = [ended("b9", "g", "length")]
+        await house.clock.advance(0.5)
+        for gateway in (gw0, gw1):
+            assert [order.action for order in gateway.of(CancelRequests)] == [CancelRequests((), ("g",), "redundant")]
+        assert [r.id for r in gw0.in_flight] == ["x"]
+        assert house.plane.canceller.totals["redundant"] == 6
+
+
+async def test_a_gateway_that_is_alone_knows_by_itself(house: House) -> None:
+    async with house.running():
+        house.gateways["gw0"].in_flight = [in_group(f"a{n}", "g") for n in range(2)]
+        house.gateways["gw0"].done = [ended("b0", "g"), ended("b1", "g")]
+        await house.clock.advance(1.0)
+        assert house.gateways["gw0"].of(CancelRequests) == []
+
+
+def in_group(id: str, group: str, enough: int = 2) -> RequestView:
+    view = request(id)
+    return RequestView(view.id, view.engine, view.state, 100, 10, group=group, group_enough=enough)
+
+
+def ended(id: str, group: str, reason: str = "stop") -> FinishedRequest:
+    told = finished(id, reason=reason)
+    return FinishedRequest(told.id, told.engine, 100, 50, reason, group=group, group_enough=2)

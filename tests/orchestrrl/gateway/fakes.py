@@ -117,6 +117,9 @@ class FakeEngine:
     tokens_per_step: int = 1
     dead: bool = False
     paused: bool = False
+    can_pause: bool = True
+    stuck: bool = False  # once paused it stays so
+    pauses: list[bool] = field(default_factory=list)  # of each, whether KV was dropped
     hangs: bool = False
     refuses: Refused | None = None
     aborted: list[str] = field(default_factory=list)
@@ -138,6 +141,7 @@ class FakeEngine:
 
     def revive(self) -> None:
         self.dead = False
+        self.paused = False  # a new process
 
     def give_up_all(self) -> None:
         """As a pause that aborts does."""
@@ -221,7 +225,9 @@ class FakeEngine:
     async def capabilities(self) -> Capabilities:
         if self.dead:
             raise Retryable("connection refused", 1.0)
-        return Capabilities("fake", "0", ("model",), token_ids=True, max_model_len_tokens=self.model_length)
+        return Capabilities(
+            "fake", "0", ("model",), token_ids=True, max_model_len_tokens=self.model_length, pause=self.can_pause
+        )
 
     async def metrics(self) -> EngineMetrics:
         return EngineMetrics(len(self.attempts), 0, 0.0, 0, 0, 0, 0)
@@ -233,9 +239,16 @@ class FakeEngine:
         return 0.0
 
     async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
+        if self.dead:
+            raise Retryable("connection refused", 1.0)
+        assert self.can_pause
+        assert mode is PauseMode.KEEP
         self.paused = True
+        self.pauses.append(drop_kv)
 
     async def resume(self) -> None:
+        if self.dead or self.stuck:
+            raise Retryable("connection refused", 1.0)
         self.paused = False
 
     async def is_paused(self) -> bool:

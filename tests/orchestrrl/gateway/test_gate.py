@@ -1,0 +1,545 @@
+"""The gate: what runs comes to rest and goes on, whoever closed it is alive or not, and no answer is harmed."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.errors import Permanent
+from orchestrrl.gateway.core import Job
+from orchestrrl.gateway.versions import OnStale, Span
+from orchestrrl.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, RequestMove, Route
+from orchestrrl.reports import GatePhase
+from planner.model import EngineId, RequestId, RequestState
+from tests.orchestrrl.gateway.fakes import World, undisturbed, world
+from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish
+
+LEASE_S = 60.0
+
+
+def order(w: World, mode: PauseMode = PauseMode.KEEP, lease: str = "l", **fields: Any) -> CloseGate:
+    now_s = w.clock.now_s()
+    values: dict[str, Any] = {
+        "holder": "trainer",
+        "frozen": FrozenRequests.RECOMPUTE,
+        "lease_until_s": now_s + LEASE_S,
+        "quiet_by_s": now_s + LEASE_S,
+    }
+    return CloseGate(lease=lease, mode=mode, **(values | fields))
+
+
+async def close(
+    w: World, mode: PauseMode = PauseMode.KEEP, lease: str = "l", **fields: Any
+) -> "asyncio.Task[tuple[ItemResult, ...]]":
+    closing = asyncio.create_task(w.gateway.gate.close(order(w, mode, lease, **fields)))
+    await w.settle()
+    return closing
+
+
+async def open_gate(w: World, version: int | None = None, without: tuple[str, ...] = (), lease: str = "l") -> None:
+    await w.gateway.gate.open(OpenGate(lease, version, tuple(map(EngineId, without))))
+    await w.settle()
+
+
+def tokens_of(job: Job) -> int:
+    return sum(len(record.generated_ids) for record in job.records)
+
+
+@pytest.mark.parametrize("frozen", [FrozenRequests.RECOMPUTE, FrozenRequests.CONTINUE])
+async def test_what_is_frozen_stands_still_and_goes_on(frozen: FrozenRequests) -> None:
+    w = world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        for _ in range(4):
+            await w.step()
+        closing = await close(w, frozen=frozen)
+        assert closing.done()
+        assert {item.id: item.done for item in closing.result()} == {"e0": True, "e1": True}
+        assert w.gateway.gate.report().phase is GatePhase.QUIET
+        assert w.gateway.gate.report().frozen == 1
+        assert [engine.pauses for engine in w.engines.values()] == [[frozen is FrozenRequests.RECOMPUTE]] * 2
+        before = tokens_of(job)
+        await w.step()
+        assert tokens_of(job) == before
+        await open_gate(w)
+        assert w.gateway.gate.report().phase is GatePhase.OPEN
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+        assert job.records[0].attempt == 1
+
+
+async def test_what_comes_while_it_is_closed_waits_here_and_longer_than_for_engines() -> None:
+    w = world(engine_wait_s=5.0)
+    await (await close(w))
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=5)) as job:
+        await w.clock.advance(50.0)
+        assert job.records[0].engine is None
+        assert not any(engine.seen for engine in w.engines.values())
+        assert w.gateway.gate.report().held == 1
+        await open_gate(w)
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 5)
+
+
+async def test_wait_lets_running_requests_finish_and_takes_waiting_ones_back() -> None:
+    w = world(1)
+    w.engines["e0"].max_sequences = 1
+    async with w.gateway.job(w.ask(request_id="runs", prompt=PROMPT, max_tokens=6)) as runs:
+        await w.settle()
+        await w.step()
+        async with w.gateway.job(w.ask(request_id="waits", prompt=PROMPT, max_tokens=6)) as waits:
+            await w.settle()
+            closing = await close(w, PauseMode.WAIT)
+            assert waits.records[0].engine is None
+            assert not closing.done()
+            assert w.gateway.gate.report().phase is GatePhase.CLOSING
+            await finish(w, runs)
+            assert_undisturbed(runs, PROMPT, 6)
+            await w.clock.advance(1.0)
+            assert closing.done()
+            assert w.engines["e0"].paused
+            await w.step()
+            assert tokens_of(waits) == 0
+            await open_gate(w)
+            await finish(w, waits)
+            assert_undisturbed(waits, PROMPT, 6)
+
+
+async def test_abort_ends_what_runs_with_what_it_has_and_loses_nothing_that_waits() -> None:
+    w = world(1)
+    w.engines["e0"].max_sequences = 1
+    async with w.gateway.job(w.ask(request_id="runs", prompt=PROMPT, max_tokens=30)) as runs:
+        await w.settle()
+        await w.step()
+        await w.step()
+        async with w.gateway.job(w.ask(request_id="waits", prompt=PROMPT, max_tokens=6)) as waits:
+            await w.settle()
+            closing = await close(w, PauseMode.ABORT)
+            await w.clock.advance(1.0)
+            assert closing.done()
+            (record,) = runs.records
+            assert (record.finish_reason, record.stop_reason) == ("abort", "paused")
+            assert list(record.generated_ids) == undisturbed(PROMPT, 30)[0][:2]
+            assert w.engines["e0"].aborted == ["runs~1", "waits~1"]
+            await open_gate(w)
+            await finish(w, waits)
+            assert_undisturbed(waits, PROMPT, 6)
+
+
+async def test_an_engine_that_cannot_be_paused_has_its_requests_taken_back() -> None:
+    w = world(1)
+    w.engines["e0"].can_pause = False
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        await w.step()
+        closing = await close(w)
+        await w.clock.advance(1.0)
+        (item,) = closing.result()
+        assert item.done
+        assert "taken back" in item.detail
+        assert w.gateway.gate.report().held == 1
+        await w.step()
+        assert tokens_of(job) == 1
+        await open_gate(w, 1)
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+        assert job.records[0].attempt == 2
+
+
+async def test_what_cannot_be_continued_is_waited_for_on_an_engine_that_cannot_be_paused() -> None:
+    w = world(1)
+    w.engines["e0"].can_pause = False
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=8, presence_penalty=0.5)) as job:
+        await w.settle()
+        await w.step()
+        closing = await close(w)
+        await w.clock.advance(1.0)
+        assert not closing.done()
+        assert w.gateway.gate.report().running == 1
+        await finish(w, job)
+        await w.clock.advance(1.0)
+        assert closing.done()
+
+
+async def test_a_lease_that_is_not_renewed_ends_and_all_goes_on() -> None:
+    w = world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        await w.step()
+        await (await close(w))
+        await w.clock.advance(LEASE_S - 1)
+        w.gateway.gate.renew("l", w.clock.now_s() + LEASE_S)
+        await w.clock.advance(LEASE_S - 1)
+        assert w.gateway.gate.closed is not None
+        await w.clock.advance(1.0)
+        assert w.gateway.gate.closed is None
+        assert w.gateway.gate.opened_because == "the lease of trainer ended"
+        assert w.gateway.gate.expired_total == 1
+        assert w.gateway.gate.closed_total_s == pytest.approx(2 * LEASE_S - 1)
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+    for late in (w.gateway.gate.close(order(w)), w.gateway.gate.open(OpenGate("l", 1))):
+        with pytest.raises(Permanent, match="this lease is over"):
+            await late
+    with pytest.raises(Permanent, match="not closed under this lease"):
+        w.gateway.gate.renew("l", w.clock.now_s() + 1)
+
+
+async def test_one_lease_at_a_time() -> None:
+    w = world()
+    await (await close(w))
+    with pytest.raises(Permanent, match="closed by trainer for 60 s more"):
+        await w.gateway.gate.close(order(w, lease="other"))
+    with pytest.raises(Permanent, match="not closed under this lease"):
+        await w.gateway.gate.open(OpenGate("other"))
+    await open_gate(w)
+    await (await close(w, lease="other"))
+    await open_gate(w, lease="other")
+
+
+async def test_the_same_lease_again_renews_it_and_answers_as_before() -> None:
+    w = world()
+    first = await (await close(w))
+    await w.clock.advance(30.0)
+    again = await (await close(w))
+    assert again == first
+    assert [engine.pauses for engine in w.engines.values()] == [[True], [True]]
+    assert w.gateway.gate.report().lease_until_s == w.clock.now_s() + LEASE_S
+
+
+async def test_not_quiet_in_time_is_open_again() -> None:
+    w = world(1)
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        await w.step()
+        closing = await close(w, PauseMode.WAIT, quiet_by_s=w.clock.now_s() + 5.0)
+        await w.clock.advance(5.0)
+        with pytest.raises(Permanent, match="not quiet by the deadline: 1 requests still run: r"):
+            await closing
+        assert w.gateway.gate.closed is None
+        assert not w.engines["e0"].paused
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+
+
+async def test_an_engine_that_dies_while_paused_loses_nothing() -> None:
+    w = world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        await w.step()
+        await (await close(w))
+        w.engines["e0"].die()
+        await w.settle()
+        await w.clock.advance(1.0)
+        assert job.records[0].engine is None
+        await open_gate(w, 3)
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+        assert job.records[0].engine == "e1"
+
+
+async def test_an_engine_that_was_not_there_has_not_got_the_weights() -> None:
+    w = world()
+    w.engines["e1"].die()
+    closing = await close(w)
+    await w.clock.advance(10.0)
+    items = {item.id: item.done for item in closing.result()}
+    assert items == {"e0": True, "e1": False}
+    await open_gate(w, 3)
+    w.engines["e1"].revive()
+    await w.clock.advance(10.0)
+    e1 = w.fleet.get(EngineId("e1"))
+    assert e1 is not None
+    assert not e1.suspect_because
+    assert not e1.usable
+    await w.gateway.gate.set_version((EngineId("e1"),), 3)
+    assert e1.usable
+
+
+async def test_an_engine_left_out_stays_paused_until_its_version_is_told() -> None:
+    w = world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        await w.step()
+        assert job.records[0].engine == "e0"
+        await (await close(w))
+        await open_gate(w, 3, ("e0",))
+        assert w.engines["e0"].paused
+        await finish(w, job)
+        assert job.records[0].engine == "e1"
+        assert_undisturbed(job, PROMPT, 30)
+        await w.gateway.gate.set_version((EngineId("e0"),), 3)
+        await w.clock.advance(1.0)
+        assert not w.engines["e0"].paused
+    with pytest.raises(Permanent, match="no engine 'e7'"):
+        await w.gateway.gate.set_version((EngineId("e7"),), 3)
+    await (await close(w, lease="m"))
+    with pytest.raises(Permanent, match="no engine 'e7'; known: e0, e1"):
+        await open_gate(w, 4, ("e7",), lease="m")
+    assert w.gateway.gate.closed is not None
+
+
+async def test_routes_tell_versions_and_wake_engines() -> None:
+    w = world()
+    await (await close(w))
+    await open_gate(w, 3, ("e0",))
+    routes = [
+        Route(EngineId(name), engine.url, policy_version=3, newest_policy_version=3)
+        for name, engine in w.engines.items()
+    ]
+    w.gateway.set_routes(routes)
+    await w.clock.advance(1.0)
+    assert not w.engines["e0"].paused
+    assert [slot.usable for slot in w.fleet] == [True, True]
+    # A newcomer that nobody has given the weights.
+    w.gateway.set_routes([*routes[:1], Route(EngineId("e1"), w.engines["e1"].url, None, newest_policy_version=4)])
+    assert [slot.usable for slot in w.fleet] == [True, False]
+
+
+async def test_an_engine_that_does_not_resume_is_asked_again() -> None:
+    w = world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
+        await w.settle()
+        await w.step()
+        await (await close(w))
+        w.engines["e0"].stuck = True
+        await open_gate(w)
+        assert w.engines["e0"].paused
+        await w.clock.advance(3.0)
+        w.engines["e0"].stuck = False
+        await w.clock.advance(6.0)
+        assert not w.engines["e0"].paused
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 12)
+
+
+async def test_without_a_lease_engines_that_an_earlier_gateway_paused_are_resumed() -> None:
+    w = world()
+    for engine in w.engines.values():
+        engine.paused = True
+    await open_gate(w, lease="")
+    assert not any(engine.paused for engine in w.engines.values())
+
+
+async def test_a_move_waits_for_no_gate() -> None:
+    w = world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
+        await w.settle()
+        await w.step()
+        await (await close(w))
+        (result,) = await w.gateway.move([RequestMove(RequestId("r"), EngineId("e0"), EngineId("e1"))])
+        assert (result.done, result.detail) == (False, "the gate is closed")
+        await open_gate(w)
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 12)
+
+
+async def test_a_move_that_is_under_way_is_told_when_the_request_is_taken_back() -> None:
+    w = world()
+    for engine in w.engines.values():
+        engine.can_pause = False
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
+        await w.settle()
+        await w.step()
+        moving = asyncio.create_task(w.gateway.move([RequestMove(RequestId("r"), EngineId("e0"), EngineId("e1"))]))
+        await w.settle()
+        assert job.records[0].engine == "e1"
+        closing = await close(w)
+        await w.clock.advance(1.0)
+        await closing
+        (result,) = await moving
+        assert (result.done, result.detail) == (False, "it was taken back from the engines")
+        await open_gate(w)
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 12)
+
+
+async def test_the_client_may_leave_while_it_is_closed() -> None:
+    w = world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)):
+        await w.step()
+        await (await close(w))
+    await w.settle()
+    assert len(w.gateway.ledger) == 0
+    assert w.engines["e0"].aborted == ["r~1"]
+    await open_gate(w)
+
+
+async def test_standing_still_by_order_is_no_stall() -> None:
+    w = world(stall_s=10.0)
+    watching = asyncio.create_task(w.gateway.watch())
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
+        await w.settle()
+        await w.step()
+        await (await close(w))
+        await w.clock.advance(50.0)
+        await open_gate(w)
+        await w.clock.advance(5.0)
+        assert job.records[0].attempt == 1
+        await finish(w, job)
+    watching.cancel()
+
+
+# --- policy versions --------------------------------------------------------------------------------------------------
+
+
+async def test_every_token_tells_its_policy() -> None:
+    w = world()
+    await (await close(w, lease="1"))
+    await open_gate(w, 7, lease="1")
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        for _ in range(4):
+            await w.step()
+        await (await close(w, lease="2"))
+        await open_gate(w, 8, lease="2")
+        for _ in range(3):
+            await w.step()
+        await (await close(w, lease="3"))
+        await open_gate(w, lease="3")  # the weights are the same
+        await finish(w, job)
+        (record,) = job.records
+        total = len(record.generated_ids)
+        assert record.versions.spans(total) == (Span(7, 0, 4), Span(8, 4, total))
+        assert record.view(w.clock.now_s()).policy_version == 7
+    assert w.gateway.version_lags == {1: 1}
+
+
+async def test_tokens_that_an_engine_gathered_for_a_chunk_count_as_the_older_policys() -> None:
+    w = world(1, coalesce_tokens=3)
+    w.engines["e0"].tokens_per_step = 3
+    await (await close(w, lease="1"))
+    await open_gate(w, 1, lease="1")
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        await w.step()
+        await (await close(w, lease="2"))
+        await open_gate(w, 2, lease="2")
+        await w.step()
+        await w.step()
+        (record,) = job.records
+        assert record.versions.spans(9) == (Span(1, 0, 6), Span(2, 6, 9))
+
+
+async def test_a_request_that_would_become_too_old_is_ended_before_it_goes_on() -> None:
+    w = world()
+    await (await close(w, lease="1"))
+    await open_gate(w, 1, lease="1")
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=1)) as job:
+        await w.settle()
+        await w.step()
+        for version in (2, 3):
+            await (await close(w, lease=f"v{version}"))
+            assert not job.done
+            await open_gate(w, version, lease=f"v{version}")
+        (record,) = job.records
+        assert (record.finish_reason, record.stop_reason) == ("abort", "max_version_lag")
+        assert len(record.generated_ids) == 1
+    assert w.gateway.gate.stale_total == {OnStale.ABORT: 1}
+
+
+async def test_or_begins_anew() -> None:
+    w = world()
+    await (await close(w, lease="1"))
+    await open_gate(w, 1, lease="1")
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=0, on_stale="restart")) as job:
+        await w.settle()
+        await w.step()
+        await w.step()
+        await (await close(w, lease="2"))
+        await open_gate(w, 2, lease="2")
+        assert tokens_of(job) == 0
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+        (record,) = job.records
+        assert record.versions.spans(99) == (Span(2, 0, 99),)
+    assert w.gateway.gate.stale_total == {OnStale.RESTART: 1}
+
+
+async def test_what_the_client_has_had_some_of_cannot_begin_anew() -> None:
+    w = world()
+    await (await close(w, lease="1"))
+    await open_gate(w, 1, lease="1")
+    ask = w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=0, on_stale="restart", stream=True)
+    async with w.gateway.job(ask) as job:
+        await w.settle()
+        await w.step()
+        job.records[0].take_undelivered()
+        await (await close(w, lease="2"))
+        await open_gate(w, 2, lease="2")
+        assert job.records[0].stop_reason == "max_version_lag"
+
+
+async def test_frozen_requests_may_all_begin_anew_with_new_weights_only() -> None:
+    w = world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        await w.step()
+        await (await close(w, lease="1", frozen=FrozenRequests.RESTART))
+        await open_gate(w, lease="1")
+        assert tokens_of(job) == 1
+        await (await close(w, lease="2", frozen=FrozenRequests.RESTART))
+        await open_gate(w, 1, lease="2")
+        assert tokens_of(job) == 0
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+
+
+async def test_a_trainer_may_go_back_to_a_checkpoint() -> None:
+    w = world()
+    await (await close(w, lease="1"))
+    await open_gate(w, 9, lease="1")
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=0)) as job:
+        await w.settle()
+        await w.step()
+        await (await close(w, lease="2"))
+        await open_gate(w, 4, lease="2")
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+    assert w.gateway.gate.report().policy_version == 4
+
+
+# --- groups and cancellation ------------------------------------------------------------------------------------------
+
+
+async def test_once_enough_of_a_group_have_finished_the_others_are_ended() -> None:
+    w = world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, n=4, group_enough=2)) as job:
+        await w.settle()
+        for record, limit in zip(job.records, (4, 9, 20, 30), strict=True):
+            engine = w.engines[record.engine or ""]
+            engine.attempts[record.attempt_id].left = limit
+        for _ in range(12):
+            await w.step()
+        assert job.done
+        assert [record.finish_reason for record in job.records] == ["length", "length", "abort", "abort"]
+        assert [record.stop_reason for record in job.records] == [None, None, "redundant", "redundant"]
+        assert [len(record.generated_ids) for record in job.records[:2]] == [4, 9]
+        assert not any(engine.attempts for engine in w.engines.values())
+    assert w.gateway.cancelled_total == {"redundant": 2}
+    assert w.gateway.groups.members("r") == ()
+
+
+async def test_requests_and_groups_are_cancelled_wherever_they_are() -> None:
+    w = world(1)
+    w.engines["e0"].max_sequences = 1
+    async with w.gateway.job(w.ask(request_id="runs", prompt=PROMPT, max_tokens=30)) as runs:
+        await w.settle()
+        await w.step()
+        async with w.gateway.job(w.ask(request_id="g", prompt=PROMPT, max_tokens=30, n=2, group_enough=2)) as group:
+            await w.settle()
+            await (await close(w))
+            async with w.gateway.job(w.ask(request_id="held", prompt=PROMPT, max_tokens=30)) as held:
+                await w.settle()
+                names = [RequestId("runs"), RequestId("held"), RequestId("unknown")]
+                cancelled = w.gateway.cancel(names, ["g", "unknown"], "operator")
+                assert cancelled == ("runs", "held", "g-0", "g-1")
+                await w.settle()
+                for job in (runs, group, held):
+                    assert job.done
+                    assert {record.stop_reason for record in job.records} == {"operator"}
+                assert w.gateway.cancel(names, ["g"], "again") == ()
+            await open_gate(w)
+    assert w.gateway.ledger.finished_by_reason == {"abort": 4}
+    assert [record.state for record in held.records] == [RequestState.WAITING]

@@ -1,0 +1,134 @@
+"""Whatever order gates, engines and moves come in: answers stay right, quiet is quiet, and nothing stays frozen."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrrl.clock import VirtualClock
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.errors import Permanent
+from orchestrrl.gateway.core import Job
+from orchestrrl.operations import CloseGate, FrozenRequests, OpenGate, RequestMove
+from orchestrrl.reports import GatePhase
+from planner.model import EngineId
+from tests.orchestrrl.gateway.fakes import World, undisturbed, world
+
+ENGINES = 3
+LEASE_S = 20.0
+
+engines = st.integers(0, ENGINES - 1).map(lambda index: f"e{index}")
+acts = st.one_of(
+    st.tuples(st.just("ask"), st.integers(1, 20)),
+    st.tuples(st.just("step"), st.integers(1, 3)),
+    st.tuples(st.just("advance"), st.sampled_from([0.1, 1.0, 15.0])),
+    st.tuples(st.just("close"), st.sampled_from(PauseMode), st.sampled_from(FrozenRequests)),
+    st.tuples(st.just("open"), st.none() | st.integers(0, 9)),
+    st.tuples(st.just("renew")),
+    st.tuples(st.just("die"), engines),
+    st.tuples(st.just("revive"), engines),
+    st.tuples(st.just("move"), engines),
+)
+
+
+class Story:
+    """One sequence of acts, and what must hold in between."""
+
+    def __init__(self) -> None:
+        self.w: World = world(ENGINES, engine_wait_s=10_000.0, failures=10_000)
+        self.jobs: list[tuple[Job, list[int], int]] = []
+        self.tasks: set[asyncio.Task[object]] = set()
+        self.leases = 0
+        self.stack = AsyncExitStack()
+
+    async def act(self, act: tuple[object, ...]) -> None:
+        w = self.w
+        match act:
+            case ("ask", int(max_tokens)):
+                prompt = [*b"prompt ", len(self.jobs)]
+                ask = w.ask(request_id=f"r{len(self.jobs)}", prompt=prompt, max_tokens=max_tokens)
+                self.jobs.append((await self.stack.enter_async_context(w.gateway.job(ask)), prompt, max_tokens))
+            case ("step", int(steps)):
+                for _ in range(steps):
+                    await self._step()
+            case ("advance", float(seconds)):
+                await w.clock.advance(seconds)
+            case ("close", PauseMode() as mode, FrozenRequests() as frozen):
+                self.leases += 1
+                now_s = w.clock.now_s()
+                order = CloseGate(f"l{self.leases}", "", mode, frozen, now_s + LEASE_S, now_s + LEASE_S / 2)
+                self._begin(w.gateway.gate.close(order))
+            case ("open", version):
+                assert version is None or isinstance(version, int)
+                self._begin(w.gateway.gate.open(OpenGate("", version)))
+            case ("renew",):
+                if (closed := w.gateway.gate.closed) is not None:
+                    w.gateway.gate.renew(closed.lease, w.clock.now_s() + LEASE_S)
+            case ("die", str(name)):
+                w.engines[name].die()
+            case ("revive", str(name)):
+                w.engines[name].revive()
+            case ("move", str(name)):
+                for record in list(w.gateway.ledger):
+                    order_of = RequestMove(record.id, record.engine or EngineId(""), EngineId(name))
+                    self._begin(w.gateway.move([order_of]))
+        await w.settle()
+
+    async def _step(self) -> None:
+        """Quiet is quiet: no engine makes a token, however often it steps."""
+        quiet = self.w.gateway.gate.report().phase is GatePhase.QUIET
+        before = [bytes(record.generated_ids) for record in self.w.gateway.ledger]
+        await self.w.step()
+        if quiet:
+            assert [bytes(record.generated_ids) for record in self.w.gateway.ledger] == before
+
+    def _begin(self, work: "asyncio.Future[object] | object") -> None:
+        task: asyncio.Task[object] = asyncio.create_task(work)  # type: ignore[arg-type]
+        self.tasks.add(task)
+
+    async def end(self) -> None:
+        """Nobody does anything any more: all goes on by itself."""
+        w = self.w
+        for engine in w.engines.values():
+            if engine.dead:
+                engine.revive()
+        await w.clock.advance(2 * LEASE_S)
+        assert w.gateway.gate.closed is None
+        # Engines that missed new weights wait to be told theirs.
+        newest = w.fleet.policy_version
+        if newest is not None:
+            await w.gateway.gate.set_version(tuple(slot.id for slot in w.fleet), newest)
+        for _ in range(200):
+            await self._step()
+            await w.clock.advance(0.5)
+        assert not any(engine.paused for engine in w.engines.values())
+        for job, prompt, max_tokens in self.jobs:
+            (record,) = job.records
+            assert job.done, record
+            tokens, text, finish_reason = undisturbed(prompt, max_tokens)
+            if record.stop_reason == "paused":
+                assert list(record.generated_ids) == tokens[: len(record.generated_ids)]
+            else:
+                assert (list(record.generated_ids), record.text) == (tokens, text)
+                assert record.finish_reason == finish_reason
+            spans = record.versions.spans(len(record.generated_ids))
+            assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])][: len(spans)]
+        outcomes = await asyncio.gather(*self.tasks, return_exceptions=True)
+        assert all(not isinstance(outcome, BaseException) or isinstance(outcome, Permanent) for outcome in outcomes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(acts, max_size=25))
+def test_any_order_of_events(story: list[tuple[object, ...]]) -> None:
+    async def run() -> None:
+        told = Story()
+        async with told.stack:
+            for act in story:
+                await told.act(act)
+            await told.end()
+        assert len(told.w.gateway.ledger) == 0
+        assert isinstance(told.w.clock, VirtualClock)
+        await told.w.fleet.close()
+
+    asyncio.run(run())

@@ -1,7 +1,8 @@
 """For trainers: ask through the gateway, and around it while it is gone.
 
 The gateway is on the path of every request, so a client must do without it: one that cannot be reached, breaks off or
-is shutting down has its requests asked again from their start on the engines directly, in turn, until it is back.
+is shutting down has its requests asked again from their start on the engines directly, in turn, until it is back. One
+that keeps a ledger is waited for first, for a while: asked by the same id, it goes on from what was generated.
 Each call of `complete` returns exactly one answer. What is lost without the gateway is balancing, not work to come.
 """
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 _PATHS = {Endpoint.COMPLETIONS: "/v1/completions", Endpoint.CHAT: "/v1/chat/completions"}
 # Says nothing about the request: the same one may succeed elsewhere, or later.
 _BUSY_STATUSES = frozenset({408, 425, 429})
+CONFLICT = 409
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Patience:
     watch_s: float = 2.0  # between looks at a gateway that is there
     silent_probes: int = 3  # a gateway that misses this many in a row hangs
     nobody_s: float = 60.0  # without gateway and engines
+    restart_s: float = 10.0  # for a gateway that keeps a ledger, with a request that it had
 
 
 class _Gone(Exception):
@@ -49,6 +52,7 @@ class _Gone(Exception):
 class _Server:
     url: str
     up: bool = True
+    ledger: bool = False  # it keeps what it has of a request, by the request's name
     lost: asyncio.Event = field(default_factory=asyncio.Event)  # set once nobody should wait for it any longer
 
 
@@ -108,8 +112,9 @@ class Client:
                 waited_s, delay_s = waited_s + delay_s, min(self._patience.probe_cap_s, delay_s * 2)
                 spurned, failures = False, 0
                 continue
-            # A new name for each attempt: the last one may still be known by its own where it was.
-            headers["X-Request-Id"] = f"{name}.{tries}" if tries else name
+            # A new name for each attempt, since the last one may still be known by its own where it was; but a ledger
+            # gives what it has to the same name.
+            headers["X-Request-Id"] = f"{name}.{tries}" if tries and not server.ledger else name
             tries += 1
             try:
                 answer = await self._ask(server, _PATHS[endpoint], body, headers)
@@ -119,6 +124,15 @@ class Client:
                     spurned = True
                 else:
                     self._lose(server, str(gone))
+                    if server.ledger:
+                        await self._wait_for(server)
+                continue
+            except Refused as refusal:
+                if not (refusal.status == CONFLICT and server.ledger and tries > 1):
+                    raise
+                # It has not noticed yet that the last attempt's connection is gone.
+                failures += 1
+                spurned = True
                 continue
             self.bypassed += server is not self._gateway
             return answer
@@ -184,6 +198,13 @@ class Client:
             raise _Gone(f"{response.status}: {message}", answered=True)
         raise Refused(f"{server.url}{path}: {response.status}: {message}", response.status, answer)
 
+    async def _wait_for(self, gateway: _Server) -> None:
+        """Until it is back, for a while."""
+        waited_s = 0.0
+        while not gateway.up and waited_s < self._patience.restart_s:
+            await self._clock.sleep(self._patience.probe_first_s)
+            waited_s += self._patience.probe_first_s
+
     def _lose(self, server: _Server, because: str) -> None:
         if server.up:
             logger.warning("%s is gone: %s", server.url, because)
@@ -195,6 +216,7 @@ class Client:
     async def _watch(self, gateway: _Server) -> None:
         """Know when the gateway is back, and when one that keeps its connections open does not answer any longer."""
         silent = 0
+        await self._health(gateway)  # whether it keeps a ledger
         while True:
             if not gateway.up:
                 await self._until_back(gateway)
@@ -219,6 +241,9 @@ class Client:
         timeout = aiohttp.ClientTimeout(total=self._patience.connect_s)
         try:
             async with self._open().get(server.url + "/health", timeout=timeout) as response:
+                if server is self._gateway and response.content_type == "application/json":
+                    told = await response.json()
+                    server.ledger = isinstance(told, dict) and told.get("ledger") is True
                 return response.status
-        except (aiohttp.ClientError, TimeoutError):
+        except (aiohttp.ClientError, TimeoutError, ValueError):
             return None

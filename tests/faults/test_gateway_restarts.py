@@ -182,7 +182,7 @@ async def test_an_id_is_refused_while_another_process_has_it(front: Restarts) ->
 
 
 async def test_one_that_cannot_be_continued_begins_anew(front: Restarts) -> None:
-    questions = asked(600, 4, seed=7, temperature=1e-9, presence_penalty=1e-9)
+    questions = asked(600, 4, presence_penalty=0.1)
     before = await front.generated()
     asking = [front.asking(question) for question in questions]
     await front.more_generated(before, len(questions) * TOKENS // 2)
@@ -236,5 +236,5 @@ async def test_the_trainers_client_gets_its_answers_from_the_restarted_gateway(f
         assert [answer["choices"][0]["token_ids"] for answer in answers] == [q.answer[0] for q in questions]
         made = await front.generated() - before
         print(f"{made} tokens were made for answers of {len(questions) * TOKENS}")
-        assert made < 1.4 * len(questions) * TOKENS
+        assert made < 1.25 * len(questions) * TOKENS
         assert client.bypassed == 0

@@ -141,7 +141,7 @@ def remove(
         print_json(removed)
         return
     moved, left = removed["requests_moved"], removed["requests_left"]
-    rest = f"; {moved} requests go on elsewhere, {left} finish there" if moved or left else ""
+    rest = f"; requests that go on elsewhere: {moved}, that finish there: {left}" if moved or left else ""
     stdout.print(escape(f"{engine} is removed{rest}"))
 
 

@@ -1,0 +1,270 @@
+"""`orchestrrl engines` against a real daemon's control plane, served over gRPC from a thread of its own."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from builders import engine_report, gateway_hello, gateway_report, request, sample
+from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner, Result
+
+from orchestrrl.cli.control import DAEMON_VARIABLE
+from orchestrrl.cli.main import application
+from orchestrrl.clock import WallClock
+from orchestrrl.config import Listen, parse_config
+from orchestrrl.control_plane import ControlPlane
+from orchestrrl.journal import Journal
+from orchestrrl.metrics import PlaneCollector
+from orchestrrl.nodes import Attachment
+from orchestrrl.operations import ItemResult, MoveRequests, OperationResult, status_of
+from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
+from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.switches import SwitchesService
+from planner.model import NodeId
+
+CONFIG = """
+fleet:
+  gpus: {count: 6}
+  configurations:
+    - {id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 4,
+       prefill_tokens_per_s: 9000, switch_s: 1.5}
+  engines:
+    - {id: e0, url: "http://e0", configuration: tp2, gpus: [0, 1]}
+    - {id: e1, url: "http://e1", configuration: tp2, gpus: [2, 3], pool: long}
+"""
+
+
+class Daemon:
+    """A control plane and its server. A gateway has `a` and `b` on e0 and moves what it is told to; e0 has an agent."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self.address = ""
+        self.where = {"a": "e0", "b": "e0"}
+        self.immovable: set[str] = set()
+
+    def __enter__(self) -> "Daemon":
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        clock = WallClock()
+        with Journal(self._folder / "journal.sqlite", clock.now_s()) as journal:
+            self.plane = ControlPlane(parse_config(CONFIG), journal, clock)
+            server = await Server.start(self.plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
+            self.address = server.address
+            attachment = self.plane.attach(gateway_hello())
+            tasks = [asyncio.create_task(part) for part in (self._report(), self._obey(attachment))]
+            await asyncio.sleep(0)
+            self._ready.set()
+            await self._end.wait()
+            for task in tasks:
+                task.cancel()
+            await server.stop(0.1)
+
+    async def _report(self) -> None:
+        sequence = 0
+        while True:
+            sequence += 1
+            on_e0 = sum(engine == "e0" for engine in self.where.values())
+            self.plane.engine_reported(engine_report("e0", sequence, sample(running=on_e0)), 1)
+            views = [request(id, on, movable=id not in self.immovable) for id, on in self.where.items()]
+            self.plane.gateway_reported(gateway_report(*views, sequence=sequence), 1)
+            self.plane.fast_tick()
+            await asyncio.sleep(0.05)
+
+    async def _obey(self, attachment: Attachment) -> None:
+        async for operation in attachment.orders():
+            if isinstance(operation.action, MoveRequests):
+                for move in operation.action.moves:
+                    self.where[move.request] = move.to_engine
+                items = tuple(ItemResult(move.request, True) for move in operation.action.moves)
+                self.plane.result_received(OperationResult(operation.id, NodeId("gw"), status_of(items), items=items))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def run(daemon: Daemon) -> Callable[..., Result]:
+    def invoke(*words: str) -> Result:
+        return CliRunner().invoke(application(), ["engines", *words], env={DAEMON_VARIABLE: daemon.address})
+
+    return invoke
+
+
+Run = Callable[..., Result]
+
+
+def said(result: Result) -> str:
+    assert result.exit_code == 0, result.output
+    return " ".join(result.stdout.split())
+
+
+def listed(run: Run) -> dict[str, dict[str, Any]]:
+    engines = json.loads(run("list", "--json").stdout)["engines"]
+    return {engine["engine_id"]: engine for engine in engines}
+
+
+def test_the_list_says_who_judges_health(run: Run) -> None:
+    text = said(run("list"))
+    assert "e0 serving ok 2 2 0 - tp2 http://e0" in text
+    assert "e1 serving no agent 0 - - long tp2 http://e1" in text
+    assert "no agent reports e1: only the gateways know whether it is well" in text
+
+
+def test_an_engine_is_added_and_listed(run: Run) -> None:
+    text = said(run("add", "e2", "--url", "http://e2", "--configuration", "tp2", "--gpus", "4,5", "--pool", "long"))
+    assert text.startswith("e2 is added: gateways send it requests no agent reports e2")
+    e2 = listed(run)["e2"]
+    assert (e2["url"], e2["configuration"], e2["pool"], e2["reported"]) == ("http://e2", "tp2", "long", False)
+    again = run("add", "e2", "--url", "http://e2", "--json")
+    assert again.exit_code == 2
+    assert "engine_id: is the id of an engine already, at http://e2; remove that one first, got 'e2'" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "faults"),
+    [
+        (
+            ["add", " ", "--url", "e9", "--gpus", "1,x,-2"],
+            [
+                "ID: must not be empty, got ' '",
+                "--url: must be an http:// or https:// URL, got 'e9'",
+                "--gpus: must be numbers with commas between them, got 'x'",
+                "--gpus: must be numbers with commas between them, got '-2'",
+            ],
+        ),
+        (
+            ["add", "e0", "--url", "http://e1", "--configuration", "tp8", "--gpus", "3,9"],
+            [
+                "engine_id: is the id of an engine already, at http://e0; remove that one first, got 'e0'",
+                "url: is that of e1 already, got 'http://e1'",
+                "configuration: is not a known one (known: tp2), got 'tp8'",
+                "gpus[0]: is in use by e1, got 3",
+                "gpus[1]: must be less than fleet.gpus.count (6), got 9",
+            ],
+        ),
+        (["drain", "e9"], ["engine_id: is not a known engine (known: e0, e1), got 'e9'"]),
+        (
+            ["drain", "e0", "--undo", "--move", "--wait"],
+            ["--move: cannot go with --undo", "--wait: cannot go with --undo"],
+        ),
+        (["remove", "e9"], ["engine_id: is not a known engine (known: e0, e1), got 'e9'"]),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_all_faults_are_said_at_once(run: Run, words: list[str], faults: list[str]) -> None:
+    refused = run(*words)
+    assert (refused.exit_code, refused.stdout, refused.stderr.splitlines()) == (2, "", faults)
+    assert not any(engine["draining"] for engine in listed(run).values())
+
+
+def test_a_drain_waits_until_what_could_move_has_moved_and_the_rest_has_ended(daemon: Daemon, run: Run) -> None:
+    daemon.immovable = {"b"}
+    late = run("drain", "e0", "--move", "--wait", "--timeout-s", "0.7")
+    assert late.exit_code == 1
+    assert "e0: 2 requests are there" in late.stderr
+    assert "e0 is not known to be empty after 0.7 s, and stays drained; 1 request is there" in late.stderr
+    assert daemon.where == {"a": "e1", "b": "e0"}
+    assert "e0 draining ok 1 1 0" in said(run("list"))
+    daemon.where.pop("b")
+    assert said(run("drain", "e0", "--wait")) == "e0 is drained: nothing is there"
+    assert "e0 drained ok 0 0 0" in said(run("list"))
+    assert said(run("drain", "e0", "--undo")) == "e0 takes requests again"
+    assert not listed(run)["e0"]["draining"]
+
+
+def test_who_drains_the_last_engine_is_warned(run: Run) -> None:
+    first = run("drain", "e1")
+    assert (said(first), first.stderr) == ("e1 gets nothing new; 0 requests are there", "")
+    last = run("drain", "e0", "--json")
+    assert json.loads(last.stdout)["requests"] == 2
+    assert last.stderr.startswith("no engine takes requests now")
+
+
+def test_a_wait_ends_when_somebody_undoes_the_drain(daemon: Daemon, run: Run) -> None:
+    timer = threading.Timer(0.5, lambda: daemon._loop.call_soon_threadsafe(_undrain, daemon))
+    timer.start()
+    ended = run("drain", "e0", "--wait")
+    timer.join()
+    assert ended.exit_code == 1
+    assert "e0 takes requests again" in ended.stderr
+
+
+def _undrain(daemon: Daemon) -> None:
+    engine = next(view.id for view in daemon.plane.state.engines(daemon.plane.clock.now_s()) if view.id == "e0")
+    daemon.plane.enrolment.undrain(engine)
+
+
+def test_removal_is_refused_while_requests_are_there_unless_forced(daemon: Daemon, run: Run) -> None:
+    refused = run("remove", "e0")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "2 requests are on e0: `orchestrrl engines drain e0 --move --wait` empties it" in refused.stderr
+    daemon.immovable = {"a"}
+    while True:  # until the daemon has heard of it
+        requests = CliRunner().invoke(application(), ["requests", "--json"], env={DAEMON_VARIABLE: daemon.address})
+        if any(not view["movable"] for view in json.loads(requests.stdout)["requests"]):
+            break
+    forced = said(run("remove", "e0", "--force"))
+    assert forced == "e0 is removed; requests that go on elsewhere: 1, that finish there: 1"
+    assert list(listed(run)) == ["e1"]
+    run("add", "e2", "--url", "http://e2")
+    removed = json.loads(run("remove", "e2", "--json").stdout)
+    assert removed == {"engine_id": "e2", "requests_moved": 0, "requests_left": 0}
+
+
+def test_engines_are_counted_by_state(daemon: Daemon, run: Run) -> None:
+    run("drain", "e0")
+    run("remove", "e1")
+    run("add", "e2", "--url", "http://e2")
+    registry = CollectorRegistry()
+    registry.register(PlaneCollector(daemon.plane))
+    counts = {state: registry.get_sample_value("orchestrrl_engines", {"state": state}) for state in STATES}
+    assert counts == {"serving": 1, "draining": 1, "drained": 0, "removed": 1}
+
+
+STATES = ("serving", "draining", "drained", "removed")
+
+
+def test_status_and_top_show_it(daemon: Daemon, run: Run) -> None:
+    run("drain", "e0")
+    for words in (["status"], ["workers"], ["top", "--once"]):
+        shown = CliRunner().invoke(application(), words, env={DAEMON_VARIABLE: daemon.address})
+        assert "ok, draining" in " ".join(said(shown).split())
+    assert "long" in said(CliRunner().invoke(application(), ["status"], env={DAEMON_VARIABLE: daemon.address}))
+
+
+async def test_what_makes_no_sense_over_grpc_is_an_invalid_argument(daemon: Daemon) -> None:
+    async with grpc.aio.insecure_channel(daemon.address) as channel:
+        control = control_pb2_grpc.ControlStub(channel)
+        for call in (
+            control.DrainEngine(control_pb2.DrainEngineRequest(engine_id="e0", undo=True, move_requests=True)),
+            control.DrainEngine(control_pb2.DrainEngineRequest()),
+            control.AddEngine(control_pb2.AddEngineRequest()),
+            control.RemoveEngine(control_pb2.RemoveEngineRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await control.RemoveEngine(control_pb2.RemoveEngineRequest(engine_id="e0"))
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        worker = await control.DrainEngine(control_pb2.DrainEngineRequest(engine_id="e0", reason="test"))
+        assert (worker.engine_id, worker.draining, worker.requests, worker.reported) == ("e0", True, 2, True)

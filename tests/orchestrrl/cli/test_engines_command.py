@@ -59,6 +59,15 @@ class Daemon:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
 
+    def pin(self, id: str) -> None:
+        """The request cannot be continued elsewhere; returns when the daemon has heard of it."""
+        self.immovable = {id}
+        heard = False
+        while not heard:
+            command = ["requests", "--json", "--daemon", self.address]
+            requests = json.loads(CliRunner().invoke(application(), command).stdout)["requests"]
+            heard = any(not view["movable"] for view in requests)
+
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         clock = WallClock()
@@ -177,11 +186,11 @@ def test_all_faults_are_said_at_once(run: Run, words: list[str], faults: list[st
 
 
 def test_a_drain_waits_until_what_could_move_has_moved_and_the_rest_has_ended(daemon: Daemon, run: Run) -> None:
-    daemon.immovable = {"b"}
-    late = run("drain", "e0", "--move", "--wait", "--timeout-s", "0.7")
+    daemon.pin("b")
+    late = run("drain", "e0", "--move", "--wait", "--timeout-s", "3")
     assert late.exit_code == 1
     assert "e0: 2 requests are there" in late.stderr
-    assert "e0 is not known to be empty after 0.7 s, and stays drained; 1 request is there" in late.stderr
+    assert "e0 is not known to be empty after 3 s, and stays drained; 1 request is there" in late.stderr
     assert daemon.where == {"a": "e1", "b": "e0"}
     assert "e0 draining ok 1 1 0" in said(run("list"))
     daemon.where.pop("b")
@@ -217,11 +226,7 @@ def test_removal_is_refused_while_requests_are_there_unless_forced(daemon: Daemo
     refused = run("remove", "e0")
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert "2 requests are on e0: `orchestrrl engines drain e0 --move --wait` empties it" in refused.stderr
-    daemon.immovable = {"a"}
-    while True:  # until the daemon has heard of it
-        requests = CliRunner().invoke(application(), ["requests", "--json"], env={DAEMON_VARIABLE: daemon.address})
-        if any(not view["movable"] for view in json.loads(requests.stdout)["requests"]):
-            break
+    daemon.pin("a")
     forced = said(run("remove", "e0", "--force"))
     assert forced == "e0 is removed; requests that go on elsewhere: 1, that finish there: 1"
     assert list(listed(run)) == ["e1"]

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from orchestrrl.config import parse_address
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent
+from orchestrrl.reports import GatePhase
 from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState
 
 _CONTENT_TYPE = "text/plain; version=0.0.4"
@@ -36,6 +37,7 @@ class PlaneCollector(Collector):
             [(state, states[state]) for state in (RequestState.RUNNING, RequestState.WAITING)],
         )
         yield from self._totals()
+        yield from self._gate(snapshot.engines)
         yield from self._decisions(snapshot.now_s)
         yield from self._plans()
         yield from self._profile()
@@ -119,6 +121,35 @@ class PlaneCollector(Collector):
         yield GaugeMetricFamily("orchestrrl_generation", help_text, plane.journal.generation)
         modes = [(mode, float(mode is plane.mode)) for mode in Mode]
         yield _gauges("orchestrrl_mode", "1 for the mode that is in force.", "mode", modes)
+
+    def _gate(self, engines: tuple[EngineView, ...]) -> Iterator[Metric]:
+        keeper, ended = self._plane.gate, self._plane.canceller.totals
+        phases = [(phase, float(phase is keeper.state.phase)) for phase in GatePhase]
+        help_text = "1 for how the gate for weight updates stands; quiet: all engines are at rest."
+        yield _gauges("orchestrrl_gate", help_text, "phase", phases)
+        help_text = "Seconds for which somebody held the gate, since the daemon's start."
+        yield CounterMetricFamily("orchestrrl_gate_held_seconds", help_text, keeper.paused_s)
+        help_text = "Leases of the gate that ended without a resume: weights may be mixed."
+        yield CounterMetricFamily("orchestrrl_gate_leases_expired", help_text, keeper.totals.expired)
+        newest = keeper.state.newest
+        if newest is not None:
+            help_text = "The policy version of the fleet's weights; absent until somebody has told it."
+            yield GaugeMetricFamily("orchestrrl_policy_version", help_text, newest)
+        yield _gauges(
+            "orchestrrl_worker_policy_version",
+            "Of an engine's weights; with one other than the fleet's it gets no requests; absent where not known.",
+            "engine",
+            [(engine.id, engine.policy_version) for engine in engines if engine.policy_version is not None],
+        )
+        cancelled = CounterMetricFamily(
+            "orchestrrl_requests_cancelled",
+            "Requests that the daemon had gateways end: somebody asked for it, or their group had enough over all "
+            "gateways. Those that gateways ended by themselves are their metrics.",
+            labels=["reason"],
+        )
+        for reason, count in ended.items():
+            cancelled.add_metric([reason], count)
+        yield cancelled
 
     def _decisions(self, now_s: float) -> Iterator[Metric]:
         plane, latest = self._plane, self._plane.plans.latest

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import grpc
 
 from orchestrrl.rpc.channel import SERVER_OPTIONS
+from orchestrrl.rpc.pb import agent_pb2, control_pb2_grpc, telemetry_pb2
 from orchestrrl.rpc.pb import control_pb2 as pb
-from orchestrrl.rpc.pb import control_pb2_grpc, telemetry_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -156,6 +156,29 @@ STATUS = pb.Status(
     balance_reason="within_theta: spread 0.0001",
     plan_calibration=pb.PlanCalibration(steps=7, error=0.084, bias=0.031, correction=0.97),
 )
+GATE = pb.Gate(
+    phase="quiet",
+    lease_id="g3-1",
+    holder="weights of step 12",
+    mode=agent_pb2.GATE_MODE_KEEP,
+    frozen=agent_pb2.FROZEN_REQUESTS_RECOMPUTE,
+    lease_until_unix_s=1_000_060.0,
+    policy_version=11,
+    gateways=[
+        pb.GatewayGate(
+            node_id="gw0",
+            report=telemetry_pb2.GateReport(
+                phase=telemetry_pb2.GATE_PHASE_QUIET, lease_id="g3-1", frozen=1200, held=3, policy_version=11
+            ),
+        ),
+        pb.GatewayGate(node_id="gw1"),
+    ],
+    engines=[
+        pb.EngineRest(engine_id="e0", done=True, policy_version=11),
+        pb.EngineRest(engine_id="e1", detail="connection refused [Errno 111]"),
+    ],
+)
+OPEN_GATE = pb.Gate(phase="open", policy_version=12, engines=GATE.engines, detail="resumed by weights of step 12")
 REQUESTS = [
     telemetry_pb2.RequestProgress(
         request_id="r1",
@@ -256,6 +279,36 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
             case "late":
                 await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, "no result from the gateway")
         return await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"no request {request.request_id!r}")
+
+    async def PauseGate(self, request: pb.PauseGateRequest, context: Context) -> pb.Gate:  # type: ignore[override]
+        self.heard.append(request)
+        if request.holder == "too late":
+            await refuse(context, grpc.StatusCode.ABORTED, "gateway gw0 did not come to rest: 3 requests still run")
+        return GATE
+
+    async def RenewGate(self, request: pb.RenewGateRequest, context: Context) -> pb.Gate:  # type: ignore[override]
+        self.heard.append(request)
+        if request.lease_id != GATE.lease_id:
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "lease g2-1 has ended (expired)")
+        return GATE
+
+    async def ResumeGate(self, request: pb.ResumeGateRequest, context: Context) -> pb.Gate:  # type: ignore[override]
+        self.heard.append(request)
+        return OPEN_GATE
+
+    async def GetGate(self, request: pb.GetGateRequest, context: Context) -> pb.Gate:  # type: ignore[override]
+        return pb.Gate(phase="open") if self.empty else GATE
+
+    async def SetPolicyVersion(  # type: ignore[override]
+        self, request: pb.SetPolicyVersionRequest, context: Context
+    ) -> pb.SetPolicyVersionResponse:
+        self.heard.append(request)
+        return pb.SetPolicyVersionResponse(policy_version=12)
+
+    async def CancelRequests(self, request: pb.CancelRequestsRequest, context: Context) -> pb.CancelRequestsResponse:  # type: ignore[override]
+        self.heard.append(request)
+        silent = ["gw1"] if "slow" in request.group_ids else []
+        return pb.CancelRequestsResponse(cancelled_ids=["r1", "r2"], silent_node_ids=silent)
 
     async def WatchJournal(self, request: pb.WatchJournalRequest, context: Context) -> AsyncIterator[pb.JournalEntry]:  # type: ignore[override]
         self.heard.append(request)

@@ -1,0 +1,138 @@
+"""`orchestrrl gate` and `orchestrrl cancel`, through Typer's runner and real gRPC, against fixed answers."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from fake_daemon import GATE, FakeDaemon, Serving
+from typer.testing import CliRunner, Result
+
+from orchestrrl.cli.control import DAEMON_VARIABLE
+from orchestrrl.cli.formats import time_of_day
+from orchestrrl.cli.main import application
+from orchestrrl.cli.status import gate_summary
+from orchestrrl.rpc.pb import agent_pb2
+from orchestrrl.rpc.pb import control_pb2 as pb
+from orchestrrl.rpc.plain import plain
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[FakeDaemon]:
+    with Serving(FakeDaemon()) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def daemon(served: FakeDaemon) -> FakeDaemon:
+    served.heard.clear()
+    served.empty = False
+    return served
+
+
+def run(daemon: FakeDaemon, *arguments: str) -> Result:
+    return CliRunner().invoke(application(), [*arguments], env={DAEMON_VARIABLE: daemon.address})
+
+
+def said(result: Result) -> str:
+    assert result.exit_code == 0, result.output
+    return " ".join(result.stdout.split())
+
+
+def test_pause_tells_the_lease_and_who_is_not_at_rest(daemon: FakeDaemon) -> None:
+    text = said(run(daemon, "gate", "pause", "--mode", "wait", "--deadline-s", "300", "--holder", "weights of step 12"))
+    until = time_of_day(GATE.lease_until_unix_s)
+    assert "gate: quiet, policy version 11, mode keep, frozen requests recompute" in text
+    assert f"lease g3-1 for weights of step 12: all goes on by itself at {until}" in text
+    assert "requests: 0 run, 1,200 frozen, 3 held" in text
+    assert "go on with orchestrrl gate resume g3-1" in text
+    assert "e1: connection refused [Errno 111]" in text
+    assert daemon.heard == [
+        pb.PauseGateRequest(
+            mode=agent_pb2.GATE_MODE_WAIT,
+            frozen=agent_pb2.FROZEN_REQUESTS_RECOMPUTE,
+            holder="weights of step 12",
+            lease_s=60.0,
+            deadline_s=300.0,
+        )
+    ]
+
+
+def test_a_fleet_that_does_not_come_to_rest_is_a_failure(daemon: FakeDaemon) -> None:
+    result = run(daemon, "gate", "pause", "--holder", "too late")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "gateway gw0 did not come to rest: 3 requests still run (may succeed later" in result.stderr
+
+
+def test_renew_and_resume(daemon: FakeDaemon) -> None:
+    assert "gate: quiet" in said(run(daemon, "gate", "renew", "g3-1", "--lease-s", "120"))
+    late = run(daemon, "gate", "renew", "g2-1")
+    assert (late.exit_code, late.stderr) == (1, "lease g2-1 has ended (expired)\n")
+    text = said(run(daemon, "gate", "resume", "g3-1", "--policy-version", "0", "--without", "e1", "--without", "e2"))
+    assert text.startswith("gate: open, policy version 12 last opened: resumed by weights of step 12")
+    said(run(daemon, "gate", "resume"))
+    assert daemon.heard == [
+        pb.RenewGateRequest(lease_id="g3-1", lease_s=120.0),
+        pb.RenewGateRequest(lease_id="g2-1", lease_s=60.0),
+        pb.ResumeGateRequest(lease_id="g3-1", policy_version=0, without_engine_ids=["e1", "e2"]),
+        pb.ResumeGateRequest(),
+    ]
+
+
+def test_status_has_gateways_and_engines(daemon: FakeDaemon) -> None:
+    text = said(run(daemon, "gate", "status"))
+    assert "gw0 quiet 0 1200 3" in text
+    assert "gw1 - - - -" in text
+    assert "e0 11" in text
+    assert "e1 - connection refused [Errno 111]" in text
+    daemon.empty = True
+    assert said(run(daemon, "gate", "status")).startswith("gate: open Gateways")
+
+
+def test_the_fleets_status_tells_of_a_gate_only_where_there_is_something_to_tell() -> None:
+    assert gate_summary(plain(GATE))[0].startswith("gate: [bold]quiet[/bold]")
+    assert gate_summary(plain(pb.Gate(phase="open", policy_version=4, detail="resumed"))) == [
+        "gate: open, policy version 4"
+    ]
+    assert gate_summary(plain(pb.Gate(phase="open", detail="resumed"))) == []
+    assert gate_summary(None) == []
+
+
+def test_set_version_and_cancel(daemon: FakeDaemon) -> None:
+    assert said(run(daemon, "gate", "set-version", "12", "--engine", "e0", "--engine", "e1")) == (
+        "e0, e1: policy version 12, the fleet's is 12"
+    )
+    text = said(run(daemon, "cancel", "--group", "g", "--request", "r1", "--reason", "reward is known"))
+    assert text == "2 requests ended: r1, r2"
+    assert daemon.heard == [
+        pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=12),
+        pb.CancelRequestsRequest(request_ids=["r1"], group_ids=["g"], reason="reward is known"),
+    ]
+    silent = run(daemon, "cancel", "--group", "slow")
+    assert (silent.exit_code, silent.stderr) == (1, "no answer from gw1: more may have ended there\n")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["gate", "pause"],
+        ["gate", "renew", "g3-1"],
+        ["gate", "resume"],
+        ["gate", "status"],
+        ["gate", "set-version", "1", "--engine", "e0"],
+        ["cancel", "--group", "g"],
+    ],
+    ids=" ".join,
+)
+def test_each_prints_one_json_object(daemon: FakeDaemon, command: list[str]) -> None:
+    result = run(daemon, *command, "--json")
+    assert result.exit_code == 0, result.output
+    assert isinstance(json.loads(result.stdout), dict)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["gate", "pause", "--lease-s", "-1"], ["gate", "set-version", "-1", "--engine", "e0"], ["gate", "renew"]],
+)
+def test_nonsense_is_refused_with_status_2(daemon: FakeDaemon, command: list[str]) -> None:
+    assert run(daemon, *command).exit_code == 2
+    assert daemon.heard == []

@@ -16,6 +16,7 @@ from orchestrrl.gateway.routing import DEFAULT_POLICY, STRATEGIES, Routing, Slac
 from orchestrrl.gateway.service import GatewayOptions, log_to_stderr, serve
 from orchestrrl.gateway.store import Keep
 from orchestrrl.gateway.store_file import check
+from orchestrrl.gateway.versions import OnStale
 from orchestrrl.operations import Route
 from planner.model import EngineId, NodeId
 
@@ -57,6 +58,11 @@ def gateway(
     coalesce_tokens: Annotated[
         int, typer.Option(help="Answers that are not streamed: ask engines for chunks of this many tokens.")
     ] = 8,
+    max_version_lag: Annotated[
+        int,
+        typer.Option(help="End requests whose oldest token is more policy versions behind than this; -1: none."),
+    ] = -1,
+    on_stale: Annotated[str, typer.Option(help=f"What becomes of these: {' | '.join(OnStale)}.")] = OnStale.ABORT,
     processes: Annotated[
         int, typer.Option(help="Serve with this many processes on one port; the daemon sees each as a gateway.")
     ] = 1,
@@ -97,6 +103,8 @@ def gateway(
             report_interval_s=report_interval_s,
             drain_s=drain_s,
             coalesce_tokens=coalesce_tokens,
+            max_version_lag=max_version_lag,
+            on_stale=on_stale,
             processes=processes,
             log_level=log_level,
             plain_http=plain_http,
@@ -133,6 +141,8 @@ def read_options(
     affinity_slack: int = Slack().requests,
     queue_depth: int = 0,
     plain_http: bool = False,
+    max_version_lag: int = -1,
+    on_stale: str = OnStale.ABORT,
     ledger: Path | None = None,
     keep_answers_s: float = 3600.0,
     keep_answers_mb: float = 1024.0,
@@ -159,6 +169,10 @@ def read_options(
     faults += [f"--{name}: must be >= 0, got {value}" for name, value in numbers.items() if value < 0]
     counts = {"coalesce-tokens": coalesce_tokens, "processes": processes}
     faults += [f"--{name}: must be >= 1, got {value}" for name, value in counts.items() if value < 1]
+    if max_version_lag < -1:
+        faults.append(f"--max-version-lag: must be >= 0, or -1 for none, got {max_version_lag}")
+    if on_stale not in list(OnStale):
+        faults.append(f"--on-stale: must be one of {', '.join(OnStale)}, got {on_stale!r}")
     if log_level not in ("debug", "info", "warning", "error"):
         faults.append(f"--log-level: must be one of debug, info, warning, error, got {log_level!r}")
     try:
@@ -178,7 +192,13 @@ def read_options(
         routing=Routing(policy, tags, Slack(affinity_slack)),
         queue_depth=queue_depth,
         pools={EngineId(name): value for name, value in pool_of.items()},
-        limits=Limits(engine_wait_s=engine_wait_s, stall_s=stall_s, coalesce_tokens=coalesce_tokens),
+        limits=Limits(
+            engine_wait_s=engine_wait_s,
+            stall_s=stall_s,
+            coalesce_tokens=coalesce_tokens,
+            max_version_lag=None if max_version_lag < 0 else max_version_lag,
+            on_stale=OnStale(on_stale),
+        ),
         report_interval_s=report_interval_s,
         drain_s=drain_s,
         processes=processes,

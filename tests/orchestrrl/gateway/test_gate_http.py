@@ -1,0 +1,161 @@
+"""The gate and the end of answers over HTTP, for a gateway that is alone, before simulated engines."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.orchestrrl.gateway.test_server import DEADLINE_S, PROMPT, House, engine_load, house
+
+__all__ = ["house"]  # a fixture
+
+BODY = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
+
+
+async def made(house: House) -> int:
+    """Tokens that the engines have made."""
+    total = 0
+    for url in house.engine_urls:
+        async with house.http.get(url + "/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        total += sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:generation_tokens_total"))
+    return total
+
+
+async def test_weights_change_between_the_tokens_of_an_answer(house: House) -> None:
+    _, undisturbed = await house.post("/v1/completions", BODY)
+    _, first = await house.post("/orchestrrl/gate/pause", {"holder": "trainer"})
+    status, gate = await house.post("/orchestrrl/gate/resume", {"lease_id": first["lease_id"], "policy_version": 7})
+    assert (status, gate["phase"], gate["policy_version"]) == (200, "open", 7)
+    house.holds.append(9)
+    asking = asyncio.create_task(
+        house.post("/v1/completions", {**BODY, "return_policy_versions": True}, **{"X-Request-Id": "r"})
+    )
+    await house.until_running("r")
+    status, gate = await house.post("/orchestrrl/gate/pause", {"mode": "keep", "holder": "trainer", "lease_s": 120})
+    assert (status, gate["phase"], gate["holder"], gate["mode"]) == (200, "quiet", "trainer", "keep")
+    assert gate["requests"] == {"running": 0, "frozen": 1, "held": 0}
+    assert [(engine["engine_id"], engine["paused"]) for engine in gate["engines"]] == [("e0", True), ("e1", True)]
+    house.released.set()
+    before = await made(house)
+    newcomer = asyncio.create_task(house.post("/v1/completions", BODY))
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+        assert await made(house) == before
+    status, renewed = await house.post("/orchestrrl/gate/renew", {"lease_id": gate["lease_id"], "lease_s": 600})
+    assert status == 200
+    assert renewed["lease_until_unix_s"] > gate["lease_until_unix_s"]
+    assert (await house.get("/orchestrrl/gate"))[1]["phase"] == "quiet"
+    await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "policy_version": 8})
+    status, answer = await asking
+    assert status == 200
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == undisturbed["choices"][0]["token_ids"]
+    versions = choice["policy_versions"]
+    assert [span["version"] for span in versions] == [7, 8]
+    assert versions[0]["start"] == 0 < versions[0]["end"] == versions[1]["start"] < versions[1]["end"] == 300
+    assert (await newcomer)[1]["choices"][0]["token_ids"] == choice["token_ids"]
+    async with house.http.get(house.url + "/metrics") as page:
+        text = await page.text()
+    assert 'orchestrrl_gateway_policy_version{engine="e1"} 8.0' in text
+    assert 'orchestrrl_gateway_answer_version_lag_bucket{le="0"} 1.0' in text
+    assert 'orchestrrl_gateway_answer_version_lag_bucket{le="1"} 2.0' in text
+    assert "orchestrrl_gateway_gate_closed 0.0" in text
+
+
+async def test_streams_tell_the_version_of_every_chunk(house: House) -> None:
+    _, gate = await house.post("/orchestrrl/gate/pause", {})
+    await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "policy_version": 3})
+    body = {**BODY, "max_tokens": 5, "return_policy_versions": True}
+    events = await house.stream("/v1/completions", body)
+    told = [(choice["policy_version"], len(choice["token_ids"])) for event in events for choice in event["choices"]]
+    assert {version for version, tokens in told if tokens} == {3}
+
+
+async def test_a_gate_says_no_in_words(house: House) -> None:
+    _, gate = await house.post("/orchestrrl/gate/pause", {"holder": "one"})
+    status, told = await house.post("/orchestrrl/gate/pause", {"holder": "two"})
+    assert status == 409
+    assert "closed by one for" in told["error"]["message"]
+    for path in ("renew", "resume"):
+        status, told = await house.post(f"/orchestrrl/gate/{path}", {"lease_id": "another"})
+        assert status == 409, path
+        assert "not closed under this lease" in told["error"]["message"]
+    status, told = await house.post(
+        "/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "without_engines": ["e9"]}
+    )
+    assert status == 409
+    assert "no engine 'e9'; known: e0, e1" in told["error"]["message"]
+    assert (await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"]}))[0] == 200
+    status, told = await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"]})
+    assert status == 409
+    assert "this lease is over" in told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("gate/pause", {"mode": "stop", "lease_s": -1, "x": 1}, ("mode: ", "lease_s: ", "x: ")),
+        ("gate/pause", {"lease_s": 1e9, "deadline_s": 0}, ("lease_s: ", "deadline_s: ")),
+        ("gate/renew", {}, ("lease_id: is missing",)),
+        ("gate/resume", {"policy_version": -1}, ("policy_version: ",)),
+        ("gate/resume", {"policy_version": 1.5}, ("policy_version: ",)),
+        ("gate/set-version", {"engines": []}, ("engines: ", "policy_version: is missing")),
+        ("cancel", {"groups": "g"}, ("groups: ",)),
+        ("cancel", [], ("(document): ",)),
+    ],
+)
+async def test_every_fault_at_once(house: House, path: str, body: Any, words: tuple[str, ...]) -> None:
+    status, told = await house.post(f"/orchestrrl/{path}", body)
+    assert status == 400
+    for word in words:
+        assert word in told["error"]["message"]
+    assert (await house.get("/orchestrrl/gate"))[1]["phase"] == "open"
+
+
+async def test_a_request_says_how_old_it_may_become(house: House) -> None:
+    _, gate = await house.post("/orchestrrl/gate/pause", {})
+    await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "policy_version": 1})
+    house.holds.append(9)
+    body = {**BODY, "max_version_lag": 0}
+    asking = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "r"}))
+    await house.until_running("r")
+    _, gate = await house.post("/orchestrrl/gate/pause", {})
+    await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "policy_version": 2})
+    status, answer = await asking
+    assert status == 200
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "max_version_lag")
+    assert len(choice["token_ids"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_version_lag", -1), ("max_version_lag", "1"), ("on_stale", "burn"), ("group_enough", 0)],
+)
+async def test_bad_fields_are_named(house: House, field: str, value: Any) -> None:
+    status, told = await house.post("/v1/completions", {**BODY, field: value})
+    assert (status, told["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_are_ended_by_group(house: House, stream: bool) -> None:
+    house.holds.extend([9, 9])
+    asking = [
+        asyncio.create_task(
+            house.stream("/v1/completions", BODY, **{"X-Request-Id": f"r{k}", "X-Group-Id": "g"})
+            if stream
+            else house.post("/v1/completions", BODY, **{"X-Request-Id": f"r{k}", "X-Group-Id": "g"})
+        )
+        for k in range(2)
+    ]
+    for k in range(2):
+        await house.until_running(f"r{k}")
+    status, told = await house.post("/orchestrrl/cancel", {"groups": ["g"], "reason": "no longer wanted"})
+    assert (status, sorted(told["cancelled_ids"])) == (200, ["r0", "r1"])
+    for answer in await asyncio.gather(*asking):
+        choice = answer[-1]["choices"][0] if stream else answer[1]["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "no longer wanted")
+    async with asyncio.timeout(DEADLINE_S):
+        while await engine_load(house):
+            await asyncio.sleep(0.01)

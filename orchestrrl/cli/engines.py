@@ -11,8 +11,9 @@ from rich.markup import escape
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.groups import RUNNING_DAEMON, group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr, stdout
+from orchestrrl.cli.status import fetch_status
 from orchestrrl.config import check_url
-from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -20,6 +21,8 @@ from orchestrrl.rpc.pb import control_pb2
 LOOK_EVERY_S = 0.25
 # Gateways report several times in this, so a request that was on its way when the drain was told has shown itself.
 EMPTY_FOR_S = 2.0
+# By then a daemon that was started anew has its gateways again, and knows what they have.
+KNOWN_AFTER_S = 5.0
 REMOVE_TIMEOUT_S = 600.0  # moves wait for their destinations' first tokens
 
 COLUMNS = ("engine", "state", "health", "requests", "run", "wait", "pool", "weights", "runs as", "url")
@@ -105,7 +108,7 @@ def drain(
         worker = await answer(client, client.control.DrainEngine, order)
         if not undo and not any(map(_takes_requests, await _workers(client))):
             stderr.print("no engine takes requests now: new ones wait at their gateway, and then fail", soft_wrap=True)
-        return await _until_empty(client, engine, timeout_s) or worker if wait else worker
+        return await _until_empty(client, worker, timeout_s) if wait else worker
 
     worker = ask(daemon, conversation)
     if as_json:
@@ -176,29 +179,42 @@ async def _workers(client: ControlClient) -> list[dict[str, Any]]:
     return workers
 
 
-async def _until_empty(client: ControlClient, engine: str, timeout_s: float) -> dict[str, Any] | None:
-    """The engine once nothing is there; None where it is not known any more."""
+async def _until_empty(client: ControlClient, worker: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """The engine once nothing is there by the word of gateways, or it is not known any more."""
+    engine = worker["engine_id"]
     began_s = time.monotonic()
     empty_since_s: float | None = None
-    told = ""
+    words, told = _there(worker), ""
     while True:
-        worker = next((worker for worker in await _workers(client) if worker["engine_id"] == engine), None)
-        if worker is None:
-            return None
-        now_s = time.monotonic()
-        if not worker["draining"]:
-            raise Permanent(f"{engine} takes requests again: somebody has undone the drain, or added it anew")
-        empty_since_s = (empty_since_s or now_s) if _count(worker) == 0 else None
+        if words != told:
+            stderr.print(escape(f"{engine}: {words}"), soft_wrap=True)
+            told = words
+        await asyncio.sleep(LOOK_EVERY_S)
+        now_s, empty = time.monotonic(), False
+        try:
+            status = await fetch_status(client)
+        except (Retryable, OutcomeUnknown):  # the drain outlives the daemon, and so does the wait
+            words = "the daemon is away"
+        else:
+            seen = next((other for other in status["workers"] if other["engine_id"] == engine), None)
+            if seen is None:
+                return worker
+            worker = seen
+            if not worker["draining"]:
+                raise Permanent(f"{engine} takes requests again: somebody has undone the drain, or added it anew")
+            known = _gateways_known(status)
+            empty = _count(worker) == 0 and known
+            words = _there(worker) if known or _count(worker) else "no gateway has told yet what is there"
+        empty_since_s = (empty_since_s or now_s) if empty else None
         if empty_since_s is not None and now_s - empty_since_s >= EMPTY_FOR_S:
             return worker
         if timeout_s and now_s - began_s >= timeout_s:
-            raise Permanent(
-                f"{engine} is not known to be empty after {timeout_s:g} s, and stays drained; {_there(worker)}"
-            )
-        if _there(worker) != told:
-            told = _there(worker)
-            stderr.print(escape(f"{engine}: {told}"))
-        await asyncio.sleep(LOOK_EVERY_S)
+            raise Permanent(f"{engine} is not known to be empty after {timeout_s:g} s, and stays drained; {words}")
+
+
+def _gateways_known(status: dict[str, Any]) -> bool:
+    attached = any(node["kind"] == "gateway" and node["attached"] for node in status["nodes"])
+    return attached and status["uptime_s"] >= KNOWN_AFTER_S
 
 
 def _count(worker: dict[str, Any]) -> int:

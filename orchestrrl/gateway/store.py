@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ READ_WITHIN_S = 0.05  # the event loop waits; readers wait for nobody but one wh
 # The last connection of a client that comes back may not have been given up yet.
 CLAIM_WITHIN_S = 1.0
 CLAIM_POLL_S = 0.02
+ORDER_BYTES = 500  # in memory, beside what a piece holds
 PRUNER = 0  # the claim of the process that removes what is old
 
 # What a disk that is full, broken, locked or gone may raise, and text that is none.
@@ -80,7 +81,7 @@ class Entry:
 
     key: int
     asked: Asked
-    cutters: tuple[Cutter, ...]
+    cutters: Sequence[Cutter]
     opened_s: float
     queued: bool = False  # something of it may be on its way to the disk
     lost: bool = False  # something of it did not get there: set by the writer
@@ -98,10 +99,7 @@ class _Order:
     pieces: Sequence[Piece]
     written_s: float
     leaves: bool  # the request may be asked again once this is written
-    bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.bytes = 200 + sum(piece.memory_bytes for piece in self.pieces)
+    memory_bytes: int
 
 
 class Store:
@@ -160,20 +158,19 @@ class Store:
             return None
         key = key_of(name)
         try:
-            claimed = await self._claimed(claims, key)
+            if not claims.take(key) and not await self._claimed(claims, key):
+                raise DuplicateRequest(f"request {name!r} is in flight already")
         except OSError as error:
             self._tell(str(error))
             return None
-        if not claimed:
-            raise DuplicateRequest(f"request {name!r} is in flight already")
         try:
-            stored = await self._stored(key, name)
+            stored = await self._read(key, name) if self._may_have(key) else None
             asked = Asked(name, digest_of(endpoint, body), created_s)
             if stored is not None and stored.asked.digest != asked.digest:
                 raise DuplicateRequest(
                     f"request {name!r} has been asked with another body, whose answer is kept; take another id"
                 )
-            cutters = tuple(Cutter(index, record) for index, record in enumerate(records))
+            cutters = [Cutter(index, record) for index, record in enumerate(records)]
             entry = Entry(key, asked if stored is None else stored.asked, cutters, self._clock.now_s())
             if stored is not None:
                 self._give_back(entry, stored)
@@ -191,27 +188,27 @@ class Store:
         self._queue(entry, leaves=True)
 
     async def _claimed(self, claims: Claims, key: int) -> bool:
-        if claims.take(key):
-            return True
         for _ in range(int(CLAIM_WITHIN_S / CLAIM_POLL_S)):
             await asyncio.sleep(CLAIM_POLL_S)
             if claims.take(key):
                 return True
         return False
 
-    async def _stored(self, key: int, name: str) -> Stored | None:
-        reader = self._reader
-        if reader is None or self.failing:
-            return None
+    def _may_have(self, key: int) -> bool:
         try:
-            if not reader.has(key):
-                return None
-            return await asyncio.to_thread(self._read, key, name)
+            return self._reader is not None and not self.failing and self._reader.has(key)
         except sqlite3.Error as error:
-            logger.warning("request %s: what may be kept of it cannot be read: %s", name, error)
+            logger.warning("what may be kept of a request cannot be looked for: %s", error)
+            return False
+
+    async def _read(self, key: int, name: str) -> Stored | None:
+        try:
+            return await asyncio.to_thread(self._read_in_thread, key, name)
+        except sqlite3.Error as error:
+            logger.warning("request %s: what is kept of it cannot be read: %s", name, error)
             return None
 
-    def _read(self, key: int, name: str) -> Stored | None:
+    def _read_in_thread(self, key: int, name: str) -> Stored | None:
         with closing(AnswerFile(self.keep.path)) as file:
             return file.read(key, name)
 
@@ -256,13 +253,14 @@ class Store:
             if leaves and self._claims is not None:
                 self._claims.free(entry.key)
             return
-        order = _Order(entry, pieces, self._clock.now_s(), leaves)
+        memory_bytes = ORDER_BYTES
+        for piece in pieces:
+            memory_bytes += piece.memory_bytes
         if self._queued_bytes - self._written_bytes > MOST_QUEUED_BYTES:
-            order.pieces = ()
-            entry.lost = True
+            pieces, entry.lost = [], True
         entry.queued = True
-        self._queued_bytes += order.bytes
-        self._orders.append(order)
+        self._queued_bytes += memory_bytes
+        self._orders.append(_Order(entry, pieces, self._clock.now_s(), leaves, memory_bytes))
         if not self._news.is_set():
             self._news.set()
 
@@ -302,7 +300,7 @@ class Store:
             for order in orders:
                 if order.leaves and self._claims is not None:
                     self._claims.free(order.entry.key)
-            self._written_bytes += sum(order.bytes for order in orders)
+            self._written_bytes += sum(order.memory_bytes for order in orders)
             if closing_now:
                 break
         if file is not None:

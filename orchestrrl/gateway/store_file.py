@@ -6,6 +6,7 @@ transaction): what a power cut takes was delivered or is generated again, and th
 takes nothing that it had committed.
 """
 
+import itertools
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -35,10 +36,11 @@ PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {FORMAT};
 """
 _COLUMNS = "answer, number, ids, text, prompt_ids, max_tokens, attempt, version, finish_reason, more"
-_INSERT = f"""
-INSERT INTO pieces (key, written_s, name, digest, created_s, {_COLUMNS})
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-"""
+_INSERT = f"INSERT INTO pieces (key, written_s, name, digest, created_s, {_COLUMNS}) VALUES "
+_VALUES = f"({', '.join('?' * 15)})"
+# So many rows with one statement: each call into SQLite hands the interpreter over to the requests and takes it back.
+ROWS_OF_STATEMENTS = (64, 8, 1)
+_STATEMENTS = {rows: _INSERT + ", ".join([_VALUES] * rows) for rows in ROWS_OF_STATEMENTS}
 
 
 class Asked(NamedTuple):
@@ -95,7 +97,15 @@ class AnswerFile:
         """All of them, or none."""
         nothing = (None, None, None)
         values = [(row.key, row.written_s, *(row.asked or nothing), *row.piece) for row in rows]
-        self._in_transaction(lambda: self._db.executemany(_INSERT, values))
+        self._in_transaction(lambda: self._insert(values))
+
+    def _insert(self, values: Sequence[tuple[object, ...]]) -> None:
+        start = 0
+        for count in ROWS_OF_STATEMENTS:
+            while len(values) - start >= count:
+                batch = values[start : start + count]
+                self._db.execute(_STATEMENTS[count], list(itertools.chain.from_iterable(batch)))
+                start += count
 
     def has(self, key: int) -> bool:
         return self._db.execute("SELECT 1 FROM pieces WHERE key = ? LIMIT 1", (key,)).fetchone() is not None

@@ -8,7 +8,7 @@ the beginning of the answer, and never has another's tokens in it.
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,13 +31,13 @@ class Piece(NamedTuple):
     prompt_ids: bytes | None  # in one piece, where the engine told them
     max_tokens: int | None
     attempt: int
-    version: int | None  # of the policy that generated the tokens, where that is one
+    version: int | None  # of the policy that generated the tokens, or the first of them
     finish_reason: str | None
     more: str | None  # JSON, of what most pieces have not
 
     @property
     def memory_bytes(self) -> int:
-        return 200 + len(self.ids) + len(self.text) + len(self.prompt_ids or b"") + len(self.more or "")
+        return len(self.ids) + len(self.text) + len(self.prompt_ids or b"") + len(self.more or "")
 
 
 def key_of(name: str) -> int:
@@ -122,21 +122,19 @@ class Cutter:
         if not self._prompt_told and record.prompt_ids is not None:
             prompt_ids = array("I", record.prompt_ids).tobytes()
             self._prompt_told = True
-        spans = [span for span in record.versions.spans(tokens) if span.end > self._tokens]
-        more = self._more(ends)
-        if len(spans) > 1:
-            more["versions"] = [(span.version, max(span.start, self._tokens)) for span in spans]
+        changes = record.versions.changes(self._tokens)
+        more = self._more(ends, changes)
         piece = Piece(
-            answer=self._answer,
-            number=self._number,
-            ids=self._ids[self._tokens :].tobytes(),
-            text=text.encode("utf-8", "surrogatepass"),
-            prompt_ids=prompt_ids,
-            max_tokens=record.max_tokens,
-            attempt=record.attempt,
-            version=spans[0].version if len(spans) == 1 else None,
-            finish_reason=ends,
-            more=_compact(more) if more else None,
+            self._answer,
+            self._number,
+            self._ids[self._tokens :].tobytes(),
+            text.encode("utf-8", "surrogatepass"),
+            prompt_ids,
+            record.max_tokens,
+            record.attempt,
+            changes[0][1],
+            ends,
+            _compact(more) if more else None,
         )
         self._number += 1
         self._tokens = tokens
@@ -150,9 +148,11 @@ class Cutter:
         self._number = 1
         return Piece(self._answer, 0, b"", b"", None, None, self.record.attempt, None, None, None)
 
-    def _more(self, ends: str | None) -> dict[str, Any]:
+    def _more(self, ends: str | None, changes: Sequence[tuple[int, int | None]]) -> dict[str, Any]:
         record = self.record
         more: dict[str, Any] = {}
+        if len(changes) > 1:
+            more["changes"] = changes[1:]
         if record.logprobs is not None:
             new = record.logprobs[self._logprobs :]
             self._logprobs += len(new)
@@ -200,7 +200,8 @@ class Kept:
                 self.logprobs.append(TokenLogprob(token, logprob, tuple((other, value) for other, value in top)))
         self.extras += more.get("extras", ())
         if piece.ids:
-            self.versions += [(version, at) for version, at in more.get("versions", ((piece.version, start),))]
+            self.versions.append((piece.version, start))
+            self.versions += [(version, at) for at, version in more.get("changes", ())]
         self.immovable_because = more.get("immovable_because", "")
         self.stop_reason = more.get("stop_reason")
 

@@ -44,6 +44,12 @@ class Versions:
         if version is not None and (self.oldest is None or version < self.oldest):
             self.oldest = version
 
+    def changes(self, start: int) -> list[tuple[int, int | None]]:
+        """The version of token `start`, and the changes after it, each with the first token that it holds for."""
+        if not self._starts or self._starts[-1][0] <= start:
+            return [(start, self.newest)]
+        return [(span.start, span.version) for span in self.spans(self._starts[-1][0] + 1) if span.end > start]
+
     def spans(self, tokens: int) -> tuple[Span, ...]:
         """Of an answer of so many tokens."""
         ends = [*(start for start, _ in self._starts[1:]), tokens][: len(self._starts)]

@@ -12,19 +12,14 @@ import asyncio
 import hashlib
 import shutil
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import aiohttp
-
+from orchestrrl.adapters.vllm_weights import reload_weights, run
 from orchestrrl.client import Client, Patience
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
-
-RETRY_AFTER_S = 5.0
-_T = TypeVar("_T")
+from orchestrrl.errors import Permanent, shorten
 
 
 class Trainer(Protocol):
@@ -70,8 +65,9 @@ class GatewayRollout:
 
     `engine_urls` are the vLLM servers behind the gateway. They are asked directly while the gateway is gone, and get
     the weights. `weights_dir` is a folder that they and the trainer see under the same path. With it the engines get
-    the trainer's weights before the first rollout and before every later one that follows an optimizer step; without it
-    that is the caller's to do, or the trainer learns from a policy that is not its own.
+    the trainer's weights before the first rollout and before every later one that follows an optimizer step, while the
+    gateway's gate is closed; the step is their policy version. Without it that is the caller's to do, or the trainer
+    learns from a policy that is not its own.
     """
 
     def __init__(
@@ -110,7 +106,7 @@ class GatewayRollout:
         parameters = sampling_parameters(trainer)
         self._batches += 1
         name = f"{self._tag}-{self._run}-s{trainer.state.global_step}-b{self._batches}"
-        completions = _run(self._ask_all(prompt_ids, parameters, name, f"{self._tag}-s{trainer.state.global_step}"))
+        completions = run(self._ask_all(prompt_ids, parameters, name, f"{self._tag}-s{trainer.state.global_step}"))
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [completion.token_ids for completion in completions],
@@ -133,7 +129,13 @@ class GatewayRollout:
         folder = self._weights_dir / f"{self._run}-{self.syncs + 1}"
         trainer.save_model(str(folder), _internal_call=True)  # without a push to the hub
         if trainer.accelerator.is_main_process:
-            reload_weights(self._engine_urls, folder)
+            reload_weights(
+                self._engine_urls,
+                folder,
+                gateway_url=self._gateway_url,
+                policy_version=trainer.state.global_step,
+                holder=f"TRL, {self._tag}",
+            )
             if self._saved is not None:
                 shutil.rmtree(self._saved)
         trainer.accelerator.wait_for_everyone()
@@ -219,75 +221,3 @@ def read_completion(answer: Mapping[str, Any], request_id: str) -> Completion:
             f"{request_id}: the answer has no token ids with logprobs ({shorten(str(fault))}); the engines must know "
             f"return_token_ids: {shorten(dict(answer))}"
         ) from fault
-
-
-def reload_weights(engine_urls: Sequence[str], weights_path: Path | str, *, timeout_s: float = 600.0) -> None:
-    """Have vLLM servers load the weights in folder `weights_path`, in Hugging Face's format, which they can read.
-
-    All are paused first, so that no request sees two versions on two engines at once; running requests stay, lose their
-    KV and go on under the new weights. Needs `VLLM_SERVER_DEV_MODE=1` on the servers.
-
-    Raises Retryable or Permanent when nothing was changed and all run on. Raises OutcomeUnknown when some may hold
-    half of the weights: those stay paused, the others run on with the new ones.
-    """
-    _run(_reload([url.rstrip("/") for url in engine_urls], str(weights_path), timeout_s))
-
-
-async def _reload(urls: Sequence[str], weights_path: str, timeout_s: float) -> None:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
-        # vLLM drops all KV with it, the prefix cache included, unless told otherwise.
-        failures = await _each(urls, lambda url: _post(http, f"{url}/pause?mode=keep"))
-        if failures:
-            # One that did not answer may be paused all the same.
-            stuck = await _each(urls, lambda url: _post(http, f"{url}/resume"))
-            raise _told("no weights were changed", stuck | failures)
-        order = {"method": "reload_weights", "kwargs": {"weights_path": weights_path}}
-        torn = await _each(urls, lambda url: _post(http, f"{url}/collective_rpc", order))
-        stuck = await _each([url for url in urls if url not in torn], lambda url: _post(http, f"{url}/resume"))
-    if torn or stuck:
-        raise OutcomeUnknown(
-            f"these engines are left paused after loading {weights_path}, which they must see under this path; restart "
-            "them, or load weights again and POST /resume: "
-            + "; ".join(str(error) for error in (torn | stuck).values())
-        )
-
-
-async def _each(urls: Sequence[str], act: Callable[[str], Coroutine[Any, Any, None]]) -> dict[str, OrchestrRLError]:
-    """The engines with which it failed."""
-    outcomes = await asyncio.gather(*(act(url) for url in urls), return_exceptions=True)
-    failures: dict[str, OrchestrRLError] = {}
-    for url, outcome in zip(urls, outcomes, strict=True):
-        if isinstance(outcome, OrchestrRLError):
-            failures[url] = outcome
-        elif outcome is not None:
-            raise outcome
-    return failures
-
-
-async def _post(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None) -> None:
-    try:
-        async with http.post(url, json=body) as response:
-            text = await response.text()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise Retryable(f"{url}: {error or type(error).__name__}", RETRY_AFTER_S) from error
-    if response.status == 404:
-        raise Permanent(f"{url}: not found; the server needs VLLM_SERVER_DEV_MODE=1 in its environment")
-    if response.status != 200:
-        raise Permanent(f"{url}: {response.status}: {shorten(text, 300)}")
-
-
-def _told(what: str, failures: Mapping[str, OrchestrRLError]) -> OrchestrRLError:
-    message = f"{what}: " + "; ".join(str(error) for error in failures.values())
-    if all(isinstance(error, Retryable) for error in failures.values()):
-        return Retryable(message, RETRY_AFTER_S)
-    return Permanent(message)
-
-
-def _run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """TRL is synchronous. In a notebook a loop is already running in this thread, so another thread runs it."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()

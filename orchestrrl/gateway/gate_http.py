@@ -129,7 +129,7 @@ class GateFace:
     async def _answer(self, asked: Asked | None, act: Callable[[], Awaitable[Mapping[str, Any]]]) -> web.Response:
         try:
             if self.daemon is not None:
-                return web.json_response(await self.daemon(asked))
+                return web.json_response(self._with_urls(await self.daemon(asked)))
             if not self.alone:
                 raise Refusal(503, "other processes serve this port: give them a daemon, which can order all of them")
             return web.json_response(await act())
@@ -139,6 +139,13 @@ class GateFace:
             return _error(400, "; ".join(faults.faults))
         except OrchestrRLError as error:
             return _error(409, str(error))
+
+    def _with_urls(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Where each engine is: whoever brings weights wants to know. A daemon leaves that to gateways."""
+        for engine in answer.get("engines", ()):
+            slot = self._gateway.fleet.get(EngineId(engine["engine_id"]))
+            engine["url"] = "" if slot is None else slot.engine.url
+        return answer
 
     # --- a gateway that is alone -------------------------------------------------------------------------------------
 
@@ -190,6 +197,7 @@ class GateFace:
                     "done": slot.id not in told or told[slot.id].done,
                     "detail": told[slot.id].detail if slot.id in told else "",
                     "policy_version": slot.policy_version,
+                    "url": slot.engine.url,
                     "paused": slot.paused,
                 }
                 for slot in self._gateway.fleet

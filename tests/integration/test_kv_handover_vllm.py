@@ -18,6 +18,7 @@ from orchestrrl.deployers.local import LocalEngine, start_vllm
 from orchestrrl.engines import handover
 from orchestrrl.instrument.kv_entries import Store
 from orchestrrl.operations import MoveMethod
+from planner.model import RequestId
 from tests.integration.conftest import INTERRUPTED_TOKENS, MAX_NUM_SEQS, TINY_MODEL_SCRIPT, VLLM_PLUGIN, VLLM_PYTHON
 from tests.integration.streams import Answer
 from tests.integration.test_gateway_vllm import CHAT, COMPLETION, House
@@ -320,6 +321,62 @@ async def test_kv_of_old_weights_never_reaches_new_ones(pair: Pair, tiny_model: 
     assert await pair.loaded_tokens(0) == before
     assert rest.token_ids == without.token_ids
     assert rest.token_ids != (await pair.ask(0, continued, REST_TOKENS, {})).token_ids
+
+
+async def test_weights_change_under_a_running_request(
+    handover_servers: tuple[Path, tuple[LocalEngine, ...]], pair: Pair, tiny_model: Path, other_weights: Path
+) -> None:
+    """Through the gate: it goes on under the new weights, whose KV is computed anew, also by a move that was to bring
+    it; the next move, from an attempt of the new weights alone, brings theirs."""
+    path, body = COMPLETION
+    body = {**body, "prompt": next(prompts), "max_tokens": INTERRUPTED_TOKENS + 310, "logprobs": None}
+    house = House(handover_servers[1], pair.http, kv_version="tp1/v1")
+    house.url = await house.server.start("127.0.0.1", 0)
+
+    async def gate(path: str, asked: dict[str, Any]) -> dict[str, Any]:
+        async with pair.http.post(f"{house.url}/orchestrrl/gate/{path}", json=asked) as response:
+            assert response.status == 200, await response.text()
+            told: dict[str, Any] = await response.json()
+            return told
+
+    async def update(model: Path, version: int) -> None:
+        closed = await gate("pause", {"holder": "test", "lease_s": 10 * DEADLINE_S})
+        assert closed["phase"] == "quiet"
+        await asyncio.gather(*(pair.reload_weights(server, model) for server in range(2)))
+        await gate("resume", {"lease_id": closed["lease_id"], "policy_version": version})
+
+    old = await house.ask(pair.urls[0], path, {**body, "max_tokens": 300}, stream=True)
+    await update(tiny_model, 1)
+    asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=True))
+    try:
+        await house.until("r", 100)
+        await update(other_weights, 2)
+        record = house.gateway.ledger.get(RequestId("r"))
+        assert record is not None
+        loaded_before = [await pair.loaded_tokens(server) for server in range(2)]
+        wish = {"method": MoveMethod.TRANSFER, "other_s": 2 * WAIT_S}
+        under_both = await house.move("r", len(record.generated_ids) + 50, **wish)
+        assert [await pair.loaded_tokens(server) for server in range(2)] == loaded_before
+        assert (under_both.done, under_both.method) == (True, MoveMethod.RECOMPUTE)
+        under_new = await house.move("r", len(record.generated_ids) + 50, **wish)
+        assert (under_new.done, under_new.method) == (True, MoveMethod.TRANSFER)
+        assert under_new.loaded_tokens > len(body["prompt"])
+        spans = record.versions.spans(INTERRUPTED_TOKENS)
+        answer = await asking
+        assert [span.version for span in spans] == [1, 2]
+        change = spans[1].start
+        assert 100 <= change < 300
+        assert answer.token_ids[:change] == old.token_ids[:change]
+        rest = {**body, "prompt": body["prompt"] + answer.token_ids[:change], "max_tokens": body["max_tokens"] - change}
+        new = await house.ask(pair.urls[0], path, rest, stream=True)
+        assert answer.token_ids[change:] == new.token_ids
+        assert answer.token_ids[change : change + 50] != old.token_ids[change : change + 50]
+    finally:
+        asking.cancel()
+        await update(tiny_model, 3)
+    await pair.until(lambda: not list(pair.store.root.iterdir()))
+    await house.server.close()
+    await house.fleet.close()
 
 
 def cut_short(file: Path) -> None:

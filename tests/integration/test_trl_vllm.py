@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.adapters.trl import reload_weights
+from orchestrrl.adapters.vllm_weights import reload_weights
 from orchestrrl.demo.scenario import load_scenario
 from orchestrrl.demo.stack import Stack, orchestrrl
 from orchestrrl.deployers.local import LocalEngine

@@ -4,20 +4,17 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
-from multidict import CIMultiDictProxy
 
-from orchestrrl.adapters.trl import GatewayRollout, read_completion, reload_weights, sampling_parameters, tokenize
+from orchestrrl.adapters.trl import GatewayRollout, read_completion, sampling_parameters, tokenize
 from orchestrrl.client import Patience
 from orchestrrl.engines.base import Refused
-from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.errors import Permanent, Retryable
+from tests.orchestrrl.adapters.fake_vllm import servers
 from tests.orchestrrl.gateway.processes import free_port
 
 REPOSITORY = Path(__file__).parents[3]
@@ -62,74 +59,6 @@ class FakeTrainer:
         (folder / "model.safetensors").write_text(f"weights of step {self.state.global_step}")
 
 
-class FakeVllm:
-    """Answers a prompt with its ids backwards, all requests of a batch together, the last first."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-        self.batch = 1  # answers wait until so many requests are there
-        self.asked: list[tuple[dict[str, Any], CIMultiDictProxy[str]]] = []
-        self.statuses: dict[str, int] = {}
-        self.paused = False
-        self.left = 0  # clients that did not wait for their answer
-        self.url = ""
-
-    async def complete(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        place = len(self.asked)
-        self.asked.append((body, request.headers))
-        if body["prompt"] == [ord("?")]:
-            return web.json_response({"error": {"message": "what?"}}, status=400)
-        try:
-            while len(self.asked) < self.batch:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.02 * (self.batch - place))
-        except asyncio.CancelledError:
-            self.left += 1
-            raise
-        ids = list(reversed(body["prompt"]))
-        logprobs = {"token_logprobs": [-0.5] * len(ids)}
-        return web.json_response({"choices": [{"token_ids": ids, "finish_reason": "stop", "logprobs": logprobs}]})
-
-    async def control(self, request: web.Request) -> web.Response:
-        if request.path == "/collective_rpc":
-            order = await request.json()
-            folder = Path(order["kwargs"]["weights_path"])
-            self.log.append(f"{self.url} {order['method']} {(folder / 'model.safetensors').read_text()}")
-        else:
-            self.log.append(f"{self.url} {request.path_qs}")
-        status = self.statuses.get(request.path, 200)
-        if status == 200 and request.path != "/collective_rpc":
-            self.paused = request.path == "/pause"
-        return web.json_response({}, status=status)
-
-    async def health(self, request: web.Request) -> web.Response:
-        return web.json_response({})
-
-
-@asynccontextmanager
-async def servers(count: int = 1) -> AsyncIterator[list[FakeVllm]]:
-    log: list[str] = []
-    fakes, runners = [FakeVllm(log) for _ in range(count)], []
-    for fake in fakes:
-        app = web.Application()
-        app.router.add_post("/v1/completions", fake.complete)
-        app.router.add_get("/health", fake.health)
-        for path in ("/pause", "/resume", "/collective_rpc"):
-            app.router.add_post(path, fake.control)
-        runner = web.AppRunner(app, handler_cancellation=True)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        runners.append(runner)
-    try:
-        yield fakes
-    finally:
-        for runner in runners:
-            await runner.cleanup()
-
-
 async def test_a_batch_is_asked_at_once_and_answered_in_order() -> None:
     async with servers() as (gateway,):
         gateway.batch = 6
@@ -169,25 +98,6 @@ async def test_names_are_new_with_every_batch_and_groups_with_every_step() -> No
     assert first == second != third == fourth
 
 
-async def test_weights_go_to_the_engines_before_a_rollout_of_a_new_step_alone(tmp_path: Path) -> None:
-    async with servers(3) as (gateway, *engines):
-        urls = [engine.url for engine in engines]
-        rollout, trainer = GatewayRollout(gateway.url, engine_urls=urls, weights_dir=tmp_path), FakeTrainer()
-        for trainer.state.global_step in (0, 0, 1):
-            await asyncio.to_thread(rollout, ["a"], trainer)
-        assert rollout.syncs == 2
-        await asyncio.to_thread(rollout.sync_weights, trainer)
-    log = engines[0].log
-    assert not any(line.startswith(gateway.url) for line in log)
-    for sync, step in enumerate((0, 1, 1)):
-        lines = log[6 * sync : 6 * sync + 6]
-        assert sorted(lines[:2]) == sorted(f"{url} /pause?mode=keep" for url in urls)
-        assert sorted(lines[2:4]) == sorted(f"{url} reload_weights weights of step {step}" for url in urls)
-        assert sorted(lines[4:]) == sorted(f"{url} /resume" for url in urls)
-    assert len(log) == 18
-    assert len(list(tmp_path.iterdir())) == 1, "weights that nobody reads any longer are left"
-
-
 async def test_engines_answer_while_there_is_no_gateway() -> None:
     async with servers() as (engine,):
         nowhere = f"http://127.0.0.1:{free_port()}"
@@ -211,34 +121,6 @@ async def test_nobody_there_is_told() -> None:
     rollout = GatewayRollout(f"http://127.0.0.1:{free_port()}", patience=PATIENCE)
     with pytest.raises(Retryable, match="neither"):
         await asyncio.to_thread(rollout, ["a"], FakeTrainer())
-
-
-@pytest.mark.parametrize("path", ["/pause", "/collective_rpc"])
-async def test_engines_that_weights_cannot_be_loaded_into(path: str, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_text("new")
-    async with servers(2) as (good, bad):
-        bad.statuses[path] = 500
-        outcome = Permanent if path == "/pause" else OutcomeUnknown
-        with pytest.raises(outcome, match=bad.url):
-            await asyncio.to_thread(reload_weights, [good.url, bad.url], tmp_path)
-    assert not good.paused
-    assert bad.paused is (path == "/collective_rpc"), "half of the weights must not answer"
-    assert any("reload_weights" in line for line in good.log) is (path == "/collective_rpc")
-
-
-async def test_an_engine_that_is_gone_leaves_the_others_as_they_were(tmp_path: Path) -> None:
-    async with servers() as (engine,):
-        gone = f"http://127.0.0.1:{free_port()}"
-        with pytest.raises(Retryable, match="no weights were changed"):
-            await asyncio.to_thread(reload_weights, [engine.url, gone], tmp_path)
-        assert not engine.paused
-        engine.statuses["/pause"] = 404
-        with pytest.raises(Permanent, match="VLLM_SERVER_DEV_MODE"):
-            await asyncio.to_thread(reload_weights, [engine.url], tmp_path)
-
-
-async def test_it_can_be_called_where_a_loop_is_running(tmp_path: Path) -> None:
-    reload_weights([], tmp_path)
 
 
 def test_conversations_go_through_the_trainers_template() -> None:

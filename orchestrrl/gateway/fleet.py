@@ -108,9 +108,15 @@ class Slot:
         self.waiting_of_others = max(0, (route.waiting or 0) - ours)
         self.waited_most_before, self.waited_most = self.waited_most, self.waiting
 
-    def has_room(self, queue_depth: int) -> bool:
-        """Whether one more may wait there; one of ours always may, or others who fill it would keep us out."""
-        return not queue_depth or self.waiting < max(1, queue_depth - self.waiting_of_others)
+    def has_room(self, queue_depth: int, context_tokens: int) -> bool:
+        """Whether one more may be sent there. `queue_depth` is of those who have to wait: where seats and KV are known
+        to be free for all who were sent, nobody does for longer than prefill takes."""
+        # One of ours always may wait: others who fill the engine would keep us out.
+        return self.waiting < max(1, queue_depth - self.waiting_of_others) or (
+            self.running + self.waiting < self.max_sequences
+            and context_tokens + self.waiting_tokens <= self.kv_free_tokens
+            and not self.waiting_of_others
+        )
 
     def reserve(self, record: Record) -> None:
         """The record will enter; until then it counts as waiting."""
@@ -182,8 +188,8 @@ class Fleet:
         queue_depth: int = 0,
         pools: Mapping[EngineId, str] | None = None,
     ) -> None:
-        """`queue_depth`: of a gateway's requests so many at most wait on an engine for their first token, the others
-        here; 0: all wait there. `pools`: of engines for which the daemon names none."""
+        """`queue_depth`: so many requests at most are sent to an engine to wait for their first token, beside those for
+        whom it is known to have seats and KV; the others wait here. 0: all wait there. `pools`: of engines for which the daemon names none."""
         if queue_depth < 0:
             raise ValueError(f"queue_depth must be >= 0, got {queue_depth}")
         self._connect = connect
@@ -362,7 +368,7 @@ class Fleet:
         """The engine that a request should go to, None where none may take it now."""
         able = self._usable()
         if self.queue_depth:
-            able = [slot for slot in able if slot.has_room(self.queue_depth)]
+            able = [slot for slot in able if slot.has_room(self.queue_depth, newcomer.context_tokens)]
         if without:
             able = [slot for slot in able if slot.id not in without]
         slot = self.routing.choose(able, newcomer, self._last)

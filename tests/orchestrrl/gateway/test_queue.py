@@ -276,7 +276,7 @@ async def test_what_others_have_waiting_counts_but_one_place_is_ours() -> None:
 
     async def fill() -> int:
         placed = 0
-        while slot.has_room(4):
+        while slot.has_room(4, 5):
             one = record(f"r{placed}-{slot.waiting_of_others}")
             (await fleet.place(one)).enter(one, 0.0)
             placed += 1

@@ -59,10 +59,11 @@ class Job:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
+        tasks, self._tasks = self._tasks, []  # their errors lead back here: nobody is to wait for the collector
+        for task in tasks:
             task.cancel()
         try:
-            outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         finally:  # who waits here may be cancelled as well
             self.close()
         for outcome in outcomes:
@@ -107,6 +108,7 @@ class Job:
     def close(self) -> None:
         """The records are over, or nobody waits for them any longer. May be called again."""
         self._leave()
+        self._listener = None  # it leads back here
         for record in self.records:
             self._gateway.close(record)
 
@@ -195,7 +197,11 @@ class Gateway:
         return True
 
     def set_routes(self, routes: Iterable[Route]) -> list[str]:
+        known = {slot.id: slot for slot in self.fleet}
         faults = self.fleet.set_routes(routes)
+        for slot in self.fleet:
+            if known.get(slot.id) is not slot:
+                self.gate.meet(slot)
         self.gate.wake_engines()
         return faults
 

@@ -35,6 +35,8 @@ RESUME_AGAIN_S = 0.5
 RESUME_AGAIN_CAP_S = 5.0
 LEASE_LOOK_S = 1.0  # a renewal may make a lease shorter
 LEASES_REMEMBERED = 64
+# For so long an engine that was paused when the gateway met it may be somebody's who comes back for it.
+ORPHANED_AFTER_S = 60.0
 NAMED_MOST = 5  # requests in a message
 
 
@@ -334,6 +336,27 @@ class Gate:
             if self._is_to_run(slot):
                 self._resume_later(slot)
         self._fleet.announce()
+
+    def meet(self, slot: Slot) -> None:
+        """An engine that is new here may have been paused by a gateway that is no more: nobody else would resume it."""
+        self._fleet.in_background(self._meet(slot))
+
+    async def _meet(self, slot: Slot) -> None:
+        if not await self._is_paused_by_others(slot):
+            return
+        logger.warning("%s was paused before: it is resumed in %g s", slot.id, ORPHANED_AFTER_S)
+        await self._clock.sleep(ORPHANED_AFTER_S)
+        if await self._is_paused_by_others(slot):
+            slot.paused = True
+            self.wake_engines()
+
+    async def _is_paused_by_others(self, slot: Slot) -> bool:
+        try:
+            paused = await slot.engine.is_paused()
+        except OrchestrRLError as error:
+            logger.debug("%s does not say whether it is paused: %s", slot.id, error)
+            return False
+        return paused and self._closed is None and not slot.paused and self._fleet.get(slot.id) is slot
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

@@ -322,6 +322,37 @@ async def test_without_a_lease_engines_that_an_earlier_gateway_paused_are_resume
     assert not any(engine.paused for engine in w.engines.values())
 
 
+async def test_engines_that_a_dead_gateway_left_paused_are_resumed_after_a_while() -> None:
+    w = world()
+    w.engines["e0"].paused = True
+    routes = [Route(EngineId(name), engine.url) for name, engine in w.engines.items()]
+    w.gateway.set_routes(routes[1:])
+    w.gateway.set_routes(routes)
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
+        await w.clock.advance(59.0)
+        w.gateway.set_routes(routes)
+        await w.settle()
+        assert w.engines["e0"].paused
+        await w.clock.advance(2.0)
+        assert not w.engines["e0"].paused
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 12)
+
+
+async def test_but_not_while_the_gate_is_closed() -> None:
+    w = world()
+    w.engines["e0"].paused = True
+    routes = [Route(EngineId(name), engine.url) for name, engine in w.engines.items()]
+    w.gateway.set_routes(routes[1:])
+    w.gateway.set_routes(routes)
+    await w.clock.advance(30.0)
+    await (await close(w))
+    await w.clock.advance(50.0)
+    assert w.engines["e0"].paused
+    await open_gate(w)
+    assert not w.engines["e0"].paused
+
+
 async def test_a_move_waits_for_no_gate() -> None:
     w = world()
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:

@@ -1,0 +1,287 @@
+"""The gate on real processes: quiet is quiet, all goes on as if nothing had been, and nobody's death freezes it."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+from fleet import WITHIN_S, Fleet, until
+from prometheus_client.parser import text_string_to_metric_families
+
+from orchestrrl.demo.stack import Process
+from orchestrrl.errors import Permanent
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import agent_pb2
+from orchestrrl.rpc.pb import control_pb2 as pb
+
+ROOT = Path(__file__).parents[2]
+# Pauses, tells its lease, and renews it for as long as it lives.
+TRAINER = """
+import asyncio, sys
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import agent_pb2, control_pb2
+
+async def main(address, mode):
+    async with ControlClient(address) as client:
+        wish = control_pb2.PauseGateRequest(holder="trainer", lease_s=2.0, mode=int(mode), deadline_s=DEADLINE_S)
+        print("asks", flush=True)
+        gate = await client.ask(client.control.PauseGate, wish, 100.0)
+        print(gate.lease_id, flush=True)
+        while True:
+            await asyncio.sleep(0.5)
+            renewal = control_pb2.RenewGateRequest(lease_id=gate.lease_id, lease_s=2.0)
+            await client.ask(client.control.RenewGate, renewal)
+
+DEADLINE_S = float(sys.argv[3])
+asyncio.run(main(sys.argv[1], sys.argv[2]))
+"""
+
+
+@dataclass
+class Pair:
+    """The fleet with a second gateway."""
+
+    fleet: Fleet
+    second: Process
+    urls: list[str]
+
+    async def gate(self) -> pb.Gate:
+        async with ControlClient(self.fleet.stack.daemon_address) as client:
+            return await client.ask(client.control.GetGate, pb.GetGateRequest())
+
+    async def pause(self, **wish: object) -> pb.Gate:
+        async with ControlClient(self.fleet.stack.daemon_address) as client:
+            return await client.ask(client.control.PauseGate, pb.PauseGateRequest(**wish), WITHIN_S)  # type: ignore[arg-type]
+
+    async def resume(self, gate: pb.Gate, version: int | None = None) -> pb.Gate:
+        async with ControlClient(self.fleet.stack.daemon_address) as client:
+            order = pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=version)
+            return await client.ask(client.control.ResumeGate, order)
+
+    async def open_again(self) -> None:
+        """Both gateways say so; the daemon may be gone."""
+
+        async def is_open() -> bool:
+            return [await self.phase_of(url) for url in self.urls] == ["open", "open"]
+
+        await until(is_open)
+
+    async def phase_of(self, url: str) -> str:
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+            text = await response.text()
+        closed = _values(text, "orchestrrl_gateway_gate_closed")
+        return "closed" if closed and any(closed) else "open"
+
+    async def generated_tokens(self) -> list[float]:
+        """Of each engine, since its start, by its own count."""
+        async with aiohttp.ClientSession() as session:
+            counts = []
+            for engine in self.fleet.engines:
+                async with session.get(f"{engine.url}/metrics") as response:
+                    counts.append(sum(_values(await response.text(), "vllm:generation_tokens")))
+        return counts
+
+    async def stands_still(self, for_s: float = 0.7) -> None:
+        before = await self.generated_tokens()
+        await asyncio.sleep(for_s)
+        assert await self.generated_tokens() == before
+
+    async def answers_despite(self, fault: Callable[[], Awaitable[None]]) -> list[list[int]]:
+        """The whole step, every other request by the second gateway."""
+        timeout = aiohttp.ClientTimeout(total=WITHIN_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def ask(index: int) -> list[int]:
+                sample = self.fleet.step[index]
+                url = f"{self.urls[index % 2]}/v1/completions"
+                async with session.post(
+                    url, json=self.fleet.body(sample), headers={"X-Request-Id": sample.id}
+                ) as response:
+                    assert response.status == 200, await response.text()
+                    (choice,) = (await response.json())["choices"]
+                    return choice["token_ids"]
+
+            asking = [asyncio.create_task(ask(index)) for index in range(len(self.fleet.step))]
+            await self.fleet.under_way()
+            await fault()
+            return await asyncio.gather(*asking)
+
+
+def _values(text: str, name: str) -> list[float]:
+    return [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        if family.name == name
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]
+
+
+@pytest.fixture
+async def pair(fleet: Fleet, tmp_path: Path) -> AsyncIterator[Pair]:
+    flags = list(fleet.stack.gateway.arguments)
+    flags[flags.index("--listen") + 1] = "127.0.0.1:0"
+    flags[flags.index("--id") + 1] = "gateway2"
+    second = Process("gateway2", flags, tmp_path)
+    url = await second.address()
+    second.arguments[second.arguments.index("--listen") + 1] = url.removeprefix("http://")
+    made = Pair(fleet, second, [fleet.stack.gateway_url, url])
+
+    async def attached() -> bool:
+        return [gateway.node_id for gateway in (await made.gate()).gateways] == ["gateway", "gateway2"]
+
+    await until(attached)
+    yield made
+    await second.stop()
+
+
+@pytest.mark.parametrize("frozen", [agent_pb2.FROZEN_REQUESTS_RECOMPUTE, agent_pb2.FROZEN_REQUESTS_CONTINUE])
+async def test_quiet_is_quiet_and_answers_are_those_of_an_undisturbed_step(
+    pair: Pair, frozen: agent_pb2.FrozenRequests.ValueType
+) -> None:
+    async def update_weights() -> None:
+        for version in (1, 2):
+            gate = await pair.pause(holder="trainer", lease_s=60.0, frozen=frozen)
+            assert gate.phase == "quiet"
+            assert all(engine.done for engine in gate.engines), gate
+            await pair.stands_still()
+            seen = await pair.gate()
+            assert sum(gateway.report.frozen + gateway.report.held for gateway in seen.gateways) > 0
+            assert sum(gateway.report.running for gateway in seen.gateways) == 0
+            opened = await pair.resume(gate, version)
+            assert (opened.phase, opened.policy_version) == ("open", version)
+            assert [engine.policy_version for engine in opened.engines] == [version] * len(pair.fleet.engines)
+            before = sum(await pair.generated_tokens())
+            if version == 1:
+
+                async def goes_on(before: float = before) -> bool:
+                    return sum(await pair.generated_tokens()) > before + 200
+
+                await until(goes_on)
+
+    assert await pair.answers_despite(update_weights) == pair.fleet.expected
+
+
+async def test_requests_that_come_while_it_is_closed_are_answered_later(pair: Pair) -> None:
+    gate = await pair.pause(lease_s=60.0)
+    asking = asyncio.create_task(pair.answers_despite(_nothing))
+    await asyncio.sleep(1.0)
+    assert not asking.done()
+    await pair.stands_still(0.2)
+    await pair.resume(gate)
+    assert await asking == pair.fleet.expected
+
+
+async def _nothing() -> None:
+    return None
+
+
+async def test_waiting_for_what_runs(pair: Pair) -> None:
+    async def drain() -> None:
+        gate = await pair.pause(mode=agent_pb2.GATE_MODE_WAIT, lease_s=60.0, deadline_s=60.0)
+        seen = await pair.gate()
+        assert sum(gateway.report.running + gateway.report.frozen for gateway in seen.gateways) == 0
+        await pair.stands_still()
+        await pair.resume(gate, 1)
+
+    assert await pair.answers_despite(drain) == pair.fleet.expected
+
+
+@pytest.mark.parametrize("mode", [agent_pb2.GATE_MODE_KEEP, agent_pb2.GATE_MODE_WAIT])
+async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(pair: Pair, mode: agent_pb2.GateMode.ValueType) -> None:
+    """Killed while it holds the lease, or while it waits for the fleet to come to rest."""
+
+    async def update_weights() -> None:
+        keeps = mode == agent_pb2.GATE_MODE_KEEP
+        command = [
+            sys.executable,
+            "-c",
+            TRAINER,
+            pair.fleet.stack.daemon_address,
+            str(int(mode)),
+            "2" if keeps else "100",
+        ]
+        trainer = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        assert trainer.stdout is not None
+        assert await trainer.stdout.readline() == b"asks\n"
+        if keeps:
+            lease = (await trainer.stdout.readline()).decode().strip()
+            await asyncio.sleep(3.0)  # longer than one lease: it renews
+            assert (await pair.gate()).lease_id == lease
+            await pair.stands_still(0.3)
+        else:
+
+            async def closing() -> bool:
+                return (await pair.gate()).phase == "closing"
+
+            await until(closing)
+        trainer.kill()
+        await trainer.wait()
+        killed_s = time.monotonic()
+        await pair.open_again()
+        print(f"open {time.monotonic() - killed_s:.2f} s after the trainer was killed")
+
+        async def known() -> bool:
+            return (await pair.gate()).phase == "open"
+
+        await until(known)
+
+    assert await pair.answers_despite(update_weights) == pair.fleet.expected
+    detail = (await pair.gate()).detail
+    expected = "ended without a resume" if mode == agent_pb2.GATE_MODE_KEEP else "nobody waits any more"
+    assert expected in detail
+
+
+async def test_a_killed_daemon_does_not_leave_the_fleet_frozen(pair: Pair) -> None:
+    async def update_weights() -> None:
+        gate = await pair.pause(lease_s=3.0)
+        pair.fleet.stack.daemon.kill()
+        await pair.stands_still()
+        await pair.open_again()
+        await pair.fleet.stack.daemon.restart()
+        with pytest.raises(Permanent, match="requests have gone on since"):
+            await pair.resume(gate, 1)
+
+    assert await pair.answers_despite(update_weights) == pair.fleet.expected
+    assert not (await pair.gate()).HasField("policy_version")
+
+
+async def test_a_daemon_that_is_back_in_time_still_has_the_lease(pair: Pair) -> None:
+    async def update_weights() -> None:
+        gate = await pair.pause(lease_s=60.0)
+        pair.fleet.stack.daemon.kill()
+        await pair.fleet.stack.daemon.restart()
+
+        async def attached() -> bool:
+            seen = await pair.gate()
+            return seen.lease_id == gate.lease_id and len(seen.gateways) == 2
+
+        await until(attached)
+        await pair.stands_still()
+        opened = await pair.resume(gate, 1)
+        assert opened.policy_version == 1
+
+    assert await pair.answers_despite(update_weights) == pair.fleet.expected
+
+
+async def test_a_gateway_that_restarts_while_it_is_closed_closes_again(pair: Pair) -> None:
+    gate = await pair.pause(lease_s=60.0)
+    pair.second.kill()
+    await pair.second.restart()
+
+    async def closed() -> bool:
+        return await pair.phase_of(pair.urls[1]) == "closed"
+
+    await until(closed)
+    asking = asyncio.create_task(pair.answers_despite(_nothing))
+    await asyncio.sleep(0.5)
+    await pair.stands_still(0.3)
+    await pair.resume(gate, 1)
+    assert await asking == pair.fleet.expected

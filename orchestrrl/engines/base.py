@@ -11,7 +11,7 @@ from enum import StrEnum
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-from orchestrrl.errors import Permanent
+from orchestrrl.errors import Permanent, Retryable
 from planner.model import EngineHealth
 
 
@@ -105,6 +105,10 @@ class Refused(Permanent):
         super().__init__(message)
         self.status = status
         self.body = body
+
+
+class NoConnection(Retryable):
+    """Nothing was sent, for want of connections on this side: files or memory have run out. The engine is as it was."""
 
 
 class Engine(Protocol):

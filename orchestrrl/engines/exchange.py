@@ -5,6 +5,7 @@ tells the engine to stop. A general client costs several times as much for each 
 """
 
 import asyncio
+import errno
 import ssl
 from base64 import b64encode
 from collections import deque
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
+from orchestrrl.engines.base import NoConnection
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 
 RETRY_AFTER_S = 1.0
@@ -20,6 +22,7 @@ RETRY_AFTER_S = 1.0
 KEEP_IDLE_S = 2.0
 STREAM_END_S = 5.0  # between what the reader wanted of an answer and the answer's end
 MOST_HEAD_BYTES = 65_536
+_OWN_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _ONCE = frozenset({"content-length", "transfer-encoding"})
 MOST_PENDING_BYTES = 1 << 20  # of an answer that nobody reads; then the engine has to wait
 
@@ -399,6 +402,8 @@ class Pool:
                     lambda: Connection(self), self._host, self._port, ssl=self._tls
                 )
         except (OSError, UnicodeError) as error:  # TimeoutError is an OSError; a host's name may be none
+            if isinstance(error, OSError) and error.errno in _OWN_SHORTAGE:
+                raise NoConnection(f"{self.where}: no connection can be opened: {error}", RETRY_AFTER_S) from error
             reason = str(error) or f"no connection within {self._connect_timeout_s:g} s"
             raise Retryable(f"{self.where}: cannot be reached: {reason}", RETRY_AFTER_S) from error
         self._open.add(connection)

@@ -138,7 +138,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         path = "/v1/completions" if request.endpoint is Endpoint.COMPLETIONS else "/v1/chat/completions"
-        body = json.dumps(_asked(request)).encode()
+        body = json.dumps(_asked(request), separators=(",", ":")).encode()
         exchange = self._open_pool().exchange(path, body, {"X-Request-Id": request.request_id})
         attempt = self._attempts[request.request_id] = _Attempt(exchange)
         tokens, finish_reason = 0, None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from orchestrrl.clock import Clock
-from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, Refused
+from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, NoConnection, Refused
 from orchestrrl.engines.handover import loading, saving
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.gateway.fleet import Fleet, NoEngine, Slot
@@ -68,6 +68,7 @@ class Relay:
         self._version: int | None = None  # of the policy that the present attempt's last tokens came from
         self._refused_by: set[EngineId] = set()
         self._hung_on: set[EngineId] = set()
+        self._stalled = False  # the present attempt is left because it made no token
         self._failures = 0
         self._delay_s = 0.0
 
@@ -305,7 +306,8 @@ class Relay:
                     task.cancel()
                     await asyncio.wait({task})
             finally:  # a second cancellation may come while the first is being seen to
-                self._slot = None
+                # A task keeps its error, whose frames lead back here: a circle that held bodies of 64 MB for long.
+                self._slot = self._pump_task = None
                 self._fleet.release(slot, record)
                 if task.cancelled() or not record.done:
                     self._fleet.in_background(self._fleet.abort(slot, attempt_id))
@@ -317,14 +319,19 @@ class Relay:
     def _settle(self, slot: Slot, task: "asyncio.Task[bool]") -> None:
         """Decide how an attempt that did not finish goes on."""
         restarting, self._restarting = self._restarting, False
+        stalled, self._stalled = self._stalled, False
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Refused):
             self._after_refusal(slot, error)
             return
-        if isinstance(error, OrchestrRLError):
+        if isinstance(error, NoConnection):
+            self._after_shortage(error)
+        elif isinstance(error, OrchestrRLError):
             self._after_failure(slot, error)
         elif error is not None:
             raise error
+        elif stalled:
+            self._back_off(slot, f"it made no token for {self._limits.stall_s:g} s", 0.0)
         elif not task.cancelled():
             # Stopped on the engine by somebody else, whose business it may have been; but not our client's.
             self._back_off(slot, "it gave the request up", 0.0)
@@ -349,6 +356,13 @@ class Relay:
             self._back_to = self._move.source
             self._answer_move(False, f"{slot.id} failed: {error}")
         self._back_off(slot, str(error), error.after_s if isinstance(error, Retryable) else 0.0)
+
+    def _after_shortage(self, shortage: NoConnection) -> None:
+        """The engine is not to blame, and the request waits: connections come back as others end."""
+        if self._move is not None and self._move.submitted:
+            self._back_to = self._move.source
+            self._answer_move(False, str(shortage))
+        self._delay_s = shortage.after_s
 
     def _back_off(self, slot: Slot, because: str, asked_s: float) -> None:
         """Count an attempt that failed. The first in a row costs no time: there are other engines."""
@@ -523,7 +537,7 @@ class Relay:
             return
         logger.warning("request %s: %s made no token for %g s", self.record.id, slot.id, self._limits.stall_s)
         self._hung_on.add(slot.id)
-        self._failures += 1
+        self._stalled = True
         task.cancel()
 
 

@@ -118,7 +118,7 @@ async def test_what_an_engine_gave_before_it_broke_is_not_asked_for_again(front:
     assert made == asked.max_tokens - TOKENS_BEFORE
 
 
-SILENTS: tuple[str, ...] = ()
+SILENTS = (SILENT,)
 
 
 @pytest.fixture

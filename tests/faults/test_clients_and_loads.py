@@ -1,0 +1,296 @@
+"""Clients that leave, ids that are taken, bodies of 64 MB, and ten thousand requests at once, at a gateway process."""
+
+import asyncio
+import itertools
+import json
+import resource
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from front import (
+    PATH,
+    Front,
+    Question,
+    check,
+    resident_bytes,
+    resident_peak_bytes,
+    session,
+    start_engine,
+    start_gateway,
+    until,
+)
+
+from orchestrrl.bench.processes import Served
+from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.gateway.server import MAX_BODY_BYTES
+from tests.integration.streams import Answer
+from tests.orchestrrl.gateway.processes import GatewayProcess
+
+numbers = itertools.count(100_000, step=10)
+MIB = 1 << 20
+Start = Callable[..., Awaitable[Front]]
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """So many like engines, and a gateway in front of them."""
+    engines: list[LocalEngine] = []
+    gateways: list[GatewayProcess] = []
+    async with session() as http:
+
+        async def starting(*gateway_flags: str, count: int = 1, **engine_flags: object) -> Front:
+            starts = (start_engine(f"e{index}", tmp_path, **engine_flags) for index in range(count))
+            engines.extend(await asyncio.gather(*starts))
+            gateways.append(await start_gateway(engines, tmp_path, *gateway_flags))
+            return Front(engines, gateways[0], http)
+
+        yield starting
+    for gateway in gateways:
+        await gateway.stop()
+    for engine in engines:
+        engine.kill()
+
+
+# --- clients that leave ----------------------------------------------------------------------------------------------
+
+
+async def posted(url: str, question: Question, *headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which this has been asked."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=MIB)
+    writer.write(request(question, *headers))
+    await writer.drain()
+    return reader, writer
+
+
+def request(question: Question, *headers: str) -> bytes:
+    body = json.dumps(question.body).encode()
+    lines = (f"POST {PATH} HTTP/1.1", "Host: gateway", f"X-Request-Id: {question.id}", *headers)
+    return "\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body
+
+
+def leave(writer: asyncio.StreamWriter, how: str) -> None:
+    if how == "half":  # shut down for writing, as some do who want no answer any more
+        writer.write_eof()
+        return
+    if how == "reset":
+        connection: socket.socket = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.close()
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half"])
+async def test_a_client_that_leaves_is_aborted_on_its_engine_and_its_kv_is_freed(start: Start, how: str) -> None:
+    """Streamed or not, running or waiting for its turn, by the fast path or aiohttp's; who stays is not disturbed."""
+    front = await start(speed=3, max_num_seqs=5)
+    staying = Question(next(numbers), prompt_tokens=100, max_tokens=1200, stream=True)
+    leaving = [Question(next(numbers), 100, 20_000, stream=index % 2 == 0) for index in range(8)]
+    answering = front.asking(staying)
+    await front.running(staying)
+    headers = [("Connection: close",) if index % 4 < 2 else () for index in range(len(leaving))]
+    connections = [await posted(front.url, each, *more) for each, more in zip(leaving, headers, strict=True)]
+
+    async def all_there() -> bool:
+        now = await front.metrics(0)
+        return (now.running, now.waiting) == (5, 4)
+
+    await until(all_there)
+    await front.running_at("e0", 5)
+    for _, writer in connections:
+        leave(writer, how)
+
+    async def alone() -> bool:
+        now = await front.metrics(0)
+        return (now.running, now.waiting) == (1, 0)
+
+    await until(alone)
+    assert not answering.done()
+    now = await front.metrics(0)
+    held_tokens = now.kv_usage_fraction * now.kv_capacity_tokens
+    assert held_tokens <= 100 + 1200 + 16  # of the one that stays; blocks have 16 tokens
+    check(staying, await answering)
+    ended = await front.finished(staying, *leaving)
+    assert [item["finish_reason"] for item in ended] == ["length"] + ["abort"] * len(leaving)
+    made = (await front.idle(0)).generation_tokens_total
+    await front.ask_all([Question(next(numbers))])
+    assert (await front.idle(0)).generation_tokens_total == made + 40  # nothing was still being made for the others
+    for _, writer in connections:
+        writer.close()
+
+
+# --- ids that are taken ----------------------------------------------------------------------------------------------
+
+
+async def test_an_id_in_flight_is_refused_and_the_first_is_unharmed(start: Start) -> None:
+    front = await start(count=2, speed=5)
+    firsts = [Question(next(numbers), max_tokens=800, stream=stream) for stream in (False, True)]
+    answering = [front.asking(first) for first in firsts]
+    for first in firsts:
+        await front.running(first)
+    seconds = [
+        Question(first.number, max_tokens=10, stream=stream, more=more)
+        for first in firsts
+        for stream in (False, True)
+        for more in ({}, {"n": 1})
+    ]
+    for second in seconds:
+        status, error = await front.refused(second)
+        assert (status, error["code"]) == (409, 409)
+        assert second.id in error["message"]
+    assert not any(task.done() for task in answering)
+    running = [(await front.metrics(engine)).running for engine in range(2)]
+    assert sum(running) == len(firsts)  # none of them came to an engine
+    for first, answer in zip(firsts, await asyncio.gather(*answering), strict=True):
+        check(first, answer)
+    await front.finished(*firsts)
+    await front.ask_all(firsts)  # an id that is free again may be used again
+
+
+async def test_of_many_with_one_id_at_once_one_is_answered(start: Start) -> None:
+    front = await start(speed=5)
+    asked = Question(next(numbers), max_tokens=200)
+
+    async def ask() -> int:
+        headers = {"X-Request-Id": asked.id}
+        async with front.http.post(front.url + PATH, json=asked.body, headers=headers) as response:
+            body = await response.json()
+            if response.status == 200:
+                assert body["choices"][0]["token_ids"] == asked.answer[0]
+            return response.status
+
+    statuses = await asyncio.gather(*(ask() for _ in range(50)))
+    assert sorted(statuses) == [200] + [409] * 49
+    await front.finished(asked)
+
+
+# --- bodies of 64 MB -------------------------------------------------------------------------------------------------
+
+
+def text_prompt(room_bytes: int) -> str:
+    return '"%s"' % ("x" * (room_bytes - 2))
+
+
+def ids_prompt(room_bytes: int) -> str:
+    """Of three digits, which take Python the most for each byte."""
+    return "[%s7]" % ("999," * ((room_bytes - 3) // 4))
+
+
+def body_of(size_bytes: int, prompt: Callable[[int], str]) -> bytes:
+    """A body of exactly so many bytes."""
+    frame = '{"max_tokens": 4, "temperature": 0, "prompt": %s}'
+    body = frame % prompt(size_bytes - len(frame) + 2)
+    return body.encode() + b" " * (size_bytes - len(body))
+
+
+async def post_raw(front: Front, body: bytes) -> tuple[int, dict[str, Any]]:
+    async with front.http.post(front.url + PATH, data=body) as response:
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize(("prompt", "times"), [(text_prompt, 10), (ids_prompt, 20)], ids=["text", "ids"])
+async def test_bodies_at_the_limit(start: Start, prompt: Callable[[int], str], times: int) -> None:
+    """Just under it: the engine's own refusal, as no model has such a context. Over it: 413. The gateway holds so many
+    times the body's size at most (an id in Python takes more than its digits), and gives it back for the next."""
+    front = await start(speed=5)
+    pid = front.gateway.pid
+    before_bytes = resident_bytes(pid)
+    for _ in range(2):
+        status, answer = await post_raw(front, body_of(MAX_BODY_BYTES - 1024, prompt))
+        assert status == 400, answer
+        assert "maximum context length is 32768 tokens" in answer["error"]["message"]
+    status, answer = await post_raw(front, body_of(MAX_BODY_BYTES + 1, prompt))
+    assert (status, answer["error"]["code"]) == (413, 413)
+    grown_bytes = resident_peak_bytes(pid) - before_bytes
+    print(f"{grown_bytes / MIB:.0f} MiB more at the most, {grown_bytes / MAX_BODY_BYTES:.1f} times the body")
+    assert grown_bytes < times * MAX_BODY_BYTES
+    await front.ask_all([Question(next(numbers)), Question(next(numbers), stream=True)])
+
+
+# --- ten thousand at once --------------------------------------------------------------------------------------------
+
+BURST = 10_000
+BURST_TOKENS = 6
+BURST_WITHIN_S = 280.0
+IN_FLIGHT = "orchestrrl_gateway_requests{"
+# For each request in flight: two connections with their buffers, the record, and what answers it.
+REQUEST_BYTES = 48 << 10
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Connections for all of them, here and in the processes that are started."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_ten_thousand_requests_at_once(start: Start, many_files: None, stream: bool) -> None:
+    """Each on a connection of its own. Every one is answered right, and once; the gateway's memory is bounded."""
+    front = await start("--log-level", "error", count=2, speed=50, max_num_seqs=512)
+    first = next(numbers) + 1_000_000
+    asked = [Question(first + index, 6, BURST_TOKENS, stream) for index in range(BURST)]
+    pid = front.gateway.pid
+    before_bytes, cpu_s = resident_bytes(pid), Served(front.url, pid).cpu_s()
+
+    async def one(question: Question) -> bytes:
+        reader, writer = await posted(front.url, question, "Connection: keep-alive")
+        answer = await whole_answer(reader)
+        writer.close()
+        return answer
+
+    async def all_in_flight() -> bool:
+        return await in_flight(front) == BURST
+
+    async with asyncio.timeout(BURST_WITHIN_S):
+        for engine in range(2):
+            await front.pause(engine)  # nothing ends before all are there
+        answering = asyncio.gather(*(one(question) for question in asked))
+        await until(all_in_flight)
+        for engine in range(2):
+            await front.resume(engine)
+        answers = await answering
+    for question, answer in zip(asked, answers, strict=True):
+        check(question, read_answer(answer, stream=stream))
+    per_request_bytes = (resident_peak_bytes(pid) - before_bytes) / BURST
+    print(f"{per_request_bytes / 1024:.1f} KiB each, {Served(front.url, pid).cpu_s() - cpu_s:.1f} CPU s")
+    assert per_request_bytes < REQUEST_BYTES
+    generated = [(await front.idle(engine)).generation_tokens_total for engine in range(2)]
+    assert sum(generated) == BURST * BURST_TOKENS + 2  # once each, and the engines' first probes
+    await front.finished()
+    await front.ask_all([Question(next(numbers))])
+
+
+async def in_flight(front: Front) -> int:
+    """By the gateway's metrics: its page of all requests would be long."""
+    async with front.http.get(front.url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(IN_FLIGHT))
+
+
+async def whole_answer(reader: asyncio.StreamReader) -> bytes:
+    """An HTTP answer that came on a connection which stays open."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    if b"chunked" in head:
+        return head + await reader.readuntil(b"\r\n0\r\n\r\n")
+    (length,) = (line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+    return head + await reader.readexactly(int(length.partition(b":")[2]))
+
+
+def read_answer(data: bytes, *, stream: bool) -> Answer:
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n"), data[:400]
+    answer = Answer()
+    if not stream:
+        answer.add(json.loads(body))
+        return answer
+    events = [line[len(b"data: ") :] for line in body.split(b"\n") if line.startswith(b"data: ")]
+    assert events.pop() == b"[DONE]"
+    for event in events:
+        answer.add(json.loads(event))
+    return answer

@@ -43,6 +43,10 @@ class Roster:
         removed = tuple(engine for engine in self.removed if engine != facts.id)
         return replace(taking, added=tuple(sorted([*others, facts], key=lambda one: one.id)), removed=removed)
 
+    def with_readmitted(self, engine: EngineId) -> "Roster":
+        """It is there by the configuration's word again."""
+        return replace(self, removed=tuple(other for other in self.removed if other != engine))
+
     def with_drained(self, engine: EngineId, move: bool = False) -> "Roster":
         """It takes nothing new; `move`: what is there goes elsewhere. Draining it again does not call moves back."""
         leaving = self.leaving | {engine} if move else self.leaving

@@ -132,18 +132,15 @@ class State:
     def set_roster(
         self, added: Iterable[EngineFacts], draining: Iterable[EngineId], removed: Iterable[EngineId]
     ) -> None:
-        """The operators' word. Who is removed is none of ours, also while an agent reports it well."""
+        """The operators' word, for the facts that are set next. Who is removed is none of ours, also while an agent
+        reports it well."""
         self._draining, self._barred = frozenset(draining), frozenset(removed)
         for engine in self._barred:
             self._deployed.pop(engine, None)
-            self._facts.pop(engine, None)
             if engine in self._engines:  # what it offers is told once
                 self._engines[engine] = _EngineRecord(capabilities=self._engines[engine].capabilities)
-        for engine in self._added:
-            self._facts.pop(engine, None)
         self._added = {facts.id: facts for facts in added}
         self._removed.difference_update(self._added)
-        self._facts.update(self._added)
 
     def add_engine(self, facts: EngineFacts) -> None:
         """An engine that was deployed, unless an operator has removed it since."""

@@ -51,7 +51,7 @@ def list_engines(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = Fals
 
 def add(
     engine: EngineArgument,
-    url: Annotated[str, typer.Option("--url", help="Where it listens.", metavar="URL")],
+    url: Annotated[str, typer.Option("--url", help="Where it listens.", metavar="URL")] = "",
     configuration: Annotated[str, typer.Option("--configuration", help="One that the daemon knows.", metavar="C")] = "",
     gpus: Annotated[str, typer.Option("--gpus", help="Its GPUs, as in `0,1`.", metavar="LIST")] = "",
     pool: Annotated[str, typer.Option("--pool", help="Engines of a kind, which tags may prefer.", metavar="P")] = "",
@@ -62,7 +62,8 @@ def add(
     """Have every gateway send requests to one more engine, until it is removed.
 
     It stays over restarts and reloads of the daemon. Start its agent afterwards, under the same id: without one it gets
-    requests, but no decision is taken for it.
+    requests, but no decision is taken for it. One that was removed and that the daemon's configuration names comes back
+    by its id alone, as it stands there.
 
     Example: `orchestrrl engines add e2 --url http://127.0.0.1:8003 --configuration tp2 --gpus 4,5`
     """
@@ -155,7 +156,7 @@ def _checked(engine: str, url: str, gpus: str) -> list[int]:
     """The GPUs. Raises ProblemFaults with all that is malformed."""
     faults = [] if engine.strip() else [f"ID: must not be empty, got {engine!r}"]
     try:
-        check_url(url)
+        check_url(url or "http://as-configured")
     except ValueError as error:
         faults.append(f"--url: {error}, got {url!r}")
     words = [word.strip() for word in gpus.split(",")] if gpus else []

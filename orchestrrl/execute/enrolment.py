@@ -14,6 +14,7 @@ from functools import partial
 from balancer.leave import leave
 from orchestrrl.clock import Clock
 from orchestrrl.config import Config, check_url
+from orchestrrl.engine_facts import engine_facts
 from orchestrrl.errors import Permanent, ProblemFaults, shorten
 from orchestrrl.execute.moves import MovesOutcome
 from orchestrrl.execute.routes import Routes
@@ -40,7 +41,7 @@ class NewEngine:
     """As an operator names it; nothing is checked yet."""
 
     engine: str
-    url: str
+    url: str = ""
     configuration: str = ""  # empty: not known
     gpus: tuple[int, ...] = ()
     pool: str = ""
@@ -86,7 +87,13 @@ class Enrolment:
     # --- an operator's words
 
     def add(self, new: NewEngine, reason: str = "") -> None:
-        """Name it to every gateway. Raises ProblemFaults with all that is wrong with it."""
+        """Name it to every gateway. A removed one that the configuration names needs no more than its id. Raises
+        ProblemFaults with all that is wrong with it."""
+        engine = EngineId(new.engine)
+        configured = any(facts.id == engine for facts in engine_facts(self.config))
+        if configured and engine in self.roster.removed and new == NewEngine(new.engine):
+            self._change("add", engine, self.roster.with_readmitted(engine), reason)
+            return
         views = self._state.engines(self._clock.now_s())
         faults = [*_identity_faults(new, views), *self._place_faults(new, views)]
         if faults:
@@ -94,7 +101,7 @@ class Enrolment:
         name = ConfigurationId(new.configuration) if new.configuration else None
         configuration = next((c for c in self.config.fleet.configuration_values() if c.id == name), None)
         facts = EngineFacts(
-            EngineId(new.engine),
+            engine,
             new.url,
             name,
             tuple(map(GpuId, new.gpus)),
@@ -102,7 +109,7 @@ class Enrolment:
             configuration.kv_capacity_tokens if configuration else None,
             new.pool,
         )
-        self._change("add", facts.id, self.roster.with_added(facts), reason)
+        self._change("add", engine, self.roster.with_added(facts), reason)
 
     def drain(self, engine: EngineId, move: bool = False, reason: str = "") -> None:
         """Nothing new goes there; `move`: what is there goes elsewhere, round by round. Raises ProblemFaults for an
@@ -203,6 +210,7 @@ class Enrolment:
 
     def _tell_state(self) -> None:
         self._state.set_roster(self.roster.added, self.roster.draining, self.roster.removed)
+        self._state.set_facts(engine_facts(self.config))
 
     def _requests_on(self, engine: EngineId) -> set[RequestId]:
         snapshot = self._state.snapshot(self._clock.now_s())

@@ -303,9 +303,16 @@ async def test_a_removed_engine_stays_away_until_it_is_added_again(house: House)
                 word(E1)
         with pytest.raises(ProblemFaults, match="not a known engine"):
             await plane.enrolment.remove(E1)
-        plane.enrolment.add(NewEngine("e1", "http://e1", "tp2", (2, 3)))
+        plane.enrolment.add(NewEngine("e1"))
         await house.clock.advance(1.0)
         assert nodes.routes["e1"].health is EngineHealth.OK
+        assert (nodes.routes["e1"].url, plane.state.configuration_of(E1)) == ("http://e1", "tp2"), "as configured"
+        await plane.enrolment.remove(E1)
+        plane.enrolment.add(NewEngine("e1", "http://elsewhere"))
+        await house.clock.advance(1.0)
+        assert plane.state.configuration_of(E1) is None, "as said now"
+        with pytest.raises(ProblemFaults, match="url: must be"):
+            plane.enrolment.add(NewEngine("e9"))
 
 
 async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(house: House) -> None:

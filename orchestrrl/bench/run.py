@@ -10,6 +10,7 @@ from orchestrrl.bench.forecast import forecasts
 from orchestrrl.bench.gateway import gateway_cpu
 from orchestrrl.bench.policies import policies
 from orchestrrl.bench.profile_score import profile_score
+from orchestrrl.bench.routing import routing
 from orchestrrl.bench.sim import sim_step
 from orchestrrl.bench.solve import solver
 from orchestrrl.bench.startup import import_cli
@@ -28,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "gateway_cpu": gateway_cpu,
     "import_cli": lambda _: import_cli(),
     "sim_step": lambda _: sim_step(),
+    "routing": lambda _: routing(),
 }
 
 

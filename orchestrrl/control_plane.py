@@ -405,7 +405,7 @@ class ControlPlane:
         self._ended_step = step
         lengths = self.planning.lengths.step_ended(self.state.finished)
         self._note(Kind.STEP_ENDED, "", {"started_s": step.started_s, "ended_s": step.ended_s, "lengths": lengths})
-        self.plans.step_ended(step)
+        self.plans.step_ended(step, self.gate.still_s)
 
     def _note(self, kind: Kind, subject: str, body: dict[str, Any]) -> None:
         self.journal.append(self.clock.now_s(), kind, subject, body)

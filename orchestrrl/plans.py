@@ -6,7 +6,7 @@ Plans and controls are journalled as they come and come back from the journal af
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -67,6 +67,11 @@ class Deployment(Protocol):
 
     async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
         """Bring the fleet to `plan.instances`, requests included. Raises OrchestrRLError."""
+
+
+def never_still(from_s: float, to_s: float) -> float:
+    """Where nobody holds the fleet at rest."""
+    return 0.0
 
 
 class PlanBook:
@@ -146,28 +151,31 @@ class PlanBook:
         self._journal.append(self._clock.now_s(), Kind.DEPLOYMENT_ENDED, plan, body)
         self.last_switch_s = outcome.ended_s
 
-    def step_ended(self, step: Step) -> None:
-        """Fill in what really happened: seconds from each of the step's plans to the step's end."""
+    def step_ended(self, step: Step, still_s: Callable[[float, float], float] = never_still) -> None:
+        """Fill in what really happened: seconds from each of the step's plans to the step's end, less those in which
+        the fleet was held at rest, which no plan foresees. `still_s`: of the time from, to."""
         assert step.ended_s is not None
+        ended_s = step.ended_s
         of_step = [
             plan
             for plan in self._plans.values()
-            if plan.actual_makespan_s is None and step.started_s <= plan.created_s <= step.ended_s
+            if plan.actual_makespan_s is None and step.started_s <= plan.created_s <= ended_s
         ]
+        took_s = {plan.id: ended_s - plan.created_s - still_s(plan.created_s, ended_s) for plan in of_step}
         for plan in of_step:
-            actual_s = step.ended_s - plan.created_s
+            actual_s = took_s[plan.id]
             body = {"actual_makespan_s": actual_s, "predicted_makespan_s": plan.predicted_s}
-            self._journal.append(step.ended_s, Kind.PLAN_ACTUAL, plan.id, body)
+            self._journal.append(ended_s, Kind.PLAN_ACTUAL, plan.id, body)
             self._plans[plan.id] = replace(plan, actual_makespan_s=actual_s)
             self._tell(self._plans[plan.id])
-        self._calibrate(step.ended_s, of_step)
+        self._calibrate(ended_s, [(plan, took_s[plan.id]) for plan in of_step])
 
-    def _calibrate(self, ended_s: float, plans: Sequence[Plan]) -> None:
+    def _calibrate(self, ended_s: float, plans: Sequence[tuple[Plan, float]]) -> None:
         """What a plan foresaw holds until the next one is acted on, so those before that are not counted."""
-        last_act = max((place for place, plan in enumerate(plans) if plan.acted), default=0)
+        last_act = max((place for place, (plan, _) in enumerate(plans) if plan.acted), default=0)
         outcomes = [
-            (plan.predicted_s / plan.correction, ended_s - plan.created_s)
-            for plan in plans[last_act:]
+            (plan.predicted_s / plan.correction, actual_s)
+            for plan, actual_s in plans[last_act:]
             if plan.predicted_s is not None
         ]
         after = self.calibration.after(outcomes)

@@ -6,6 +6,7 @@ Gateways keep the time of a lease themselves, so what the daemon does not get to
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,7 @@ LEASE_MAX_S = 24 * 3600.0  # whoever dies with a lease keeps the fleet for so lo
 ANSWER_S = 5.0
 # Gateways that say that a gate is closed which was opened so long ago have not heard of it.
 MISSED_S = 2.0
+LEASES_REMEMBERED = 256
 BUSY_POLL_S = 0.25
 AGAIN_S = 1.0  # when it may be tried again, as far as anybody can tell
 OUTDATED = "has not the fleet's weights, as far as anybody told: gets no requests until its version is told"
@@ -111,6 +113,8 @@ class GateKeeper:
         self._broken: asyncio.Future[str] | None = None  # why that one cannot come to rest
         self._tasks: set[asyncio.Task[OperationResult]] = set()
         self._rests: dict[EngineId, ItemResult] = {}  # what became of each engine when the gate closed or opened last
+        self._still_since_s: float | None = None
+        self._still: deque[tuple[float, float]] = deque(maxlen=LEASES_REMEMBERED)  # from quiet to open
         self.totals = GateTotals()
 
     # --- ask
@@ -129,6 +133,13 @@ class GateKeeper:
     def paused_s(self) -> float:
         lease = self.state.lease
         return self.totals.paused_s + (self._clock.now_s() - lease.began_s if lease else 0.0)
+
+    def still_s(self, from_s: float, to_s: float) -> float:
+        """For how much of a time of late everything was at rest by order."""
+        spans = [*self._still]
+        if self._still_since_s is not None:
+            spans.append((self._still_since_s, to_s))
+        return sum(max(0.0, min(to_s, ended_s) - max(from_s, began_s)) for began_s, ended_s in spans)
 
     def gateways(self) -> dict[NodeId, GateReport | None]:
         """The attached ones, by id, each with its latest word."""
@@ -160,6 +171,8 @@ class GateKeeper:
         latest = self._journal.latest(Kind.GATE)
         if latest is not None:
             self._state = GateState.from_body(latest.body["state"])
+            if self._state.lease is not None and self._state.quiet:
+                self._still_since_s = self._state.lease.began_s
         lease = self.state.lease
         if lease is not None and not self._state.quiet:
             detail = "the daemon was restarted while the fleet was coming to rest"
@@ -386,6 +399,11 @@ class GateKeeper:
         if before is not None and state.lease is None and state.opened is not None:
             expired = self.totals.expired + (state.opened.how is Ending.EXPIRED)
             self.totals = GateTotals(self.totals.paused_s + state.opened.at_s - before.began_s, expired)
+            if self._still_since_s is not None:
+                self._still.append((self._still_since_s, state.opened.at_s))
+                self._still_since_s = None
+        elif state.quiet and self._still_since_s is None:
+            self._still_since_s = self._clock.now_s()
         body = {"event": event, "phase": state.phase, "reason": reason, "state": state.body()}
         lease = state.lease or before
         self._journal.append(self._clock.now_s(), Kind.GATE, lease.id if lease else "", body)

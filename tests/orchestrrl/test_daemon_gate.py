@@ -545,6 +545,27 @@ async def test_nothing_moves_while_the_gate_is_closed_nor_just_after(house: Hous
         assert plane.balance.verdict.code not in ("gate_closed", "gate_opened")
 
 
+async def test_what_a_plan_foresaw_is_held_against_the_time_in_which_requests_ran(house: House) -> None:
+    async with house.running():
+        plane, gateway = house.plane, house.gateways["gw0"]
+        gateway.in_flight = [request("r0", "e0")]
+        await house.clock.advance(1.0)
+        plan = await plane.slow_tick()
+        began_s = house.clock.now_s()
+        for _ in range(2):
+            lease = await house.pause()
+            await house.clock.advance(10.0)
+            await house.resume(lease)
+            await house.clock.advance(4.0)
+        gateway.in_flight = []
+        await house.clock.advance(1.0)
+        step = plane.state.step
+        assert step is not None
+        assert step.ended_s is not None
+        assert step.ended_s - began_s == pytest.approx(29.0, abs=2.0)
+        assert plane.plans.get(plan.id).actual_makespan_s == pytest.approx(step.ended_s - began_s - 20.0, abs=2.0)
+
+
 async def test_kv_is_handed_over_between_engines_of_one_version_only(house: House) -> None:
     links = "connector: kv_handover, weights: w, inter_node_gbps_per_gpu: 8.0, latency_s: 0.01, kv_bytes_per_token: 1e3"
     plane = house.start(CONFIG.replace("fleet:", f"fleet:\n  kv_transfer: {{{links}}}").replace("act", "advise"))

@@ -81,7 +81,9 @@ class ControlPlane:
         self.nodes = NodeRegistry()
         self.runner = Runner(journal, self.nodes, clock, self._closed)
         self.routes = Routes(config, self.state, self.nodes, self.runner, journal, clock)
-        self.enrolment = Enrolment(config, self.state, self.routes, journal, clock, self._start_moves)
+        self.enrolment = Enrolment(
+            config, self.state, self.routes, journal, clock, self._start_moves, lambda: self.gate.check_open()
+        )
         self.gate = GateKeeper(
             self.runner,
             self.nodes,

@@ -70,9 +70,17 @@ class Enrolment:
     """The roster in force. Construction recovers it from the journal; `tick` moves what is to leave."""
 
     def __init__(
-        self, config: Config, state: State, routes: Routes, journal: Journal, clock: Clock, start_moves: StartMoves
+        self,
+        config: Config,
+        state: State,
+        routes: Routes,
+        journal: Journal,
+        clock: Clock,
+        start_moves: StartMoves,
+        check_movable: Callable[[], None],
     ) -> None:
-        """`start_moves` begins moves by the normal path, whatever the mode."""
+        """`start_moves` begins moves by the normal path, whatever the mode; `check_movable` raises Permanent while all
+        requests stand still."""
         self.config = config
         self.roster = recovered_roster(journal)
         self._state = state
@@ -80,6 +88,7 @@ class Enrolment:
         self._journal = journal
         self._clock = clock
         self._start_moves = start_moves
+        self._check_movable = check_movable
         self._round: asyncio.Task[MovesOutcome] | None = None
         self._rests: dict[RequestId, _Rest] = {}
         self._tell_state()
@@ -116,7 +125,6 @@ class Enrolment:
         engine that is not known."""
         self._require_known(engine)
         self._change("drain", engine, self.roster.with_drained(engine, move), reason)
-        self.tick(self._state.snapshot(self._clock.now_s()))
 
     def undrain(self, engine: EngineId, reason: str = "") -> None:
         """It takes requests again."""
@@ -125,7 +133,8 @@ class Enrolment:
 
     async def remove(self, engine: EngineId, force: bool = False, reason: str = "") -> Removal:
         """It is none of ours from now on, whoever reports it. What still runs there finishes: its gateway keeps the
-        connection. Raises Permanent while requests are there, unless forced: then those that can go on elsewhere do.
+        connection. Raises Permanent while requests are there, unless forced: then those that can go on elsewhere do,
+        but for while all stand still.
         """
         self._require_known(engine)
         there = self._requests_on(engine)
@@ -134,6 +143,8 @@ class Enrolment:
                 f"{len(there)} requests are on {engine}: `orchestrrl engines drain {engine} --move --wait` empties it;"
                 " --force moves those that can go on elsewhere, and lets the others finish"
             )
+        if there:
+            self._check_movable()
         moved = await self._empty(engine, reason) if there else set()
         self._change("remove", engine, self.roster.with_removed(engine), reason)
         return Removal(len(moved), len(self._requests_on(engine) - moved))

@@ -14,10 +14,23 @@ from orchestrrl.config import parse_config
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.execute.enrolment import RETRY_CAP_S, NewEngine, Removal
+from orchestrrl.execute.gate import GateWish
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.loops import run_loops
 from orchestrrl.nodes import Attachment
-from orchestrrl.operations import ItemResult, MoveRequests, OperationResult, RequestMove, Route, SetRoutes, status_of
+from orchestrrl.operations import (
+    CloseGate,
+    ItemResult,
+    MoveRequests,
+    OpenGate,
+    OperationResult,
+    OperationStatus,
+    RequestMove,
+    Route,
+    SetRoutes,
+    status_of,
+)
+from orchestrrl.reports import GatePhase, GateReport
 from planner.live import live_fleet
 from planner.model import EngineHealth, EngineId, RequestId
 
@@ -49,6 +62,7 @@ class Nodes:
         self.refusing: set[str] = set()  # engines that the gateway will not move anything to
         self.routes: dict[str, Route] = {}
         self.orders: list[RequestMove] = []
+        self.gate = GateReport()
         self._sequence = 0
         self._attachment: Attachment | None = None
 
@@ -64,7 +78,7 @@ class Nodes:
             busy = sample(self.clock.now_s(), held[engine], kv_capacity_tokens=100_000, decode_tokens_per_s=10.0)
             self.plane.engine_reported(engine_report(engine, self._sequence, busy), 1)
         live = [request(id, engine, movable=id not in self.immovable) for id, engine in self.where.items()]
-        self.plane.gateway_reported(gateway_report(*live, sequence=self._sequence), 1)
+        self.plane.gateway_reported(gateway_report(*live, sequence=self._sequence, gate=self.gate), 1)
 
     async def attach(self) -> None:
         self._attachment = self.plane.attach(gateway_hello("e0", "e1"))
@@ -76,6 +90,15 @@ class Nodes:
                     items = tuple(map(self._move, moves))
                     result = OperationResult(operation.id, GATEWAY, status_of(items), items=items)
                     self.plane.result_received(result)
+                case CloseGate(lease):
+                    self.gate = GateReport(GatePhase.QUIET, lease, self.clock.now_s() + 60.0)
+                    rests = tuple(ItemResult(engine, True) for engine in self.routes)
+                    self.plane.result_received(
+                        OperationResult(operation.id, GATEWAY, OperationStatus.DONE, items=rests)
+                    )
+                case OpenGate():
+                    self.gate = GateReport()
+                    self.plane.result_received(OperationResult(operation.id, GATEWAY, OperationStatus.DONE))
 
     def _move(self, move: RequestMove) -> ItemResult:
         self.orders.append(move)
@@ -333,6 +356,25 @@ async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(house: House
 
 
 # --- what others make of it
+
+
+async def test_nothing_moves_while_weights_change(house: House) -> None:
+    plane = house.start()
+    async with house.running(a="e0") as nodes:
+        pausing = asyncio.create_task(plane.gate.pause(GateWish(holder="trainer", lease_s=60.0)))
+        await house.clock.advance(1.0)
+        lease = (await pausing).lease
+        assert lease is not None
+        plane.enrolment.drain(E0, move=True)
+        await house.clock.advance(5.0)
+        assert nodes.where["a"] == "e0"
+        with pytest.raises(Permanent, match="requests stand still"):
+            await plane.enrolment.remove(E0, force=True)
+        assert house.said() == [("drain", "e0")]
+        opening = asyncio.create_task(plane.gate.resume(lease.id, None, ()))
+        await house.clock.advance(15.0)
+        await opening
+        assert nodes.where["a"] == "e1"
 
 
 async def test_neither_loop_counts_on_a_drained_engine(house: House) -> None:

@@ -76,6 +76,9 @@ def gateway(
         Path | None,
         typer.Option(help="Keep what requests with an id have generated in this file: they survive the gateway."),
     ] = None,
+    keep_from_s: Annotated[
+        float, typer.Option(help="Keep no answer that took less: it is as soon generated again. 0: keep all.")
+    ] = 0.1,
     keep_answers_s: Annotated[float, typer.Option(help="Keep it for this long after the last token.")] = 3600.0,
     keep_answers_mb: Annotated[float, typer.Option(help="Keep no more than this; the oldest go first.")] = 1024.0,
     log_level: Annotated[str, typer.Option(help="debug | info | warning | error")] = "info",
@@ -109,6 +112,7 @@ def gateway(
             log_level=log_level,
             plain_http=plain_http,
             ledger=ledger,
+            keep_from_s=keep_from_s,
             keep_answers_s=keep_answers_s,
             keep_answers_mb=keep_answers_mb,
         )
@@ -144,6 +148,7 @@ def read_options(
     max_version_lag: int = -1,
     on_stale: str = OnStale.ABORT,
     ledger: Path | None = None,
+    keep_from_s: float = 0.1,
     keep_answers_s: float = 3600.0,
     keep_answers_mb: float = 1024.0,
 ) -> GatewayOptions:
@@ -179,7 +184,7 @@ def read_options(
         connect(engine_kind, "http://127.0.0.1:1")
     except Permanent as error:
         faults.append(f"--engine-kind: {error}")
-    keep = _keep(ledger, keep_answers_s, keep_answers_mb, faults)
+    keep = _keep(ledger, keep_from_s, keep_answers_s, keep_answers_mb, faults)
     if faults:
         raise ProblemFaults(faults)
     return GatewayOptions(
@@ -208,8 +213,12 @@ def read_options(
     )
 
 
-def _keep(ledger: Path | None, keep_answers_s: float, keep_answers_mb: float, faults: list[str]) -> Keep | None:
+def _keep(
+    ledger: Path | None, keep_from_s: float, keep_answers_s: float, keep_answers_mb: float, faults: list[str]
+) -> Keep | None:
     before = len(faults)
+    if not keep_from_s >= 0:
+        faults.append(f"--keep-from-s: must be >= 0, got {keep_from_s:g}")
     if not keep_answers_s > 0:
         faults.append(f"--keep-answers-s: must be > 0, got {keep_answers_s:g}")
     if not 1 <= keep_answers_mb < 1 << 40:
@@ -221,7 +230,7 @@ def _keep(ledger: Path | None, keep_answers_s: float, keep_answers_mb: float, fa
     except Permanent as error:
         faults.append(f"--ledger: {error}")
         return None
-    return Keep(ledger, keep_answers_s, int(keep_answers_mb * (1 << 20)))
+    return Keep(ledger, keep_from_s, keep_answers_s, int(keep_answers_mb * (1 << 20)))
 
 
 def _address(listen: str, faults: list[str]) -> tuple[str, int]:

@@ -91,8 +91,8 @@ class Job:
             form = self.ask.form
             created_s = form.created_unix_s
             self._entry = await store.enter(form.request_id, form.endpoint, self._named_body, created_s, self.records)
-            if self._entry is not None and self._entry.asked.created_s != created_s:
-                form = replace(form, created_unix_s=int(self._entry.asked.created_s))
+            if self._entry is not None and self._entry.created_s != created_s:
+                form = replace(form, created_unix_s=int(self._entry.created_s))
                 self.ask = replace(self.ask, form=form)
         try:
             self._gateway.ledger.add(*self.records)

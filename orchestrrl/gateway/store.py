@@ -51,13 +51,17 @@ _FAILURES = (sqlite3.Error, OSError, UnicodeError, OverflowError, Permanent)
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Where, for how long and how much."""
+    """Where, for how long and how much. What took less than `from_s` is as soon generated again, and costs no row; a
+    killed gateway loses as much of what it has not written yet."""
 
     path: Path
+    from_s: float = BATCH_S
     answers_s: float = 3600.0
     answers_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
+        if not self.from_s >= 0:
+            raise ValueError(f"from_s must be >= 0, got {self.from_s:g}")
         if not self.answers_s > 0:
             raise ValueError(f"answers_s must be > 0, got {self.answers_s:g}")
         if not self.answers_bytes >= 1 << 20:
@@ -80,9 +84,13 @@ class Entry:
     """A named request in hand. The event loop's, but for `lost`."""
 
     key: int
-    asked: Asked
+    name: str
+    endpoint: Endpoint
+    body: Mapping[str, Any]
+    created_s: float
     cutters: Sequence[Cutter]
     opened_s: float
+    asked: Asked | None = None  # once something is written, or was
     queued: bool = False  # something of it may be on its way to the disk
     lost: bool = False  # something of it did not get there: set by the writer
 
@@ -165,14 +173,15 @@ class Store:
             return None
         try:
             stored = await self._read(key, name) if self._may_have(key) else None
-            asked = Asked(name, digest_of(endpoint, body), created_s)
-            if stored is not None and stored.asked.digest != asked.digest:
+            if stored is not None and stored.asked.digest != digest_of(endpoint, body):
                 raise DuplicateRequest(
                     f"request {name!r} has been asked with another body, whose answer is kept; take another id"
                 )
-            cutters = [Cutter(index, record) for index, record in enumerate(records)]
-            entry = Entry(key, asked if stored is None else stored.asked, cutters, self._clock.now_s())
+            wanted = bool(body.get("return_token_ids"))
+            cutters = [Cutter(index, record, prompt_wanted=wanted) for index, record in enumerate(records)]
+            entry = Entry(key, name, endpoint, body, created_s, cutters, self._clock.now_s())
             if stored is not None:
+                entry.asked, entry.created_s = stored.asked, stored.asked.created_s
                 self._give_back(entry, stored)
         except BaseException:
             claims.free(key)
@@ -185,7 +194,12 @@ class Store:
     def leave(self, entry: Entry) -> None:
         """Its records have ended, or nobody waits for them any longer; before they are marked as such for that."""
         del self._entries[entry.key]
+        if entry.asked is None and self._clock.now_s() - entry.opened_s < self.keep.from_s:
+            if self._claims is not None:
+                self._claims.free(entry.key)
+            return
         self._queue(entry, leaves=True)
+        entry.cutters, entry.body = (), {}  # nobody's any longer, and the entry may have to wait for the disk
 
     async def _claimed(self, claims: Claims, key: int) -> bool:
         for _ in range(int(CLAIM_WITHIN_S / CLAIM_POLL_S)):
@@ -253,6 +267,8 @@ class Store:
             if leaves and self._claims is not None:
                 self._claims.free(entry.key)
             return
+        if entry.asked is None:
+            entry.asked = Asked(entry.name, digest_of(entry.endpoint, entry.body), entry.created_s)
         memory_bytes = ORDER_BYTES
         for piece in pieces:
             memory_bytes += piece.memory_bytes

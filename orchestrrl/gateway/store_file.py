@@ -29,15 +29,16 @@ CREATE TABLE IF NOT EXISTS pieces (
   row INTEGER PRIMARY KEY, key INTEGER NOT NULL, written_s REAL NOT NULL,
   name TEXT, digest BLOB, created_s REAL,
   answer INTEGER NOT NULL, number INTEGER NOT NULL, ids BLOB NOT NULL, text BLOB NOT NULL, prompt_ids BLOB,
-  max_tokens INTEGER, attempt INTEGER NOT NULL, version INTEGER, finish_reason TEXT, more TEXT
+  prompt_tokens INTEGER NOT NULL, max_tokens INTEGER, attempt INTEGER NOT NULL, version INTEGER,
+  finish_reason TEXT, more TEXT
 );
 CREATE INDEX IF NOT EXISTS pieces_by_key ON pieces (key);
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {FORMAT};
 """
-_COLUMNS = "answer, number, ids, text, prompt_ids, max_tokens, attempt, version, finish_reason, more"
+_COLUMNS = "answer, number, ids, text, prompt_ids, prompt_tokens, max_tokens, attempt, version, finish_reason, more"
 _INSERT = f"INSERT INTO pieces (key, written_s, name, digest, created_s, {_COLUMNS}) VALUES "
-_VALUES = f"({', '.join('?' * 15)})"
+_VALUES = f"({', '.join('?' * 16)})"
 # So many rows with one statement: each call into SQLite hands the interpreter over to the requests and takes it back.
 ROWS_OF_STATEMENTS = (64, 8, 1)
 _STATEMENTS = {rows: _INSERT + ", ".join([_VALUES] * rows) for rows in ROWS_OF_STATEMENTS}

@@ -16,7 +16,7 @@ from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
 from orchestrrl.gateway.ledger import Record
 
 # How an answer is written is no part of what was asked.
-_FORM = frozenset({"stream", "stream_options", "return_token_ids", "return_policy_versions", "request_id"})
+_FORM = frozenset({"stream", "stream_options", "return_policy_versions", "request_id"})
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -28,7 +28,8 @@ class Piece(NamedTuple):
     number: int
     ids: bytes
     text: bytes
-    prompt_ids: bytes | None  # in one piece, where the engine told them
+    prompt_ids: bytes | None  # in one piece, where the engine told them and they will be needed
+    prompt_tokens: int
     max_tokens: int | None
     attempt: int
     version: int | None  # of the policy that generated the tokens, or the first of them
@@ -75,12 +76,15 @@ class Cutter:
         "_number",
         "_prompt_given",
         "_prompt_told",
+        "_prompt_wanted",
         "_tokens",
         "record",
     )
 
-    def __init__(self, answer: int, record: Record) -> None:
+    def __init__(self, answer: int, record: Record, *, prompt_wanted: bool) -> None:
+        """`prompt_wanted`: the answer, once it is complete, has the prompt's tokens too."""
         self.record = record
+        self._prompt_wanted = prompt_wanted
         self._answer = answer
         self._prompt_given = record.prompt_ids is not None  # by the client, which will give them again
         self.restart()
@@ -117,9 +121,9 @@ class Cutter:
         ends = record.finish_reason if not self._ended else None
         if tokens == self._tokens and ends is None:
             return None
-        text = record.text_from(self._chars)
+        text = record.text_from(self._chars) if self._chars else record.text
         prompt_ids = None
-        if not self._prompt_told and record.prompt_ids is not None:
+        if not self._prompt_told and record.prompt_ids is not None and (ends is None or self._prompt_wanted):
             prompt_ids = array("I", record.prompt_ids).tobytes()
             self._prompt_told = True
         changes = record.versions.changes(self._tokens)
@@ -130,6 +134,7 @@ class Cutter:
             self._ids[self._tokens :].tobytes(),
             text.encode("utf-8", "surrogatepass"),
             prompt_ids,
+            record.prompt_tokens,
             record.max_tokens,
             record.attempt,
             changes[0][1],
@@ -146,7 +151,7 @@ class Cutter:
         """What takes back all that was cut: the answer is not to be gone on with."""
         self.restart()
         self._number = 1
-        return Piece(self._answer, 0, b"", b"", None, None, self.record.attempt, None, None, None)
+        return Piece(self._answer, 0, b"", b"", None, 0, None, self.record.attempt, None, None, None)
 
     def _more(self, ends: str | None, changes: Sequence[tuple[int, int | None]]) -> dict[str, Any]:
         record = self.record
@@ -175,6 +180,7 @@ class Kept:
     ids: "array[int]" = field(default_factory=lambda: array("I"))
     text: list[str] = field(default_factory=list)
     prompt_ids: tuple[int, ...] | None = None
+    prompt_tokens: int = 0
     max_tokens: int | None = None
     attempt: int = 0
     logprobs: list[TokenLogprob] | None = None
@@ -191,6 +197,7 @@ class Kept:
         self.text.append(piece.text.decode("utf-8", "surrogatepass"))
         if piece.prompt_ids is not None:
             self.prompt_ids = tuple(array("I", piece.prompt_ids))
+        self.prompt_tokens = piece.prompt_tokens
         self.max_tokens = piece.max_tokens
         self.finish_reason = piece.finish_reason
         more = json.loads(piece.more) if piece.more is not None else {}
@@ -242,6 +249,7 @@ def give_back(record: Record, kept: Kept, now_s: float) -> bool:
         if tied or not kept.ids or prompt_ids is None or kept.max_tokens is None:
             return False
     record.prompt_ids = prompt_ids
+    record.prompt_tokens_estimate = kept.prompt_tokens
     record.max_tokens = kept.max_tokens
     record.immovable_because = kept.immovable_because
     for extra in kept.extras:

@@ -111,7 +111,7 @@ async def broken(asking: "Iterable[asyncio.Task[Any]]") -> None:
 
 
 async def test_killed_in_mid_step_it_goes_on_where_it_was(front: Restarts) -> None:
-    done, under_way = asked(100, 4, max_tokens=50), asked(200, 6)
+    done, under_way = asked(100, 4, max_tokens=400), asked(200, 6)
     await front.ask_all(done)
     await asyncio.sleep(WRITTEN_S)
     before = await front.generated()
@@ -196,7 +196,7 @@ async def test_a_full_disk_stops_nothing(engines: list[LocalEngine], tmp_path: P
     gateway = await gateway_of(engines, tmp_path)
     async with session() as http:
         front = Restarts(engines, gateway, http)
-        await front.ask_all(asked(700, 4, max_tokens=50))
+        await front.ask_all(asked(700, 4, max_tokens=400))
         # No file of the process may grow beyond this: as a quota has it.
         _, most = resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, (100_000, most))

@@ -29,7 +29,7 @@ BODY: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 100_000}
 
 @asynccontextmanager
 async def running(path: Path, **keep: Any) -> AsyncIterator[Store]:
-    store = Store(Keep(path, **keep), WallClock())
+    store = Store(Keep(path, **{"from_s": 0.0, **keep}), WallClock())
     store.start()
     yield store
     await store.close()
@@ -65,7 +65,7 @@ async def test_an_answer_is_there_for_who_comes_back(tmp_path: Path) -> None:
         assert (list(record.generated_ids), record.text) == ([1, 2, 3], "<1><2><3>")
         assert (record.finish_reason, record.stop_reason) == ("stop", 3)
         assert [delta.token_ids for delta in record.take_undelivered()] == [(1, 2, 3)]
-        assert again.asked.created_s == 1.0
+        assert again.created_s == 1.0
         assert store.counts.replayed == 1
         store.leave(again)
     async with running(tmp_path / "ledger") as store:
@@ -154,6 +154,21 @@ async def test_progress_is_there_before_the_end(tmp_path: Path) -> None:
         store.leave(entry)
 
 
+async def test_what_was_done_in_no_time_is_not_kept_and_its_name_is_free(tmp_path: Path) -> None:
+    async with running(tmp_path / "ledger", from_s=60.0) as store:
+        entry = await entered(store)
+        grow(entry.records[0], 1)
+        entry.records[0].finish("stop", None, 0.0)
+        store.leave(entry)
+        other = await entered(store, body={**BODY, "temperature": 0.5})
+        assert not other.records[0].generated_ids
+        grow(other.records[0], 7)
+        await until(lambda: other.asked is not None)  # what takes longer is
+        store.leave(other)
+        with pytest.raises(DuplicateRequest, match="another body"):
+            await entered(store)
+
+
 async def test_a_disk_that_fails_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,7 +213,7 @@ async def test_no_ledger_at_all_stops_nothing(tmp_path: Path) -> None:
 def row(name: str, written_s: float, size: int = 100) -> Row:
     ask = read_ask(Endpoint.COMPLETIONS, BODY, request_id=name, group="", tag="", default_model="m", now_s=0.0)
     grow(ask.records[0], *range(size))
-    piece = Cutter(0, ask.records[0]).cut()
+    piece = Cutter(0, ask.records[0], prompt_wanted=True).cut()
     assert piece is not None
     return Row(key_of(name), written_s, Asked(name, b"", 0.0), piece)
 
@@ -241,7 +256,7 @@ def test_after_a_crash_at_any_batch_each_answer_is_as_it_was(tmp_path: Path, see
     for name in "abcd":
         ask = read_ask(Endpoint.COMPLETIONS, BODY, request_id=name, group="", tag="", default_model="m", now_s=0.0)
         records[name] = ask.records[0]
-    cutters = {name: Cutter(0, record) for name, record in records.items()}
+    cutters = {name: Cutter(0, record, prompt_wanted=True) for name, record in records.items()}
     written = dict.fromkeys(records, 0)
     with closing(AnswerFile(tmp_path / "ledger")) as file:
         for batch in range(12):
@@ -278,17 +293,17 @@ from orchestrrl.gateway.store import Keep, Store
 module.PROGRESS_S, module.BATCH_S = 0.004, 0.002
 
 async def main():
-    store = Store(Keep(Path(sys.argv[1])), WallClock())
+    store = Store(Keep(Path(sys.argv[1]), from_s=0.0), WallClock())
     store.start()
     body = {"prompt": [1, 2, 3], "max_tokens": 100_000}
     entries = []
     for k in range(20):
         ask = read_ask(Endpoint.COMPLETIONS, body, request_id=f"r{k}", group="", tag="", default_model="m", now_s=0.0)
         entries.append(await store.enter(f"r{k}", Endpoint.COMPLETIONS, body, 1.0, ask.records))
+    records = [entry.records[0] for entry in entries]
     print("started", flush=True)
     for i in range(100_000):
-        for k, entry in enumerate(entries):
-            record = entry.records[0]
+        for k, record in enumerate(records):
             if len(record.generated_ids) < 40 * (k + 1):
                 token = 1000 * k + len(record.generated_ids)
                 record.append(Chunk((token,), f"<{token}>"), f"<{token}>", None, 0.0)

@@ -42,7 +42,7 @@ class Disk:
     lost: bool = False
 
     def __post_init__(self) -> None:
-        self.cutter = Cutter(0, self.record)
+        self.cutter = Cutter(0, self.record, prompt_wanted=True)
 
     def look(self) -> None:
         if self.lost:
@@ -132,7 +132,7 @@ def test_killed_again_and_again_it_goes_on_from_where_it_was(chunks: list[list[i
     expected: list[int] = []
     for ids in chunks:
         record = record_of()
-        cutter = Cutter(0, record)
+        cutter = Cutter(0, record, prompt_wanted=True)
         kept = put_together(arrived).get(0)
         if kept is not None and give_back(record, kept, 0.0):
             cutter.resume(kept.pieces)
@@ -172,7 +172,7 @@ def test_what_an_answer_would_fail_from_again_is_forgotten() -> None:
 def test_an_attempts_name_is_not_used_twice() -> None:
     record = record_of()
     record.attempt = 3
-    cutter = Cutter(0, record)
+    cutter = Cutter(0, record, prompt_wanted=True)
     record.append(Chunk((1,), "a", (5,)), "a", None, 0.0)
     piece = cutter.cut()
     assert piece is not None
@@ -185,7 +185,8 @@ def test_an_attempts_name_is_not_used_twice() -> None:
     ("other", "same"),
     [
         ({"stream": True, "stream_options": {"include_usage": True}}, True),
-        ({"return_token_ids": True, "request_id": "r"}, True),
+        ({"return_policy_versions": True, "request_id": "r"}, True),
+        ({"return_token_ids": True}, False),
         ({"temperature": 1.0}, False),
         ({"prompt": "a prompt "}, False),
         ({"prompt": [97]}, False),

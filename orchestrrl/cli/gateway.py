@@ -249,7 +249,8 @@ def _pairs(flag: str, form: str, items: Sequence[str], faults: list[str]) -> dic
             faults.append(f"--{flag}: must be {form}, got {item!r}")
         elif name in pairs:
             faults.append(f"--{flag}: {name!r} is given twice")
-        pairs[name] = value
+        else:
+            pairs[name] = value
     return pairs
 
 

@@ -44,7 +44,7 @@ class Waits:
 
     def buckets(self) -> list[tuple[str, float]]:
         """As Prometheus wants them: upper bound and how many waited no longer."""
-        names = [*(f"{bound_s:g}" for bound_s in WAIT_BOUNDS_S), "+Inf"]
+        names = [*(str(bound_s) for bound_s in WAIT_BOUNDS_S), "+Inf"]
         return [(name, float(total)) for name, total in zip(names, accumulate(self.counts), strict=True)]
 
 

@@ -394,5 +394,5 @@ def test_waits_are_counted_as_prometheus_counts() -> None:
     for waited_s in (0.0, 0.005, 0.01, 7000.0, 10_000.0):
         waits.add(waited_s)
     buckets = dict(waits.buckets())
-    assert (buckets["0"], buckets["0.01"], buckets["7200"], buckets["+Inf"]) == (1, 3, 4, 5)
+    assert (buckets["0.0"], buckets["0.01"], buckets["7200.0"], buckets["+Inf"]) == (1, 3, 4, 5)
     assert waits.sum_s == pytest.approx(17_000.015)

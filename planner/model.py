@@ -146,8 +146,9 @@ class Snapshot:
     @property
     def inputs_age_s(self) -> float | None:
         """Age of the oldest input, None while something was never reported. An engine that is known to be gone, or to
-        answer nonsense, is no input: nothing is decided for it."""
-        readable = [engine for engine in self.engines if engine.health in (EngineHealth.OK, EngineHealth.SLOW)]
+        answer nonsense, or is drained, is no input: nothing is decided for it."""
+        answering = [engine for engine in self.engines if engine.health in (EngineHealth.OK, EngineHealth.SLOW)]
+        readable = [engine for engine in answering if not engine.draining]
         ages = [engine.age_s for engine in readable] + [self.requests_age_s]
         if not readable or any(age is None for age in ages):
             return None

@@ -167,7 +167,7 @@ def summary(seen: dict[str, Any]) -> list[str]:
         calibration(seen["plan_calibration"]),
         *gate_summary(seen["gate"]),
     ]
-    sick = [worker for worker in seen["workers"] if worker["health"] != "ok"]
+    sick = [worker for worker in seen["workers"] if worker["reported"] and worker["health"] != "ok"]
     lines += [
         f"[red]{escape(w['engine_id'])} is {w['health']}[/red]: {escape(w['health_detail'] or 'no reason given')}"
         for w in sick
@@ -217,8 +217,8 @@ def worker_row(worker: dict[str, Any]) -> tuple[object, ...]:
 
 
 def health_words(worker: dict[str, Any]) -> str:
-    """Its health, and that an operator drains it."""
-    health = worker["health"] or UNKNOWN
+    """Its health, as far as the daemon knows it, and that an operator drains it."""
+    health = worker["health"] or UNKNOWN if worker["reported"] else "no agent"
     return f"{health}, draining" if worker["draining"] else str(health)
 
 

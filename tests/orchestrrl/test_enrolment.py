@@ -358,6 +358,36 @@ async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(house: House
 # --- what others make of it
 
 
+async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(house: House) -> None:
+    house.start()
+    acting = CONFIG.format(mode="act").replace("policy: none", "policy: packing").replace("1.0e+6", "0.1")
+    async with house.running(**{f"r{n}": "e0" for n in range(6)}, x="e1") as nodes:
+        nodes.refusing = {"e1"}
+        nodes.immovable = {"r0"}
+        await house.clock.advance(1.0)
+        removing = asyncio.create_task(house.plane.enrolment.remove(E0, force=True))
+        await house.clock.advance(1.0)
+        assert await removing == Removal(0, 6)
+        nodes.orders.clear()
+        house.plane.reconfigure(parse_config(acting))
+        await house.clock.advance(40.0)
+        await house.plane.slow_tick()
+        assert house.plane.balance is not None
+        assert nodes.orders == []
+        assert {request.engine for request in house.plane.state.snapshot(house.clock.now_s()).requests} == {"e0", "e1"}
+
+
+async def test_news_of_a_drained_engine_are_waited_for_by_nobody(house: House) -> None:
+    plane = house.start()
+    async with house.running(a="e0") as nodes:
+        plane.enrolment.drain(E1)
+        nodes.reported.remove("e1")  # its machine is switched off
+        await house.clock.advance(20.0)
+        age_s = plane.state.snapshot(house.clock.now_s()).inputs_age_s
+        assert age_s is not None
+        assert age_s < 1.0
+
+
 async def test_nothing_moves_while_weights_change(house: House) -> None:
     plane = house.start()
     async with house.running(a="e0") as nodes:

@@ -10,6 +10,7 @@ older ones have more to come, and are gathered on engines that shed the younger 
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -24,7 +25,9 @@ NO_GAIN = "no_gain"
 DESTINATIONS = 4
 # Engines that are looked at in vain before the rest are left alone, those that end last first.
 SOURCES = 32
-MIN_GAIN_SHARE = 0.001
+MIN_GAIN_SHARE = 0.003
+# Of the time until the end, that it is worth to keep a group together, or to bring one together.
+TOGETHER_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class Outlook:
     context_tokens: int
     remaining_tokens: float
     movable: bool = True
+    group: str = ""  # samples of one prompt; empty: of none
+    prompt_tokens: int = 0  # that the group has in common
 
     def __post_init__(self) -> None:
         if self.context_tokens < 0:
@@ -85,16 +90,18 @@ def pack(
     max_moves: int,
     tolerance: float,
     min_gain_share: float = MIN_GAIN_SHARE,
+    together: bool = False,
     room: Room | None = None,
 ) -> Packing:
     """The moves of one tick.
 
     From the engine that ends last to those that end earlier by more than `tolerance` (0 to 1) of the time until then,
     for as long as the later of the two then ends sooner by `min_gain_share` of that time, the moved request's prefill
-    included; only to where `room` has room. An engine that nothing useful can leave is set aside, and the next one is looked at: lengths are
-    uncertain, and any engine may turn out the last. No request moves twice.
+    included; only to where `room` has room. An engine that nothing useful can leave is set aside, and the next one is
+    looked at: lengths are uncertain, and any engine may turn out the last. No request moves twice. With `together`,
+    samples of one prompt had rather be on one engine, where its prompt is not prefilled again.
     """
-    loads = sorted((_Load(engine) for engine in engines), key=_by_end)
+    loads = sorted((_Load(engine, together) for engine in engines), key=_by_end)
     ends_s = {load.engine.id: load.end_s for load in loads}
     before = {engine.id: ends_s[engine.id] for engine in engines}
     moves: list[Move] = []
@@ -139,7 +146,14 @@ def _best_move(
             continue
         for destination in destinations[:DESTINATIONS]:
             later_s = max(left_s, destination.end_with_s(request))
-            if later_s > limit_s or (best is not None and later_s >= best[0]):
+            if later_s > limit_s:
+                continue
+            later_s += (
+                source.end_s
+                * TOGETHER_SHARE
+                * (source.has_others(request, itself=True) - destination.has_others(request))
+            )
+            if best is not None and later_s >= best[0]:
                 continue
             if room is None or room.fits(request.id, source.engine.id, destination.engine.id):
                 best = later_s, request, destination
@@ -149,8 +163,10 @@ def _best_move(
 class _Load:
     """What one engine holds while moves are being chosen, and when it will end."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, together: bool) -> None:
         self.engine = engine
+        # Requests by group; None: it does not matter.
+        self._groups = Counter(request.group for request in engine.requests if request.group) if together else None
         configuration = engine.configuration
         self._alpha_s = configuration.alpha_s * engine.slowdown
         self._beta_s = configuration.beta_s * engine.slowdown
@@ -188,6 +204,10 @@ class _Load:
             self._may_leave = sorted((request for request in self.engine.requests if request.movable), key=_by_id)
         return self._may_leave
 
+    def has_others(self, request: Outlook, *, itself: bool = False) -> bool:
+        """Whether others of its group are here. `itself`: it is as well."""
+        return self._groups is not None and bool(request.group) and self._groups[request.group] > itself
+
     def _work_s(self, request: Outlook) -> float:
         """Seconds that a request adds to the iterations of those that run beside it."""
         return self._beta_s * request.remaining_tokens + self._gamma_s * _kv_area(request)
@@ -218,12 +238,16 @@ class _Load:
         self._held = self._without(request)
         self._remaining.remove(request.remaining_tokens)
         self.may_leave.remove(request)
+        if self._groups is not None:
+            self._groups[request.group] -= 1
 
     def gain(self, request: Outlook) -> None:
         """It is not put among those that may leave: no request moves twice."""
         self.end_s = self.end_with_s(request)
         self._held = self._with(request)
         insort(self._remaining, request.remaining_tokens)
+        if self._groups is not None:
+            self._groups[request.group] += 1
 
     def _longest_without(self, request: Outlook) -> float:
         if request.remaining_tokens < self._remaining[-1]:
@@ -245,8 +269,9 @@ class _Load:
     def _with(self, request: Outlook) -> "_Held":
         held = self._held
         kv_wanted = held.kv_wanted + request.context_tokens
+        prefill_tokens = request.context_tokens - (request.prompt_tokens if self.has_others(request) else 0)
         return _Held(
-            work_s=held.work_s + self._work_s(request) + request.context_tokens * self._prefill_s,
+            work_s=held.work_s + self._work_s(request) + prefill_tokens * self._prefill_s,
             kv_area=held.kv_area + _kv_area(request),
             seat_area=held.seat_area + request.remaining_tokens,
             kv_wanted=kv_wanted,

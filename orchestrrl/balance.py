@@ -157,6 +157,7 @@ def _packing(
         max_moves=settings.max_moves_per_tick,
         tolerance=settings.tolerance,
         min_gain_share=settings.min_gain_share,
+        together=settings.keep_groups_together,
         room=_restraint(used, problem, settings, situation, keep_last=False),
     )
 

@@ -112,13 +112,15 @@ class FastSettings(Section):
     # Once something moves, it goes on until no more than this share of tolerance or theta is left
     settle_share: Annotated[float, AfterValidator(require(lambda value: 0 < value <= 1, "> 0 and <= 1"))] = 1.0
     # packing: of the time until the end, that each move must gain
-    min_gain_share: Annotated[float, AfterValidator(require(lambda value: 0 < value < 1, "> 0 and < 1"))] = 0.001
+    min_gain_share: Annotated[float, AfterValidator(require(lambda value: 0 < value < 1, "> 0 and < 1"))] = 0.003
     # paper: a running request leaves an engine with that many times the requests of the emptiest, one more counted in
     crowded_ratio: Annotated[float, AfterValidator(require(lambda value: value > 1, "> 1"))] = 2.0
     max_moves_per_tick: PositiveInt = 8  # at a time, in all: the next ones wait for the results of these
-    max_moves_to_engine: PositiveInt = 8  # at a time, of running requests, to one engine
+    max_moves_to_engine: PositiveInt = 4  # at a time, of running requests, to one engine
     max_moves_per_request: NonNegativeInt = 4
-    rest_after_move_s: NonNegativeFloat = 0.0  # a request that has moved stays so long, unless its engine stalls
+    # packing: samples of one prompt had rather be on one engine, for engines that cache prefixes
+    keep_groups_together: bool = False
+    rest_after_move_s: NonNegativeFloat = 10.0  # a request that has moved stays so long, unless its engine stalls
     # A move may lead to a preemption at its destination with this probability at most, as lengths are forecast
     preemption_risk: Annotated[float, AfterValidator(require(lambda value: 0 <= value < 1, ">= 0 and < 1"))] = 0.1
     # Where no lengths are known: of free KV, kept for each running request to grow into
@@ -413,9 +415,16 @@ fast:
   policy: packing               # by when each engine will end; paper: by the load index; none: no moves
   tolerance: 0.05               # packing: ends that differ by no more than this share of the last are left alone
   theta: 0.0002                 # paper: spread of the load index, (running + waiting) / cap / decode rate, left alone
-  max_moves_per_tick: 8
+  settle_share: 1.0             # once something moves, it goes on until this share of tolerance or theta is left
+  min_gain_share: 0.003         # packing: of the time until the end, that each move must gain
+  crowded_ratio: 2.0            # paper: a running request leaves an engine with so many times the emptiest's requests
+  max_moves_per_tick: 8         # at a time, in all: the next ones wait for the results of these
+  max_moves_to_engine: 4        # at a time, of running requests, to one engine
   max_moves_per_request: 4
-  headroom_tokens: 128          # of free KV, kept for each running request to grow into
+  rest_after_move_s: 10.0       # a request that has moved stays so long, unless its engine stalls
+  keep_groups_together: false   # packing: samples of one prompt had rather be on one engine (prefix caching)
+  preemption_risk: 0.1          # that a move may bring its destination, as lengths are forecast
+  headroom_tokens: 128          # where no lengths are known: of free KV, kept for each running request
   stale_after_s: 5.0            # an engine with older news is left out; without a gateway's news all is held
   operation_expiry_s: 10.0      # a move that a gateway has not begun by then is off
   stall_grace_s: 5.0            # after a step's start, before a decode rate of 0 counts as a stall

@@ -34,7 +34,17 @@ def packing_engines(
             if left_tokens is None:
                 return ()
             tokens = request.prompt_tokens + request.generated_tokens
-            held.append(Outlook(name, request.state, tokens, left_tokens, name not in stuck))
+            held.append(
+                Outlook(
+                    name,
+                    request.state,
+                    tokens,
+                    left_tokens,
+                    name not in stuck,
+                    request.group,
+                    request.prompt_tokens,
+                )
+            )
     workers = {worker.id: worker for worker in problem.workers}
     if any(worker.stalled for worker in problem.workers):
         return ()

@@ -201,6 +201,7 @@ def _snapshot(state: StepState, setting: Setting, moved: Mapping[RequestId, int]
                     prompt_tokens=state.requests[sequence.id].prompt_tokens,
                     generated_tokens=state.generated[sequence.id],
                     max_tokens=setting.max_tokens,
+                    group=state.requests[sequence.id].group,
                     moves=moved.get(sequence.id, 0),
                 )
                 for sequence in queue

@@ -5,7 +5,9 @@ A step decodes one token of every running sequence and takes
 `alpha_s + beta_s*sequences` and kv_tokens is what is resident before the step. KV beyond `kv_capacity_tokens` may lie
 in CPU memory, at `spill_s_per_token` more per token and step. Admission is first come, first served, while a seat and
 KV blocks for the sequence's context are free; a running sequence that finds no free block preempts the one admitted
-last, which goes back to the head of the queue and is prefilled again. Between such events the batch only grows by one
+last, which goes back to the head of the queue and is prefilled again. With prefix caching, the full blocks of a prompt
+are there once for all its samples, from the first one's admission until the last one leaves (vLLM would keep them until
+it needs the blocks: it reuses more). Between such events the batch only grows by one
 token each, so whole runs of equal steps are taken at once: the cost is per event, not per token.
 """
 
@@ -34,6 +36,7 @@ class EngineShape:
     base_s: "Curve | None" = None
     spill_capacity_tokens: int = 0  # KV that CPU memory takes beyond the capacity
     spill_s_per_token: float = 0.0
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         for name in ("alpha_s", "beta_s", "gamma_s", "prefill_s_per_token", "spill_s_per_token"):
@@ -79,6 +82,9 @@ class Sequence:
     generated: int = 0
     blocks: int = 0
     prefilled: bool = False  # its KV came with it: its first admission costs no prefill
+    group: str = ""  # samples of one prompt; empty: of none
+    prompt_tokens: int = 0  # that the group has in common
+    holds_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +110,13 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)  # in order of admission
     preemptions_total: int = 0
     generated_tokens_total: int = 0
+    prefilled_tokens_total: int = 0
     busy_s: float = 0.0
     paused: bool = False
     slowdown: float = 1.0  # of its steps, by what else uses its links
     _free_blocks: int = field(init=False)
     _step_s: float | None = None  # length of the step under way, None between steps
+    _prefix_holders: dict[str, int] = field(default_factory=dict)  # by group
 
     def __post_init__(self) -> None:
         self._free_blocks = self.shape.blocks
@@ -122,16 +130,28 @@ class Scheduler:
         return (self.shape.blocks - self._free_blocks) * self.shape.block_tokens
 
     def submit(
-        self, at_s: float, request_id: RequestId, context_tokens: int, to_generate: int, prefilled: bool = False
+        self,
+        at_s: float,
+        request_id: RequestId,
+        context_tokens: int,
+        to_generate: int,
+        prefilled: bool = False,
+        *,
+        group: str = "",
+        prompt_tokens: int = 0,
     ) -> None:
-        """Queue a request that will generate `to_generate` more tokens. Raises ValueError if it can never fit."""
+        """Queue a request that will generate `to_generate` more tokens; it has `prompt_tokens` in common with others of
+        its `group`. Raises ValueError if it can never fit."""
         if to_generate < 1 or context_tokens < 1:
             raise ValueError(f"context_tokens and to_generate must be >= 1, got {context_tokens}, {to_generate}")
         if self._blocks_of(context_tokens + to_generate) > self.shape.blocks:
             raise ValueError(f"{context_tokens + to_generate} tokens exceed the KV of {self.shape.kv_capacity_tokens}")
         if self.idle:
             self.now_s = max(self.now_s, at_s)
-        self.waiting.append(Sequence(request_id, context_tokens, to_generate, prefilled=prefilled))
+        sequence = Sequence(request_id, context_tokens, to_generate, prefilled=prefilled)
+        if self.shape.prefix_caching:
+            sequence.group, sequence.prompt_tokens = group, prompt_tokens
+        self.waiting.append(sequence)
 
     def abort(self, request_ids: Iterable[RequestId]) -> list[Sequence]:
         """Drop these requests and free their blocks; those that were there are returned."""
@@ -177,6 +197,31 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._free_blocks += sequence.blocks
         sequence.blocks = 0
+        if sequence.holds_prefix:
+            sequence.holds_prefix = False
+            self._prefix_holders[sequence.group] -= 1
+            if self._prefix_holders[sequence.group]:
+                self._free_blocks -= self._prefix_blocks(sequence)
+            else:
+                del self._prefix_holders[sequence.group]
+
+    def cached_tokens(self, group: str, prompt_tokens: int) -> int:
+        """Of a prompt, what is there because others of its group run."""
+        return prompt_tokens // self.shape.block_tokens * self.shape.block_tokens if self._holds(group) else 0
+
+    def _holds(self, group: str) -> bool:
+        return bool(group) and group in self._prefix_holders
+
+    def _prefix_blocks(self, sequence: Sequence) -> int:
+        return sequence.prompt_tokens // self.shape.block_tokens
+
+    def _cached_blocks(self, sequence: Sequence) -> int:
+        """Of a sequence that is not running, what is there already."""
+        return self._prefix_blocks(sequence) if self._holds(sequence.group) else 0
+
+    def _needed_blocks(self, sequence: Sequence) -> int:
+        """To admit it."""
+        return self._blocks_of(sequence.context_tokens + 1) - self._cached_blocks(sequence)
 
     def _schedule(self) -> int:
         """Secure a block for each running sequence's next token, then admit; the tokens to prefill in this step."""
@@ -202,15 +247,21 @@ class Scheduler:
     def _admit(self) -> int:
         prefill_tokens = 0
         while self.waiting and len(self.running) < self.shape.max_num_seqs:
-            needed = self._blocks_of(self.waiting[0].context_tokens + 1)
+            needed = self._needed_blocks(self.waiting[0])
             if needed > self._free_blocks:
                 break
             sequence = self.waiting.popleft()
             self._free_blocks -= needed
-            sequence.blocks = needed
-            prefill_tokens += 0 if sequence.prefilled else sequence.context_tokens
+            cached = self._cached_blocks(sequence)
+            sequence.blocks = needed + cached
+            if not sequence.prefilled:
+                prefill_tokens += sequence.context_tokens - cached * self.shape.block_tokens
             sequence.prefilled = False  # once preempted, it is prefilled again
+            if sequence.group:
+                sequence.holds_prefix = True
+                self._prefix_holders[sequence.group] = self._prefix_holders.get(sequence.group, 0) + 1
             self.running.append(sequence)
+        self.prefilled_tokens_total += prefill_tokens
         return prefill_tokens
 
     def _plan_steps(self, until_s: float, prefill_tokens: int) -> tuple[int, float]:
@@ -241,7 +292,7 @@ class Scheduler:
         """After a preemption the head of the queue may fit at the very next step."""
         if not self.waiting or len(self.running) >= self.shape.max_num_seqs:
             return False
-        return self._blocks_of(self.waiting[0].context_tokens + 1) <= self._free_blocks
+        return self._needed_blocks(self.waiting[0]) <= self._free_blocks
 
     def _steps_in_blocks(self) -> int:
         """Steps until some sequence would need a block that is not free. The first step's blocks are secured."""

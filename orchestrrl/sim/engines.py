@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from orchestrrl.engines.base import Capabilities, EngineMetrics
 from orchestrrl.engines.simulated_core import EngineShape, Progress, Scheduler
@@ -19,6 +19,7 @@ class EngineKind:
 
     profile: EngineProfile
     nic_gbps: float = 0.0
+    prefix_caching: bool = False
 
     @property
     def id(self) -> ConfigurationId:
@@ -42,6 +43,7 @@ class EngineKind:
             step.base_s,
             profile.spill_capacity_tokens,
             step.spill_s_per_token,
+            self.prefix_caching,
         )
 
 
@@ -50,7 +52,7 @@ def kinds_of(scenario: Scenario) -> dict[ConfigurationId, EngineKind]:
     profile = scenario.engines.profile_value
     kinds = [_kind(configuration) for configuration in scenario.engines.configurations]
     kinds += [EngineKind(engine) for engine in profile.configurations] if profile is not None else []
-    return {kind.id: kind for kind in kinds}
+    return {kind.id: replace(kind, prefix_caching=scenario.engines.prefix_caching) for kind in kinds}
 
 
 def _kind(section: EngineConfiguration) -> EngineKind:

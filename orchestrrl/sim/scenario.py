@@ -166,6 +166,7 @@ class EnginesSection(Section):
     configurations: tuple[EngineConfiguration, ...] = ()
     initial: str | None = None  # configuration that our arms begin with; by default the tuned static baseline's
     kv_bytes_per_token: _Positive | None = None  # by default the profile's
+    prefix_caching: bool = False  # samples of one prompt that run on one engine have its KV in common
     _profile: Profile | None = PrivateAttr(None)  # what `profile` names, once it is read
 
     @model_validator(mode="after")

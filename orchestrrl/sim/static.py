@@ -65,7 +65,14 @@ def run_partial(
 def _loaded(kind: EngineKind, held: Sequence[tuple[SimRequest, int]]) -> Scheduler:
     engine = Scheduler(kind.shape)
     for request, tokens in held:
-        engine.submit(0.0, request.id, request.prompt_tokens + tokens, request.output_tokens - tokens)
+        engine.submit(
+            0.0,
+            request.id,
+            request.prompt_tokens + tokens,
+            request.output_tokens - tokens,
+            group=request.group,
+            prompt_tokens=request.prompt_tokens,
+        )
     return engine
 
 

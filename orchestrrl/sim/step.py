@@ -50,6 +50,7 @@ class StepResult:
     moves: int
     tokens_recomputed: int
     preemptions: int
+    tokens_prefilled: int = 0  # at first, after moves and after preemptions
     remaining: list[tuple[float, int]] = field(default_factory=list)  # (time, requests in flight)
 
 
@@ -74,7 +75,14 @@ def run_step(
     for index, ids in enumerate(placement):
         for request_id in ids:
             request = by_id[request_id]
-            engines[index].submit(0.0, request_id, request.prompt_tokens, request.output_tokens)
+            engines[index].submit(
+                0.0,
+                request_id,
+                request.prompt_tokens,
+                request.output_tokens,
+                group=request.group,
+                prompt_tokens=request.prompt_tokens,
+            )
             state.engine_of[request_id] = index
     finish_s: dict[RequestId, float] = {}
     remaining = [(0.0, len(by_id))]
@@ -96,6 +104,7 @@ def run_step(
         moves,
         recomputed,
         sum(engine.preemptions_total for engine in engines),
+        sum(engine.prefilled_tokens_total for engine in engines),
         remaining,
     )
 
@@ -113,6 +122,14 @@ def _move(state: StepState, move: StepMove) -> int:
     if state.engine_of.get(move.request) != move.source or move.source == move.destination:
         raise ValueError(f"cannot move {move.request} from engine {move.source} to {move.destination}")
     (sequence,) = state.engines[move.source].abort([move.request])
-    state.engines[move.destination].submit(state.now_s, move.request, sequence.context_tokens, sequence.to_generate)
+    request = state.requests[move.request]
+    state.engines[move.destination].submit(
+        state.now_s,
+        move.request,
+        sequence.context_tokens,
+        sequence.to_generate,
+        group=request.group,
+        prompt_tokens=request.prompt_tokens,
+    )
     state.engine_of[move.request] = move.destination
     return sequence.context_tokens if state.generated[move.request] else 0

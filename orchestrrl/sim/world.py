@@ -205,14 +205,23 @@ class World:
                 self._in_background(self._bring_kv(record, engine, record.attempt, passed, wish_gbps, gbytes))
                 return
         if source is not None:
-            self.gateway.tokens_recomputed += record.context_tokens
+            cached = engine.scheduler.cached_tokens(record.group, record.prompt_tokens_estimate)
+            self.gateway.tokens_recomputed += record.context_tokens - cached
         self._submit(record, engine, prefilled=False)
 
     def _submit(self, record: CountedRecord, engine: VirtualEngine, *, prefilled: bool) -> None:
         now_s = self.clock.now_s()
         self._catch_up(engine, now_s)
         engine.prompt_tokens_total += 0 if prefilled else record.context_tokens
-        engine.scheduler.submit(now_s, record.id, record.context_tokens, record.left_tokens, prefilled)
+        engine.scheduler.submit(
+            now_s,
+            record.id,
+            record.context_tokens,
+            record.left_tokens,
+            prefilled,
+            group=record.group,
+            prompt_tokens=record.prompt_tokens_estimate,
+        )
 
     async def _bring_kv(
         self,

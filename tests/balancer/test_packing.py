@@ -225,3 +225,45 @@ def test_negative_tokens_are_refused() -> None:
         outlook("r0", 5.0, -1)
     with pytest.raises(ValueError, match="kv_free_tokens must be >= 0, got -1"):
         engine("e0", free=-1)
+
+
+class TestGroups:
+    """Samples of one prompt, on engines of which two have the same room and the same time to the end."""
+
+    @staticmethod
+    def member(name: str, group: str) -> Outlook:
+        return replace(outlook(name, 4_000), group=group, prompt_tokens=400)
+
+    def fleet(self) -> list[Engine]:
+        crowd = [self.member(f"e0-{i:02d}", "a" if i == 7 else f"e0-{i}") for i in range(12)]
+        return [
+            engine("e0", *crowd),
+            engine("e1", *(self.member(f"e1-{i}", f"e1-{i}") for i in range(4))),
+            engine("e2", *(self.member(f"e2-{i}", "a" if i == 0 else f"e2-{i}") for i in range(4))),
+        ]
+
+    def test_a_sample_goes_to_where_others_of_its_prompt_are(self) -> None:
+        (apart,) = pack(self.fleet(), max_moves=1, tolerance=TOLERANCE).moves
+        (joined,) = pack(self.fleet(), max_moves=1, tolerance=TOLERANCE, together=True).moves
+        assert (apart.request, apart.destination) == ("e0-00", "e1")
+        assert (joined.request, joined.destination) == ("e0-07", "e2")
+
+    def test_samples_that_are_together_are_not_the_first_to_leave(self) -> None:
+        first, *others = self.fleet()
+        together = replace(
+            first, requests=tuple(replace(r, group="b" if i < 11 else "c") for i, r in enumerate(first.requests))
+        )
+        (move,) = pack([together, *others], max_moves=1, tolerance=TOLERANCE, together=True).moves
+        assert move.request == "e0-11"
+
+    @given(fleets(), st.data())
+    def test_it_is_no_reason_to_move(self, fleet: list[Engine], data: st.DataObject) -> None:
+        """Moves gain what they must, also with groups."""
+        names = st.sampled_from(["", "a", "b"])
+        grouped = [
+            replace(one, requests=tuple(replace(r, group=data.draw(names)) for r in one.requests)) for one in fleet
+        ]
+        result = pack(grouped, max_moves=1, tolerance=TOLERANCE, together=True)
+        for move in result.moves:
+            after_s = max(result.ends_after_s[end] for end in (move.source, move.destination))
+            assert after_s <= result.ends_before_s[move.source] * (1 - MIN_GAIN_SHARE) * (1 + 1e-9)

@@ -77,14 +77,15 @@ def test_it_moves_and_says_what_for() -> None:
     decision = decided(fleet(30, 4))
     assert decision.verdict.code == "pack"
     assert {(m.from_engine, m.to_engine) for m in decision.moves} == {("e0", "e1")}
-    assert len(decision.moves) == SETTINGS.max_moves_per_tick
+    assert len(decision.moves) == SETTINGS.max_moves_to_engine
     assert decision.packing is not None
     assert decision.packing.makespan_after_s < decision.packing.makespan_before_s
     assert f"{decision.packing.makespan_before_s:.1f} s" in decision.verdict.detail
 
 
 def test_load_indices_are_told_as_by_the_papers_rule() -> None:
-    packed, paper = decided(fleet(30, 4)), decided(fleet(30, 4), settings=PAPER)
+    few = FastSettings(max_moves_per_tick=3)
+    packed, paper = decided(fleet(30, 4), settings=few), decided(fleet(30, 4), settings=PAPER)
     assert packed.load_index == paper.load_index
     assert packed.balance.load_after != packed.balance.load_before
     assert packed.balance.stopped_because == "max_moves"

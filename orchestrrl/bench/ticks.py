@@ -9,7 +9,7 @@ from orchestrrl.bench.fleets import congested, deployments
 from orchestrrl.bench.plain_balancer import PlainBalancer
 from orchestrrl.config import FastSettings
 from orchestrrl.outlook import Outlook
-from planner.model import Mode, PlanId, Snapshot
+from planner.model import FinishedLength, Mode, PlanId, Snapshot
 from planner.plan import make_plan
 
 SEED = 1
@@ -65,13 +65,14 @@ def fast_tick() -> list[Figure]:
     outlook = Outlook()
 
     def packing() -> None:
-        remaining_tokens = outlook.remaining_tokens(snapshot, lines.bin_tokens, lines.max_output_tokens)
-        decide_balance(snapshot, SETTINGS, replace(packs, remaining_tokens=remaining_tokens))
+        remaining_tokens = outlook.remaining_tokens(ended, lines.bin_tokens, lines.max_output_tokens)
+        decide_balance(ended, SETTINGS, replace(packs, remaining_tokens=remaining_tokens, futures=outlook.futures))
 
     lines = deployments(WORKERS)
+    ended = replace(snapshot, finished=tuple(map(FinishedLength, snapshot.finished_output_tokens)))
     packs = replace(situation, configurations=lines.configurations)
     packing_s, spreading_s = side_by_side(packing, lambda: decide_balance(snapshot, SETTINGS, situation), repetitions=9)
-    why = f"{note}; lengths looked up and engines packed by them"
+    why = f"{note}; lengths looked up, engines packed by them and room judged by them"
     return [
         Figure("fast_tick", tick_s, "s", "the balancer alone", decide_s, note),
         Figure("fast_tick_packing", packing_s, "s", "by load index", spreading_s, why),

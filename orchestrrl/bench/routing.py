@@ -41,6 +41,7 @@ class Load:
     setting: Setting
     max_sequences: int
     rate_per_s: float | None = None  # None: all at once
+    slowdown: float = 1.0  # of every second engine's steps, which the gateway is not told
 
     @property
     def shape(self) -> EngineShape:
@@ -52,7 +53,11 @@ class Load:
 
 # Four times as many requests as seats, lengths lognormal; or about as many in a second as the engines can end.
 _SEATED = Setting("16 seats", 64, 400.0, 1.2, 4000, 582_885)
-LOADS = (Load("at once", _SEATED, 16), Load("6.5/s", _SEATED, 16, 6.5))
+LOADS = (
+    Load("at once", _SEATED, 16),
+    Load("10/s", _SEATED, 16, 10.0),
+    Load("at once, half of them half as fast", _SEATED, 16, slowdown=2.0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class Outcome:
 class _Step:
     """A fleet of equal engines, and a gateway's view of it."""
 
-    shape: EngineShape
+    load: Load
     arm: Arm
     clock: VirtualClock = field(default_factory=VirtualClock)
     engines: dict[EngineId, Scheduler] = field(default_factory=dict)
@@ -79,7 +84,11 @@ class _Step:
 
     def run(self, arrivals: Sequence[tuple[float, StepRequest]]) -> Outcome:
         """`arrivals` in order of their time, seconds."""
-        self.engines = {EngineId(f"e{index:02d}"): Scheduler(self.shape) for index in range(ENGINES)}
+        slowdowns = [self.load.slowdown if index % 2 else 1.0 for index in range(ENGINES)]
+        self.engines = {
+            EngineId(f"e{index:02d}"): Scheduler(self.load.shape, slowdown=slowdown)
+            for index, slowdown in enumerate(slowdowns)
+        }
         fleet = Fleet(
             lambda url: cast(Engine, _Address(url)),
             clock=self.clock,
@@ -101,7 +110,7 @@ class _Step:
         return Outcome(max(finished_s.values()), mean(at_s - arrived_s[id] for id, at_s in finished_s.items()))
 
     def _route(self, engine: EngineId) -> Route:
-        shape, used = self.shape, self.engines[engine].kv_used_tokens
+        shape, used = self.load.shape, self.engines[engine].kv_used_tokens
         capacity = shape.kv_capacity_tokens
         return Route(
             engine,
@@ -149,7 +158,7 @@ def outcome(load: Load, seed: int, arm: Arm) -> Outcome:
     requests = load.setting.requests(seed)
     rate = load.rate_per_s
     arrivals = [(index // SAMPLES * SAMPLES / rate if rate else 0.0, r) for index, r in enumerate(requests)]
-    return _Step(load.shape, arm).run(arrivals)
+    return _Step(load, arm).run(arrivals)
 
 
 def queue(loads: Sequence[Load] = LOADS, seeds: Sequence[int] = SEEDS[:3]) -> list[Figure]:

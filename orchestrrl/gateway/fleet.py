@@ -189,7 +189,8 @@ class Fleet:
         pools: Mapping[EngineId, str] | None = None,
     ) -> None:
         """`queue_depth`: so many requests at most are sent to an engine to wait for their first token, beside those for
-        whom it is known to have seats and KV; the others wait here. 0: all wait there. `pools`: of engines for which the daemon names none."""
+        whom it is known to have seats and KV; the others wait here. 0: all wait there. `pools`: of engines for which
+        the daemon names none."""
         if queue_depth < 0:
             raise ValueError(f"queue_depth must be >= 0, got {queue_depth}")
         self._connect = connect
@@ -341,24 +342,20 @@ class Fleet:
             self.dispatch()
 
     def dispatch(self) -> None:
-        """Give places to those who wait, as far as there is room."""
-        if self._gate_open and self._placed:
-            self.queue.serve(self._place)
+        """Give places to those who wait, as far as there is room. Whoever is told of his place may call this again."""
+        while self._gate_open and self._placed and (found := self.queue.next(self._place_for)) is not None:
+            waiter, slot = found
+            slot.reserve(waiter.record)
+            self.waits.add(self._clock.now_s() - waiter.since_s)
+            self._placed.pop(waiter)(slot)
 
-    def _place(self, waiter: Waiter) -> bool:
-        slot = None
+    def _place_for(self, waiter: Waiter) -> Slot | None:
         if waiter.avoiding:
-            slot = self.choose(waiter.newcomer, waiter.without | waiter.avoiding)
-            if slot is None and any(s.id not in waiter.without | waiter.avoiding for s in self._usable()):
-                return False  # better to wait for a good one than to go to one that hung
-        if slot is None:
-            slot = self.choose(waiter.newcomer, waiter.without)
-        if slot is None:
-            return False
-        slot.reserve(waiter.record)
-        self.waits.add(self._clock.now_s() - waiter.since_s)
-        self._placed.pop(waiter)(slot)
-        return True
+            shunned = waiter.without | waiter.avoiding
+            if any(slot.id not in shunned for slot in self._usable()):
+                # Better to wait for a good one than to go to one that hung.
+                return self.choose(waiter.newcomer, shunned)
+        return self.choose(waiter.newcomer, waiter.without)
 
     def _newcomer(self, record: Record) -> Newcomer:
         prefix = prefix_of(record.group, record.body) if self.routing.by_prefix else 0

@@ -9,10 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from typing import TypeVar
 
 from orchestrrl.gateway.ledger import Record
 from orchestrrl.gateway.routing import Newcomer
 from planner.model import EngineId
+
+T = TypeVar("T")
 
 WAIT_BOUNDS_S = (0.0, 0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0)
 
@@ -49,7 +52,7 @@ class Waits:
 
 
 class Queue:
-    """Holds the waiters. `serve` offers places in order."""
+    """Holds the waiters. `next` offers places in order."""
 
     def __init__(self) -> None:
         self._again: OrderedDict[Waiter, None] = OrderedDict()
@@ -68,14 +71,14 @@ class Queue:
         """However it ended; who is not there has left."""
         (self._again if waiter.again else self._new).pop(waiter, None)
 
-    def serve(self, place: Callable[[Waiter], bool]) -> None:
-        """Offer everybody a place in turn. Who has taken one leaves the queue. The first who finds none although any
-        engine would do ends it: nobody behind would find one."""
-        placed = []
+    def next(self, place_for: Callable[[Waiter], T | None]) -> tuple[Waiter, T] | None:
+        """The first who finds a place, with it; that one leaves the queue. None: nobody does. The search ends at the
+        first who finds none although any engine would do: nobody behind would find one."""
         for waiter in self:
-            if place(waiter):
-                placed.append(waiter)
-            elif not waiter.without and not waiter.avoiding:
-                break
-        for waiter in placed:
-            self.leave(waiter)
+            place = place_for(waiter)
+            if place is not None:
+                self.leave(waiter)
+                return waiter, place
+            if not waiter.without and not waiter.avoiding:
+                return None
+        return None

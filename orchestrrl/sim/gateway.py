@@ -11,9 +11,9 @@ from typing import cast
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Endpoint, Engine
 from orchestrrl.engines.simulated_core import Progress
-from orchestrrl.gateway.fleet import Fleet, Slot
+from orchestrrl.gateway.fleet import Fleet, NoEngine, Slot
 from orchestrrl.gateway.ledger import Ledger, Record
-from orchestrrl.gateway.routing import Newcomer
+from orchestrrl.gateway.routing import Routing
 from orchestrrl.operations import (
     ItemResult,
     MoveRequests,
@@ -117,6 +117,8 @@ class VirtualGateway:
         engine_at: Callable[[str], VirtualEngine],
         arrive: Arrive,
         finished: Finished,
+        routing: Routing | None = None,
+        queue_depth: int = 0,
     ) -> None:
         self.node = node
         self.clock = clock
@@ -124,25 +126,25 @@ class VirtualGateway:
         self._arrive = arrive
         self._finished = finished
         # A fleet asks of an engine what VirtualEngine has: where it is, whether it lives, what it offers.
-        self.fleet = Fleet(lambda url: cast(Engine, engine_at(url)), clock=clock)
+        self.fleet = Fleet(
+            lambda url: cast(Engine, engine_at(url)), clock=clock, routing=routing, queue_depth=queue_depth
+        )
         self.ledger = Ledger(keep_finished=1 << 20)
         self.records: dict[RequestId, CountedRecord] = {}
         self.tokens_recomputed = 0
         self._held: dict[RequestId, tuple[EngineId, float]] = {}  # destination awaited, until when
-        self._homeless: dict[RequestId, None] = {}
 
     def submit(self, requests: Sequence[SimRequest], to: Sequence[EngineId] | None = None) -> None:
         """New requests: dealt as given, or routed one by one."""
         now_s = self.clock.now_s()
-        many = ManyChoices([slot for slot in self.fleet if slot.usable]) if to is None else None
+        quick = to is None and self.fleet.routing == Routing() and not self.fleet.queue_depth
+        many = ManyChoices([slot for slot in self.fleet if slot.usable]) if quick else None
         for index, request in enumerate(requests):
             record = record_of(request, now_s)
             self.ledger.add(record)
             self.records[record.id] = record
-            if to is not None:
-                chosen: EngineId | None = to[index]
-            else:
-                assert many is not None
+            chosen = None if to is None else to[index]
+            if many is not None:
                 chosen = many.choose(record.context_tokens)
             self._send(record, self.fleet.get(chosen), None)
 
@@ -157,6 +159,8 @@ class VirtualGateway:
             record.grow(progress.tokens, now_s)
             if slot is not None:
                 slot.advance(record, before, was, now_s)
+                if was is not record.state:
+                    self.fleet.dispatch()
             if progress.finished_s is not None:
                 self._close(record, slot, progress.finished_s)
 
@@ -201,13 +205,16 @@ class VirtualGateway:
     # --- inside
 
     def _send(self, record: CountedRecord, slot: Slot | None, source: VirtualEngine | None) -> None:
-        slot = slot or self.fleet.choose(Newcomer(record.context_tokens))
-        if slot is None:
-            record.hold()
-            self._homeless[record.id] = None
+        def placed(slot: Slot | NoEngine) -> None:
+            assert isinstance(slot, Slot)  # its patience has no end
+            slot.enter(record, self.clock.now_s())
+            self._arrive(record, self._engine_at(slot.engine.url), source)
+
+        if slot is not None:
+            placed(slot)
             return
-        slot.enter(record, self.clock.now_s())
-        self._arrive(record, self._engine_at(slot.engine.url), source)
+        record.hold()
+        self.fleet.enqueue(record, placed, again=record.attempt > 0)
 
     def _close(self, record: CountedRecord, slot: Slot | None, finished_s: float) -> None:
         capped = record.max_tokens is not None and record.generated >= record.max_tokens
@@ -254,6 +261,3 @@ class VirtualGateway:
             if (slot is not None and slot.usable) or now_s >= until_s:
                 del self._held[request]
                 self._send(self.records[request], slot if slot is not None and slot.usable else None, None)
-        homeless, self._homeless = self._homeless, {}
-        for request in homeless:
-            self._send(self.records[request], None, None)

@@ -4,6 +4,7 @@ more waiting than it may, and nobody waits while there is room."""
 import asyncio
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -377,16 +378,43 @@ def test_a_queue_of_thousands_is_looked_through_no_further_than_needed() -> None
         queue.join(waiter)
     asked = []
 
-    def place(waiter: Waiter) -> bool:
+    def place_for(waiter: Waiter) -> str | None:
         asked.append(waiter)
-        return len(asked) <= 2
+        return "there" if len(asked) <= 2 else None
 
-    queue.serve(place)
+    assert queue.next(place_for) == (waiters[0], "there")
+    assert queue.next(place_for) == (waiters[1], "there")
+    assert queue.next(place_for) is None
     assert asked == waiters[:3]
     assert list(queue) == waiters[2:]
     queue.leave(waiters[5])
     queue.leave(waiters[5])
     assert len(queue) == 9_997
+
+
+async def test_whoever_is_placed_may_make_room_at_once() -> None:
+    """As a simulated engine does, which is brought up to date when a request comes."""
+    fleet = fleet_of(VirtualClock(), depth=1, engines=("e0",))
+    slot, placed = slot_of(fleet, "e0"), []
+
+    def ends_at_once(name: str) -> Callable[[Slot | NoEngine], None]:
+        def told(outcome: Slot | NoEngine) -> None:
+            assert outcome is slot
+            one = records[name]
+            slot.enter(one, 0.0)
+            placed.append(name)
+            fleet.release(slot, one)
+
+        return told
+
+    fleet.gate_open = False
+    records = {f"r{number}": record(f"r{number}") for number in range(50)}
+    for name, one in records.items():
+        fleet.enqueue(one, ends_at_once(name))
+    fleet.gate_open = True
+    assert placed == list(records)
+    assert (len(fleet.queue), slot.waiting) == (0, 0)
+    await fleet.close()
 
 
 def test_waits_are_counted_as_prometheus_counts() -> None:

@@ -128,6 +128,8 @@ class ControlPlane:
         now_s = self.clock.now_s()
         taken = self.state.fold_engine(report, now_s, stream)
         if taken:
+            if report.sample is not None:
+                self.gate.sampled(report.engine, report.sample)
             # An engine that stands still teaches nothing.
             closed = self.gate.state.lease is not None
             self.planning.observe(report, None if closed else self.state.configuration_of(report.engine))
@@ -343,6 +345,9 @@ class ControlPlane:
 
     async def _act_on(self, plan: Plan, snapshot: Snapshot) -> None:
         """Carry a plan out, and write down what became of it."""
+        if self.gate.state.lease is not None:
+            self.plans.acted(plan.id, False, "requests were brought to rest before anything was done")
+            return
         if plan.decision == "rebalance":
             moves = [RequestMove(move.request, move.source, move.destination) for move in plan.moves]
             moved = await self._move(moves, snapshot)

@@ -148,6 +148,12 @@ class GateState:
         newest = self.newest if self.newest in serving else policy_version
         return replace(self, versions=versions, left_out=left_out, newest=newest)
 
+    def restarted(self, engine: EngineId) -> "GateState":
+        """It has the weights that it was started with, which nobody has told."""
+        if engine not in self.versions:
+            return self
+        return replace(self, versions={e: version for e, version in self.versions.items() if e != engine})
+
     def serves(self, engine: EngineId) -> bool:
         """Whether it has the fleet's weights, so that requests may go there."""
         return engine not in self.left_out and self.versions.get(engine) == self.newest

@@ -27,7 +27,7 @@ from orchestrrl.operations import (
     OperationResult,
     OperationStatus,
 )
-from orchestrrl.reports import GatePhase, GateReport
+from orchestrrl.reports import EngineSample, GatePhase, GateReport
 from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,7 @@ class GateKeeper:
         self._broken: asyncio.Future[str] | None = None  # why that one cannot come to rest
         self._tasks: set[asyncio.Task[OperationResult]] = set()
         self._rests: dict[EngineId, ItemResult] = {}  # what became of each engine when the gate closed or opened last
+        self._generated: dict[EngineId, int] = {}  # tokens, as each engine last counted
         self._still_since_s: float | None = None
         self._still: deque[tuple[float, float]] = deque(maxlen=LEASES_REMEMBERED)  # from quiet to open
         self.totals = GateTotals()
@@ -282,6 +283,16 @@ class GateKeeper:
         told = any(o.node == node and isinstance(o.operation.action, OpenGate) for o in self._runner.open)
         if missed and not told and node in self._nodes.gateways():
             self._order(node, self._open_gate(), ANSWER_S)
+
+    def sampled(self, engine: EngineId, sample: EngineSample) -> None:
+        """An engine whose count goes back was restarted, and has not the weights any more that were told."""
+        before = self._generated.get(engine, 0)
+        self._generated[engine] = sample.generation_tokens_total
+        if sample.generation_tokens_total >= before or engine not in self._state.versions:
+            return
+        logger.warning("engine %s was restarted: it gets no requests until its policy version is told", engine)
+        self._take(self.state.restarted(engine), "restarted", f"engine {engine} was restarted")
+        self._changed()
 
     def close(self) -> list[asyncio.Task[OperationResult]]:
         """Stop waiting for gateways; what they were told they do."""

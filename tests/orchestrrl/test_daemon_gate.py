@@ -1,7 +1,7 @@
 """The daemon's gate under a virtual clock, between gateways that behave: they keep leases by themselves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from orchestrrl.operations import (
     CloseGate,
     FrozenRequests,
     ItemResult,
+    MoveRequests,
     OpenGate,
     Operation,
     OperationResult,
@@ -30,8 +31,9 @@ from orchestrrl.operations import (
     Route,
     SetRoutes,
 )
+from orchestrrl.plans import DeploymentOutcome
 from orchestrrl.reports import FinishedRequest, GatePhase, GateReport
-from planner.model import EngineId, Mode, NodeId, RequestId, RequestView
+from planner.model import Act, EngineId, Mode, NodeId, Plan, RequestId, RequestView, Snapshot
 
 CONFIG = """
 mode: act
@@ -66,6 +68,7 @@ class Gateway:
         self.routes: tuple[Route, ...] = ()
         self.in_flight: list[RequestView] = []
         self.done: list[FinishedRequest] = []
+        self.generated: dict[str, int] = {}  # what an engine counts, where it is not what the others do
         self.attachment: Attachment | None = None
         self._sequence = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -162,7 +165,9 @@ class Gateway:
         self.plane.gateway_reported(told, 1)
         if self.node == "gw0":
             for engine in ("e0", "e1"):
-                busy = sample(now_s, decode_tokens_per_s=0.0 if self.lease else 80.0, kv_capacity_tokens=100_000)
+                rate = 0.0 if self.lease else 80.0
+                total = self.generated.get(engine, self._sequence)
+                busy = sample(now_s, total=total, decode_tokens_per_s=rate, kv_capacity_tokens=100_000)
                 self.plane.engine_reported(engine_report(engine, self._sequence, busy), 1)
 
 
@@ -543,6 +548,76 @@ async def test_nothing_moves_while_the_gate_is_closed_nor_just_after(house: Hous
         assert plane.balance.verdict.code == "gate_opened"
         await house.clock.advance(3.0)
         assert plane.balance.verdict.code not in ("gate_closed", "gate_opened")
+
+
+async def test_a_plan_that_was_made_before_the_gate_closed_is_not_carried_out(house: House) -> None:
+    config = CONFIG.replace("fast: {", "fast: {policy: none, ").replace("fleet:", "slow: {epsilon_s: 1}\nfleet:")
+    plane = house.start(config)
+    async with house.running():
+        gateway = house.gateways["gw0"]
+        gateway.in_flight = [request(f"r{n}", "e0") for n in range(12)]
+        await house.clock.advance(1.0)
+
+        async def long_thought(decide: Callable[[], Plan]) -> Plan:
+            plan = decide()
+            await house.clock.sleep(5.0)
+            return plan
+
+        plane._offload = long_thought
+        thinking = asyncio.create_task(plane.slow_tick())
+        await house.clock.advance(1.0)
+        lease = await house.pause()
+        await house.clock.advance(6.0)
+        plan = await thinking
+        assert (plan.decision, isinstance(plan.verdict, Act)) == ("rebalance", True)
+        assert plane.plans.get(plan.id).acted_detail == "requests were brought to rest before anything was done"
+        assert gateway.of(MoveRequests) == []
+        await house.resume(lease)
+
+
+async def test_a_pause_waits_for_engines_that_are_being_changed(house: House) -> None:
+    class Changing:
+        busy = True
+
+        async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
+            raise AssertionError("nothing is to be changed while the gate closes")
+
+    async with house.running():
+        house.plane.deployment = deployment = Changing()
+        asked = asyncio.create_task(house.plane.gate.pause(GateWish(deadline_s=30.0)))
+        await house.clock.advance(10.0)
+        assert house.gateways["gw0"].of(CloseGate) == []
+        deployment.busy = False
+        await house.clock.advance(1.0)
+        assert (await asked).phase is GatePhase.QUIET
+        await house.resume()
+        deployment.busy = True
+        asked = asyncio.create_task(house.plane.gate.pause(GateWish(deadline_s=5.0)))
+        await house.clock.advance(6.0)
+        with pytest.raises(Retryable, match="engines are being started or stopped"):
+            await asked
+
+
+async def test_an_engine_that_restarts_has_lost_its_weights(house: House) -> None:
+    async with house.running():
+        gateway = house.gateways["gw0"]
+        gateway.generated = {"e1": 0}
+        await house.clock.advance(1.0)
+        assert [r.draining for r in gateway.routes] == [False, False], "nobody speaks of versions"
+        gateway.generated = {"e1": 500}
+        house.plane.gate.set_version([E0, E1], 4)
+        await house.clock.advance(1.0)
+        gateway.generated = {"e1": 20}
+        await house.clock.advance(1.0)
+        assert [(r.policy_version, r.draining) for r in gateway.routes] == [(4, False), (None, True)]
+        gateway.in_flight = [request("r1", "e0")]
+        gateway.report()
+        with pytest.raises(Permanent, match="engine e1 has not the fleet's weights: see `orchestrrl gate status`"):
+            await house.plane.move(RequestId("r1"), E1)
+        await house.pause()
+        await house.resume(version=5)
+        assert [(r.policy_version, r.draining) for r in gateway.routes] == [(5, False), (5, False)]
+    assert "restarted" in house.events()
 
 
 async def test_what_a_plan_foresaw_is_held_against_the_time_in_which_requests_ran(house: House) -> None:

@@ -50,7 +50,8 @@ WORDS = st.one_of(
     ),
     st.tuples(st.just("give up"), st.sampled_from(["mine", "old"])),
     st.tuples(st.just("told"), ENGINE_SETS.filter(bool), st.integers(0, 9)),
-    st.tuples(st.just("restart")),
+    st.tuples(st.just("daemon restarts")),
+    st.tuples(st.just("engine restarts"), st.sampled_from(ENGINES)),
 )
 
 
@@ -115,7 +116,10 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
                 serving = {v for engine, v in told.versions.items() if engine not in told.without}
                 if told.newest not in serving:
                     told.newest = version
-            case ("restart",):
+            case ("engine restarts", str(engine)):
+                state = state.restarted(EngineId(engine))
+                told.versions.pop(engine, None)
+            case ("daemon restarts",):
                 state = GateState.from_body(state.body()).at(told.now_s)
         assert (state.lease.id if state.lease else None) == told.holder
         assert state.lease is None or (state.lease.until_s == told.until_s and told.now_s < told.until_s)

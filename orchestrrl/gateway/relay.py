@@ -335,7 +335,9 @@ class Relay:
         elif not task.cancelled():
             # Stopped on the engine by somebody else, whose business it may have been; but not our client's.
             self._back_off(slot, "it gave the request up", 0.0)
-        if restarting or (self.record.generated_ids and self.record.immovable_because):
+        if restarting and not self.record.delivered:  # its client may have had some of it since
+            self.record.forget_answer()
+        elif self.record.generated_ids and self.record.immovable_because:
             self._start_over()
 
     def _after_refusal(self, slot: Slot, refusal: Refused) -> None:

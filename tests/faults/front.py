@@ -26,12 +26,12 @@ _MODEL = TokenModel()
 Found = TypeVar("Found")
 
 
-async def until(look: Callable[[], Awaitable[Found]]) -> Found:
+async def until(look: Callable[[], Awaitable[Found]], every_s: float = 0.02) -> Found:
     """What `look` returns, once that is something."""
     deadline_s = time.monotonic() + WITHIN_S
     while not (found := await look()):
         assert time.monotonic() < deadline_s, f"{look.__name__}: not within {WITHIN_S:g} s"
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(every_s)
     return found
 
 

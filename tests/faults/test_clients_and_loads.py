@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import os
 import resource
 import socket
 import struct
@@ -215,6 +216,7 @@ async def test_bodies_at_the_limit(start: Start, prompt: Callable[[int], str], t
 BURST = 10_000
 BURST_TOKENS = 6
 BURST_WITHIN_S = 280.0
+ENGINE_FAILURES = "orchestrrl_gateway_engine_failures_total{"
 IN_FLIGHT = "orchestrrl_gateway_requests{"
 # For each request in flight: two connections with their buffers, the record, and what answers it.
 REQUEST_BYTES = 48 << 10
@@ -251,7 +253,7 @@ async def test_ten_thousand_requests_at_once(start: Start, many_files: None, str
         for engine in range(2):
             await front.pause(engine)  # nothing ends before all are there
         answering = asyncio.gather(*(one(question) for question in asked))
-        await until(all_in_flight)
+        await until(all_in_flight, every_s=1.0)
         for engine in range(2):
             await front.resume(engine)
         answers = await answering
@@ -264,6 +266,35 @@ async def test_ten_thousand_requests_at_once(start: Start, many_files: None, str
     assert sum(generated) == BURST * BURST_TOKENS + 2  # once each, and the engines' first probes
     await front.finished()
     await front.ask_all([Question(next(numbers))])
+
+
+async def test_more_requests_than_the_gateway_may_open_files(start: Start) -> None:
+    """Those that find no connection to an engine wait, however long; the engines are not blamed for it."""
+    front = await start(count=2, speed=20, max_num_seqs=256)
+    files = len(os.listdir(f"/proc/{front.gateway.pid}/fd"))
+    asked = [Question(next(numbers), max_tokens=20, stream=index % 2 == 0) for index in range(200)]
+    for engine in range(2):
+        await front.pause(engine)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # For all their clients, and for half of their connections to the engines.
+    resource.prlimit(front.gateway.pid, resource.RLIMIT_NOFILE, (files + 300, most))
+    answering = asyncio.gather(*(front.ask(question) for question in asked))
+
+    async def as_many_as_can_be() -> bool:
+        there = [await front.metrics(engine) for engine in range(2)]
+        return sum(engine.waiting for engine in there) >= 90
+
+    await until(as_many_as_can_be)
+    await asyncio.sleep(8)  # six attempts in a row take no longer
+    assert not answering.done()
+    for engine in range(2):
+        await front.resume(engine)
+    for question, answer in zip(asked, await answering, strict=True):
+        check(question, answer)
+    assert {item["finish_reason"] for item in await front.finished(*asked)} == {"length"}
+    async with front.http.get(front.url + "/metrics") as response:
+        failures = [line for line in (await response.text()).splitlines() if line.startswith(ENGINE_FAILURES)]
+    assert [line.rpartition(" ")[2] for line in failures] == ["0.0", "0.0"]
 
 
 async def in_flight(front: Front) -> int:

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from builders import GATEWAY, engine_report, gateway_hello, gateway_report, requ
 from orchestrrl.clock import VirtualClock
 from orchestrrl.config import parse_config
 from orchestrrl.control_plane import ControlPlane
+from orchestrrl.engines.base import Capabilities
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.execute.enrolment import RETRY_CAP_S, NewEngine, Removal
 from orchestrrl.execute.gate import GateWish
@@ -63,13 +65,15 @@ class Nodes:
         self.routes: dict[str, Route] = {}
         self.orders: list[RequestMove] = []
         self.gate = GateReport()
+        self.moves_take_s = 0.0
+        self.report_interval_s = 0.25
         self._sequence = 0
         self._attachment: Attachment | None = None
 
     async def run(self) -> None:
         while True:
             self.report()
-            await self.clock.sleep(0.25)
+            await self.clock.sleep(self.report_interval_s)
 
     def report(self) -> None:
         self._sequence += 1
@@ -87,6 +91,7 @@ class Nodes:
                 case SetRoutes(routes):
                     self.routes = {route.engine: route for route in routes}
                 case MoveRequests(moves):
+                    await self.clock.sleep(self.moves_take_s)
                     items = tuple(map(self._move, moves))
                     result = OperationResult(operation.id, GATEWAY, status_of(items), items=items)
                     self.plane.result_received(result)
@@ -253,6 +258,20 @@ async def test_what_is_there_moves_whatever_the_mode(house: House, mode: str) ->
     assert plane.state.totals.moves_done == 7
 
 
+@pytest.mark.parametrize(("moves_take_s", "report_interval_s"), [(3.5, 0.25), (0.0, 1.9)])
+async def test_nobody_is_ordered_twice_before_news_come(
+    house: House, moves_take_s: float, report_interval_s: float
+) -> None:
+    plane = house.start()
+    plane.reconfigure(parse_config(CONFIG.format(mode="advise").replace("interval_s: 1,", "interval_s: 0.2,")))
+    async with house.running(**{f"r{n}": "e0" for n in range(4)}) as nodes:
+        nodes.moves_take_s, nodes.report_interval_s = moves_take_s, report_interval_s
+        await house.clock.advance(0.5)
+        plane.enrolment.drain(E0, move=True)
+        await house.clock.advance(10.0)
+        assert len(nodes.orders) == 4
+
+
 async def test_who_is_refused_tries_another_engine_and_again_later(house: House) -> None:
     plane = house.start()
     async with house.running(a="e0") as nodes:
@@ -336,6 +355,34 @@ async def test_a_removed_engine_stays_away_until_it_is_added_again(house: House)
         assert plane.state.configuration_of(E1) is None, "as said now"
         with pytest.raises(ProblemFaults, match="url: must be"):
             plane.enrolment.add(NewEngine("e9"))
+
+
+async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(house: House) -> None:
+    """Agents tell it once."""
+    plane = house.start()
+
+    def told(sequence: int, version: str = "") -> None:
+        report = engine_report("e1", sequence, sample())
+        offers = Capabilities("vllm", version, ("tiny",)) if version else None
+        plane.engine_reported(replace(report, capabilities=offers), 1)
+
+    def version() -> str | None:
+        offers = plane.state.capabilities(E1)
+        return offers.version if offers else None
+
+    told(1, "1")
+    await plane.enrolment.remove(E1)
+    noted = len(house.journal.since(0, (Kind.ENGINE_HEALTH,))) if house.journal else 0
+    told(2)
+    plane.enrolment.add(NewEngine("e1"))
+    assert (version(), plane.state.reported(E1)) == ("1", False), "what came meanwhile is no news of it"
+    await plane.enrolment.remove(E1)
+    told(3, "2")
+    plane.enrolment.add(NewEngine("e1"))
+    told(4)
+    assert (version(), plane.state.reported(E1)) == ("2", True)
+    assert house.journal is not None
+    assert len(house.journal.since(0, (Kind.ENGINE_HEALTH,))) == noted
 
 
 async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(house: House) -> None:

@@ -282,6 +282,12 @@ class Fleet:
         Raises NoEngine after `patience_s` without an engine that it could go to; time in a queue does not count, nor
         while the gate is closed.
         """
+        if self._gate_open and not self._placed and not avoiding:  # the usual case, without what waiting takes
+            found = self.choose(self._newcomer(record), without)
+            if found is not None:
+                found.reserve(record)
+                self.waits.add(0.0)
+                return found
         slot: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
 
         def placed(outcome: Slot | NoEngine) -> None:

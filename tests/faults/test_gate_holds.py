@@ -285,3 +285,23 @@ async def test_a_gateway_that_restarts_while_it_is_closed_closes_again(pair: Pai
     await pair.stands_still(0.3)
     await pair.resume(gate, 1)
     assert await asking == pair.fleet.expected
+
+
+async def test_a_group_over_two_gateways_is_ended_when_it_has_enough(pair: Pair) -> None:
+    """Each gateway alone sees too few."""
+    samples, enough = pair.fleet.step[:16], 9
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WITHIN_S)) as session:
+
+        async def ask(index: int) -> dict[str, str]:
+            body = pair.fleet.body(samples[index]) | {"group_enough": enough}
+            headers = {"X-Request-Id": samples[index].id, "X-Group-Id": "one"}
+            async with session.post(f"{pair.urls[index % 2]}/v1/completions", json=body, headers=headers) as response:
+                assert response.status == 200, await response.text()
+                (choice,) = (await response.json())["choices"]
+                return choice
+
+        choices = await asyncio.gather(*(ask(index) for index in range(len(samples))))
+    complete = [choice for choice in choices if choice["finish_reason"] in ("stop", "length")]
+    assert enough <= len(complete) < len(samples)
+    others = [choice for choice in choices if choice not in complete]
+    assert {(choice["finish_reason"], choice["stop_reason"]) for choice in others} == {("abort", "redundant")}

@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from front import (
     PATH,
+    WITHIN_S,
     Front,
     Question,
     check,
@@ -149,6 +151,30 @@ async def test_an_id_in_flight_is_refused_and_the_first_is_unharmed(start: Start
         check(first, answer)
     await front.finished(*firsts)
     await front.ask_all(firsts)  # an id that is free again may be used again
+
+
+async def test_of_two_processes_each_takes_an_id_once(start: Start) -> None:
+    """They know nothing of each other's ids: an id that both are given is answered by both, by each of them right, and
+    is not ended by the other when its client leaves."""
+    front = await start("--processes", "2", speed=2)
+    asked = Question(next(numbers), max_tokens=150)
+
+    async def ask(wait_s: float) -> int:
+        headers = {"X-Request-Id": asked.id}
+        timeout = aiohttp.ClientTimeout(total=wait_s)
+        async with front.http.post(front.url + PATH, json=asked.body, headers=headers, timeout=timeout) as response:
+            body = await response.json()
+            if response.status == 200:
+                assert body["choices"][0]["token_ids"] == asked.answer[0]
+            return response.status
+
+    leaving = asyncio.create_task(ask(0.5))
+    statuses = await asyncio.gather(*(ask(WITHIN_S) for _ in range(40)))
+    assert set(statuses) == {200, 409}
+    assert statuses.count(200) <= 2
+    await asyncio.wait({leaving})
+    assert isinstance(leaving.exception(), TimeoutError) or leaving.result() == 409
+    await front.idle(0)
 
 
 async def test_of_many_with_one_id_at_once_one_is_answered(start: Start) -> None:

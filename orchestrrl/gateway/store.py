@@ -88,15 +88,20 @@ class Entry:
     endpoint: Endpoint
     body: Mapping[str, Any]
     created_s: float
-    cutters: Sequence[Cutter]
+    records: Sequence[Record]
     opened_s: float
-    asked: Asked | None = None  # once something is written, or was
+    cutters: Sequence[Cutter] = ()  # once something is written, or was
+    asked: Asked | None = None  # likewise
     queued: bool = False  # something of it may be on its way to the disk
     lost: bool = False  # something of it did not get there: set by the writer
 
-    @property
-    def records(self) -> Sequence[Record]:
-        return [cutter.record for cutter in self.cutters]
+    def begin(self) -> None:
+        """Something is to be written."""
+        if not self.cutters:
+            wanted = bool(self.body.get("return_token_ids"))
+            self.cutters = [Cutter(index, record, prompt_wanted=wanted) for index, record in enumerate(self.records)]
+        if self.asked is None:
+            self.asked = Asked(self.name, digest_of(self.endpoint, self.body), self.created_s)
 
 
 @dataclass(slots=True)
@@ -177,11 +182,10 @@ class Store:
                 raise DuplicateRequest(
                     f"request {name!r} has been asked with another body, whose answer is kept; take another id"
                 )
-            wanted = bool(body.get("return_token_ids"))
-            cutters = [Cutter(index, record, prompt_wanted=wanted) for index, record in enumerate(records)]
-            entry = Entry(key, name, endpoint, body, created_s, cutters, self._clock.now_s())
+            entry = Entry(key, name, endpoint, body, created_s, records, self._clock.now_s())
             if stored is not None:
                 entry.asked, entry.created_s = stored.asked, stored.asked.created_s
+                entry.begin()
                 self._give_back(entry, stored)
         except BaseException:
             claims.free(key)
@@ -199,7 +203,11 @@ class Store:
                 self._claims.free(entry.key)
             return
         self._queue(entry, leaves=True)
-        entry.cutters, entry.body = (), {}  # nobody's any longer, and the entry may have to wait for the disk
+        entry.records, entry.cutters, entry.body = (
+            (),
+            (),
+            {},
+        )  # nobody's any longer, and the entry may have to wait for the disk
 
     async def _claimed(self, claims: Claims, key: int) -> bool:
         for _ in range(int(CLAIM_WITHIN_S / CLAIM_POLL_S)):
@@ -258,6 +266,7 @@ class Store:
             self._progress = None
 
     def _queue(self, entry: Entry, *, leaves: bool) -> None:
+        entry.begin()
         if entry.lost:
             entry.lost = False
             for cutter in entry.cutters:
@@ -267,8 +276,6 @@ class Store:
             if leaves and self._claims is not None:
                 self._claims.free(entry.key)
             return
-        if entry.asked is None:
-            entry.asked = Asked(entry.name, digest_of(entry.endpoint, entry.body), entry.created_s)
         memory_bytes = ORDER_BYTES
         for piece in pieces:
             memory_bytes += piece.memory_bytes

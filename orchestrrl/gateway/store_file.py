@@ -72,6 +72,7 @@ class AnswerFile:
         self._db = sqlite3.connect(
             path, timeout=busy_within_s, isolation_level=None, check_same_thread=False, cached_statements=32
         )
+        self._lookup = self._db.cursor()
         try:
             self._prepare(path)
         except BaseException:
@@ -109,7 +110,7 @@ class AnswerFile:
                 start += count
 
     def has(self, key: int) -> bool:
-        return self._db.execute("SELECT 1 FROM pieces WHERE key = ? LIMIT 1", (key,)).fetchone() is not None
+        return self._lookup.execute("SELECT 1 FROM pieces WHERE key = ? LIMIT 1", (key,)).fetchall() != []
 
     def read(self, key: int, name: str) -> Stored | None:
         """What is there of the request of this name."""

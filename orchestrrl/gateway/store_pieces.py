@@ -86,7 +86,8 @@ class Cutter:
         self.record = record
         self._prompt_wanted = prompt_wanted
         self._answer = answer
-        self._prompt_given = record.prompt_ids is not None  # by the client, which will give them again
+        # By the client, which will give it again.
+        self._prompt_given = isinstance(record.body.get("prompt"), list)
         self.restart()
 
     def restart(self) -> None:

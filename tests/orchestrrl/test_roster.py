@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrrl.clock import VirtualClock
@@ -30,7 +30,8 @@ fleet:
 
 Word = tuple[str, str]
 words = st.tuples(
-    st.sampled_from(("add", "drain", "move", "undrain", "remove", "restart", "reload")), st.sampled_from(NAMES)
+    st.sampled_from(("add", "readmit", "drain", "move", "undrain", "remove", "restart", "reload")),
+    st.sampled_from(NAMES),
 )
 
 
@@ -49,6 +50,10 @@ class Oracle:
                 return True
             case "add":
                 if name in self.there:
+                    return False
+                self.there.add(name)
+            case "readmit":
+                if name in self.there or name not in CONFIGURED:
                     return False
                 self.there.add(name)
             case _ if name not in self.there:
@@ -70,6 +75,8 @@ async def say(plane: ControlPlane, word: str, name: str) -> None:
     match word:
         case "add":
             enrolment.add(NewEngine(name, f"http://{name}", gpus=(NAMES.index(name),), pool="added"))
+        case "readmit":
+            enrolment.add(NewEngine(name))
         case "drain" | "move":
             enrolment.drain(engine, word == "move")
         case "undrain":
@@ -81,7 +88,9 @@ async def say(plane: ControlPlane, word: str, name: str) -> None:
 
 
 @settings(max_examples=40)  # each restart writes to disk
-@given(st.lists(words, max_size=30))
+@example([("add", "e2"), ("move", "e2"), ("remove", "e2"), ("restart", ""), ("add", "e2")])
+@example([("drain", "e0"), ("remove", "e0"), ("reload", ""), ("add", "e0"), ("remove", "e0"), ("readmit", "e0")])
+@given(st.lists(words, min_size=4, max_size=30))
 async def test_whatever_is_said_a_restarted_daemon_knows_it(said: Sequence[Word]) -> None:
     oracle, clock = Oracle(), VirtualClock(1000.0)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +102,7 @@ async def test_whatever_is_said_a_restarted_daemon_knows_it(said: Sequence[Word]
             if oracle.hear(word, name):
                 await say(plane, word, name)
             else:
-                with pytest.raises(ProblemFaults, match="engine_id"):
+                with pytest.raises(ProblemFaults, match=r"engine_id|url"):
                     await say(plane, word, name)
                 assert plane.enrolment.roster == before
             if word == "restart":

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 
 from orchestrrl.config import Config, parse_config
 from orchestrrl.errors import ProblemFaults, faults_of, shorten
+from orchestrrl.gateway.routing import DEFAULT_POLICY, STRATEGIES
 from orchestrrl.profiles.store import read_profile
 from planner.paper import PROFILES, named_profile
 from planner.profile import Profile
@@ -210,6 +211,19 @@ class ControlSection(Section):
     report_interval_s: _Positive = 1.0
 
 
+def _known_policy(name: str) -> str:
+    if name not in STRATEGIES:
+        raise ValueError(f"must be one of {', '.join(STRATEGIES)}")
+    return name
+
+
+class GatewaySection(Section):
+    """How our arms route, where requests are not dealt; `queue_depth` 0: none wait in the gateway."""
+
+    policy: Annotated[str, AfterValidator(_known_policy)] = DEFAULT_POLICY
+    queue_depth: Annotated[int, Field(ge=0)] = 0
+
+
 class FaultSection(Section):
     """Something that goes wrong, at a time of the whole run."""
 
@@ -229,6 +243,7 @@ class Scenario(Section):
     engines: EnginesSection
     network: NetworkSection = NetworkSection()
     control: ControlSection = ControlSection()
+    gateway: GatewaySection = GatewaySection()
     faults: tuple[FaultSection, ...] = ()
     daemon: dict[str, Any] = Field(default_factory=dict)
     paper: dict[str, float] = Field(default_factory=dict)  # what a paper reports, by arm, to stand beside ours

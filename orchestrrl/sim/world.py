@@ -17,6 +17,7 @@ from orchestrrl.deployers.base import Deployed
 from orchestrrl.deployers.simulated import SimulatedDeployer
 from orchestrrl.errors import Permanent, Retryable
 from orchestrrl.execute.deploy import FleetDeployment
+from orchestrrl.gateway.routing import Routing
 from orchestrrl.journal import Journal
 from orchestrrl.loops import run_loops
 from orchestrrl.nodes import Attachment
@@ -91,7 +92,15 @@ class World:
             self._engine_started,
             self._engine_stopped,
         )
-        self.gateway = VirtualGateway(GATEWAY, self.clock, self._engine_at, self._arrive, self._answered)
+        self.gateway = VirtualGateway(
+            GATEWAY,
+            self.clock,
+            self._engine_at,
+            self._arrive,
+            self._answered,
+            routing=Routing(scenario.gateway.policy),
+            queue_depth=scenario.gateway.queue_depth,
+        )
         self.journal = Journal(journal_path, self.clock.now_s())
         # Deciding takes no simulated time, and its measured time would differ from run to run.
         self.plane = ControlPlane(config, self.journal, self.clock, stopwatch=lambda: 0.0)

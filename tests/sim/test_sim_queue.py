@@ -3,12 +3,17 @@
 import pytest
 
 from orchestrrl.clock import VirtualClock
+from orchestrrl.errors import ProblemFaults
 from orchestrrl.gateway.routing import STRATEGIES, Routing
 from orchestrrl.operations import Operation, OperationId, Route, SetRoutes
+from orchestrrl.sim.controlled import ControlledRun
 from orchestrrl.sim.engines import VirtualEngine
 from orchestrrl.sim.gateway import CountedRecord, VirtualGateway
+from orchestrrl.sim.run import steps_of
+from orchestrrl.sim.scenario import FaultSection, GatewaySection, parse_scenario
 from orchestrrl.sim.workload import SimRequest
-from planner.model import NodeId, RequestId
+from planner.model import ConfigurationId, NodeId, RequestId
+from tests.sim.builders import TEXT, kinds, scenario
 from tests.sim.test_sim_gateway import LENGTHS, PROMPT_TOKENS, TICK_S, virtual_engines
 
 
@@ -49,3 +54,20 @@ async def test_every_request_ends_and_no_engine_has_more_waiting_than_it_may(pol
         assert all(slot.waiting <= 1 for slot in gateway.fleet)
     assert ended == LENGTHS
     await gateway.fleet.close()
+
+
+@pytest.mark.parametrize("policy", STRATEGIES)
+def test_every_arm_that_routes_answers_everything_through_a_queue(policy: str) -> None:
+    """The daemon plans and balances as ever; an engine dies meanwhile."""
+    of = scenario(
+        gateway=GatewaySection(policy=policy, queue_depth=2),
+        faults=(FaultSection(at_s=8.0, kill_engine="e1", back_after_s=6.0),),
+    )
+    run = ControlledRun(of, kinds(of), ConfigurationId("narrow"), "both", 1, steps_of(of, 1)).run(lambda *_: None, None)
+    assert run.samples == of.workload.prompts * of.workload.samples
+
+
+def test_a_scenario_names_known_strategies() -> None:
+    with pytest.raises(ProblemFaults) as caught:
+        parse_scenario(TEXT + "gateway: {policy: best, queue_depth: -1}\n")
+    assert sorted(fault.split(":")[0] for fault in caught.value.faults) == ["gateway.policy", "gateway.queue_depth"]

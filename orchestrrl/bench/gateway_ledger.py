@@ -28,7 +28,7 @@ WRITTEN_S = 0.3  # after which nothing is left to be written
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    rounds: int = 5
+    rounds: int = 6
     whole_requests: int = 1000
     in_flight: int = 16
     rollouts: int = 192  # of STREAM_TOKENS, and as many streams
@@ -96,7 +96,8 @@ async def _measure(log_dir: Path, load: Load) -> dict[str, _Spent]:
         for some in lanes.values():
             await some.open(load.in_flight)
         for round_number in range(-1, load.rounds):
-            ways = {name: _Spent(way.served) for name, way in spent.items()} if round_number < 0 else spent
+            turned = dict(reversed(spent.items()) if round_number % 2 else spent.items())  # nobody is always the first
+            ways = {name: _Spent(way.served) for name, way in turned.items()} if round_number < 0 else turned
             await _round(ways, lanes, load, names)
         for some in lanes.values():
             some.close()

@@ -8,6 +8,7 @@ from typing import Any
 from orchestrrl.bench.figure import Figure
 from orchestrrl.bench.forecast import forecasts
 from orchestrrl.bench.gateway import gateway_cpu
+from orchestrrl.bench.gateway_ledger import gateway_ledger
 from orchestrrl.bench.policies import policies
 from orchestrrl.bench.profile_score import profile_score
 from orchestrrl.bench.routing import routing
@@ -27,6 +28,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "policies": lambda _: policies(),
     "profile_score": lambda _: profile_score(),
     "gateway_cpu": gateway_cpu,
+    "gateway_ledger": gateway_ledger,
     "import_cli": lambda _: import_cli(),
     "sim_step": lambda _: sim_step(),
     "routing": lambda _: routing(),

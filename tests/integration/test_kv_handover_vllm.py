@@ -374,7 +374,8 @@ async def test_weights_change_under_a_running_request(
     finally:
         asking.cancel()
         await update(tiny_model, 3)
-    await pair.until(lambda: not list(pair.store.root.iterdir()))
+    # What ran under both was left as an entry without KV, which nobody takes away before its time.
+    assert all(file.stat().st_size < 4096 for file in pair.store.root.rglob("*.kv"))
     await house.server.close()
     await house.fleet.close()
 

@@ -6,21 +6,19 @@ Whatever it ended by, the record keeps every token, and the next attempt goes on
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from orchestrrl.clock import Clock
-from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, NoConnection, Refused
-from orchestrrl.engines.handover import loading, saving
+from orchestrrl.engines.base import Chunk, NoConnection, Refused
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.gateway.attempt import Attempt
 from orchestrrl.gateway.fleet import Fleet, NoEngine, Slot
-from orchestrrl.gateway.handing import Left, left_by, usable, wait_s
+from orchestrrl.gateway.handing import usable
 from orchestrrl.gateway.ledger import Failure, Record
-from orchestrrl.gateway.movable import continued
 from orchestrrl.gateway.moving import Moving
 from orchestrrl.gateway.openai import error_body
-from orchestrrl.gateway.seam import Seam, open_seam
 from orchestrrl.gateway.versions import OnStale
 from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
 from planner.model import EngineId, RequestState
@@ -57,15 +55,13 @@ class Relay:
         self._clock = clock
         self._grown = grown
         self._slot: Slot | None = None
-        self._left: Left | None = None  # what the present attempt leaves when it is cut
-        self._began: tuple[float, int] | None = None  # when the present attempt's first token came, and how many then
+        self._attempted: Attempt | None = None  # the present attempt
         self._pump_task: asyncio.Task[bool] | None = None
         self._move: Moving | None = None
         self._back_to: Slot | None = None  # where a refused move came from
         self._awaited: tuple[EngineId, float] | None = None  # the engine that the request is held for, until when
         self._seeker: asyncio.Task[Any] | None = None  # waits for the engine of the next attempt
         self._restarting = False  # the answer so far is to be forgotten
-        self._version: int | None = None  # of the policy that the present attempt's last tokens came from
         self._refused_by: set[EngineId] = set()
         self._hung_on: set[EngineId] = set()
         self._stalled = False  # the present attempt is left because it made no token
@@ -132,12 +128,19 @@ class Relay:
             return ItemResult(self.record.id, False, because)
         assert self._slot is not None
         assert self._pump_task is not None
+        assert self._attempted is not None
         computed = self.record.state is RequestState.RUNNING
         move = Moving(
-            self.record, order, self._slot, target, computed=computed, step_s=self._step_s(), now_s=self._now_s()
+            self.record,
+            order,
+            self._slot,
+            target,
+            computed=computed,
+            step_s=self._attempted.step_s(),
+            now_s=self._now_s(),
         )
-        if computed and usable(self._left, order, self._slot, target):
-            move.load_from(self._left)
+        if computed and usable(self._attempted.left, order, self._slot, target):
+            move.load_from(self._attempted.left)
         self._move = move
         self._pump_task.cancel()
         predicted_s = min(2 * order.predicted_s, self._limits.slow_move_answer_s)
@@ -202,14 +205,6 @@ class Relay:
         assert move is not None
         self.record.moves += 1
         move.arrived(self._now_s(), self._fleet.in_background)
-
-    def _step_s(self) -> float:
-        """A decode step of the present attempt, as its tokens came; 0 where few have."""
-        if self._began is None:
-            return 0.0
-        began_s, tokens_then = self._began
-        made = len(self.record.generated_ids) - tokens_then
-        return (self.record.progressed_s - began_s) / made if made > 0 else 0.0
 
     # --- attempts ----------------------------------------------------------------------------------------------------
 
@@ -292,10 +287,10 @@ class Relay:
         slot.enter(record, self._now_s())
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
         self._slot = slot
-        self._began = None
-        self._version = slot.policy_version
-        self._left = left_by(record, slot, self._fleet)
-        self._pump_task = task = asyncio.create_task(self._pump(slot, self._request()))
+        self._attempted = attempt = Attempt(record, slot, self._fleet, self._clock)
+        coalesce = 1 if record.streaming else self._limits.coalesce_tokens
+        request = attempt.request(coalesce, self._move if self._move is not None and self._move.submitted else None)
+        self._pump_task = task = asyncio.create_task(attempt.run(request, self._took))
         over = asyncio.Event()
         task.add_done_callback(lambda _: over.set())
         try:
@@ -307,7 +302,7 @@ class Relay:
                     await asyncio.wait({task})
             finally:  # a second cancellation may come while the first is being seen to
                 # A task keeps its error, whose frames lead back here: a circle that held bodies of 64 MB for long.
-                self._slot = self._pump_task = None
+                self._slot = self._pump_task = self._attempted = None
                 self._fleet.release(slot, record)
                 if task.cancelled() or not record.done:
                     self._fleet.in_background(self._fleet.abort(slot, attempt_id))
@@ -315,6 +310,13 @@ class Relay:
             self._failures = 0
         if not record.done:
             self._settle(slot, task)
+
+    def _took(self, chunk: Chunk) -> None:
+        """The record has what the chunk brought."""
+        if self._move is not None and self._move.target is self._slot and (chunk.token_ids or chunk.finish_reason):
+            self._arrived()
+        if self.record.streaming:
+            self._grown(self.record)
 
     def _settle(self, slot: Slot, task: "asyncio.Task[bool]") -> None:
         """Decide how an attempt that did not finish goes on."""
@@ -407,104 +409,6 @@ class Relay:
             record.finish("stop", ids[-1], now_s)
         return record.done
 
-    def _request(self) -> GenerationRequest:
-        record = self.record
-        coalesce = 1 if record.streaming else self._limits.coalesce_tokens
-        kv = self._kv_fields()
-        if not record.generated_ids:
-            body = {**record.body, **kv} if kv else record.body
-            return GenerationRequest(record.attempt_id, record.endpoint, body, coalesce)
-        assert record.prompt_ids is not None
-        assert record.max_tokens is not None
-        body = continued(record.endpoint, record.body, record.prompt_ids, record.generated_ids, record.max_tokens)
-        return GenerationRequest(record.attempt_id, Endpoint.COMPLETIONS, {**body, **kv}, coalesce)
-
-    def _kv_fields(self) -> Mapping[str, Any]:
-        """What the body of the present attempt says of KV: what to leave, and what to load."""
-        left, move = self._left, self._move
-        load = move.load if move is not None and move.submitted else None
-        if move is None or load is None or left is None or load.version != left.version:
-            return saving(left.version, left.entry) if left is not None else {}
-        return loading(left.version, load.entry, left.entry, wait_s(move.order))
-
-    # --- the stream --------------------------------------------------------------------------------------------------
-
-    async def _pump(self, slot: Slot, request: GenerationRequest) -> bool:
-        """Move chunks from the engine into the record. False: the engine gave the request up, unfinished."""
-        seam = await self._seam(slot)
-        if self.record.max_tokens is None and not self.record.immovable_because:
-            await self._learn_context_length(slot)
-        # The protocol has it that the iterator can be closed.
-        stream = cast("AsyncGenerator[Chunk, None]", slot.engine.generate(request))
-        try:
-            async for chunk in stream:
-                text = chunk.text if seam is None else await seam.text(chunk)
-                given_up = chunk.finish_reason == "abort"
-                finished = chunk.finish_reason is not None and not given_up
-                self._take(slot, request.endpoint, _unfinished(chunk) if given_up else chunk, text)
-                if seam is not None:
-                    self.record.text_complete = not seam.open
-                    # Once closed it has no say: the answer may be cut inside a character again.
-                    seam = seam if seam.open else None
-                if finished or given_up:
-                    return finished
-        finally:
-            await stream.aclose()
-        raise OutcomeUnknown(f"{slot.id}: the stream of {request.request_id} ended without a finish_reason")
-
-    def _take(self, slot: Slot, endpoint: Endpoint, chunk: Chunk, text: str) -> None:
-        record = self.record
-        now_s = self._now_s()
-        was, context_before = record.state, record.context_tokens
-        extra = _parsed_fields(chunk) if endpoint is Endpoint.CHAT else None
-        version = slot.policy_version
-        if version != self._version:
-            # Of tokens that an engine gathered for a chunk some may be older than the change: all count as such.
-            version, self._version = (self._version if len(chunk.token_ids) > 1 else version), version
-        record.append(chunk, text, extra, now_s, version)
-        slot.advance(record, context_before, was, now_s)
-        if chunk.token_ids:
-            # An engine that shows text after a single token holds nothing back.
-            record.text_complete = bool(text) and len(chunk.token_ids) == 1
-        if extra:
-            record.immovable_because = record.immovable_because or "the engine parses the answer"
-        if was is not record.state:
-            self._first_token(slot)
-        if self._move is not None and self._move.target is slot and (chunk.token_ids or chunk.finish_reason):
-            self._arrived()
-        if record.streaming:
-            self._grown(record)
-
-    def _first_token(self, slot: Slot) -> None:
-        """The attempt has begun to generate."""
-        record = self.record
-        self._began = record.progressed_s, len(record.generated_ids)
-        self._fleet.trust(slot)
-        if record.prompt_ids is None:
-            record.immovable_because = record.immovable_because or "the engine does not tell the prompt's tokens"
-        elif record.max_tokens is None and slot.capabilities is not None:
-            longest = slot.capabilities.max_model_len_tokens
-            if longest is None:
-                record.immovable_because = record.immovable_because or "its engine's context length is not known"
-            else:
-                record.max_tokens = longest - len(record.prompt_ids)
-
-    async def _seam(self, slot: Slot) -> Seam | None:
-        record = self.record
-        if record.text_complete or not record.generated_ids:
-            return None
-        context = [*(record.prompt_ids or ())[-64:], *record.generated_ids[-64:]]
-        keep = bool(record.body.get("include_stop_str_in_output"))
-        return await open_seam(slot.engine, context, keep_stop_token=keep)
-
-    async def _learn_context_length(self, slot: Slot) -> None:
-        """Without max_tokens an answer may fill the context, and a continued one must be told how much is left."""
-        try:
-            await self._fleet.capabilities(slot)
-        except OrchestrRLError as error:
-            logger.debug("capabilities of %s: %s", slot.id, error)
-            self.record.immovable_because = "its engine's context length is not known"
-
     # --- hanging engines ---------------------------------------------------------------------------------------------
 
     def stalled(self, now_s: float) -> bool:
@@ -541,16 +445,3 @@ class Relay:
         self._hung_on.add(slot.id)
         self._stalled = True
         task.cancel()
-
-
-def _unfinished(chunk: Chunk) -> Chunk:
-    return Chunk(chunk.token_ids, chunk.text, chunk.prompt_token_ids, chunk.logprobs)
-
-
-def _parsed_fields(chunk: Chunk) -> Mapping[str, Any] | None:
-    """What a chat engine parsed out of the answer (reasoning, tool calls) instead of leaving it in the text."""
-    delta = chunk.raw.get("delta") if chunk.raw is not None else None
-    if not delta:
-        return None
-    extra = {name: value for name, value in delta.items() if name not in ("role", "content") and value}
-    return extra or None

@@ -42,7 +42,7 @@ BIN_TOKENS = 512
 TP2 = Configuration(ConfigurationId("tp2"), 2, 0.0183738, 8.1e-5, 4.1e-8, 582_885, 1024, 18_000.0, 1.7)
 
 _Expected = tuple[Mapping[RequestId, float], Futures | None]
-_Expect = Callable[[StepState, Snapshot], _Expected]
+Expect = Callable[[StepState, Snapshot], _Expected]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +107,13 @@ def policies(settings: Sequence[Setting] = SETTINGS, seeds: Sequence[int] = SEED
 
 def _arms(setting: Setting, requests: Sequence[StepRequest]) -> dict[str, float]:
     """Makespan by arm."""
-    shape = _shape(setting.configuration)
+    shape = shape_of(setting.configuration)
     ids = [request.id for request in requests]
     prompts = [ids[start : start + SAMPLES] for start in range(0, len(ids), SAMPLES)]
     dealt = [[id for prompt in prompts[k::ENGINES] for id in prompt] for k in range(ENGINES)]
     routed = [ids[k::ENGINES] for k in range(ENGINES)]
 
-    def run(policy: FastPolicy, expect: _Expect) -> float:
+    def run(policy: FastPolicy, expect: Expect) -> float:
         decided = decided_by(FastSettings(policy=policy), setting, expect)
         return run_step(shape, requests, routed, decided, INTERVAL_S).makespan_s
 
@@ -127,7 +127,7 @@ def _arms(setting: Setting, requests: Sequence[StepRequest]) -> dict[str, float]
     }
 
 
-def forecast_from(setting: Setting) -> _Expect:
+def forecast_from(setting: Setting) -> Expect:
     """As the daemon expects it in its first step."""
     outlook = Outlook()
 
@@ -150,7 +150,7 @@ def told(state: StepState, snapshot: Snapshot) -> _Expected:
     return left, KnownFutures(output_tokens)
 
 
-def decided_by(settings: FastSettings, setting: Setting, expect: _Expect) -> Policy:
+def decided_by(settings: FastSettings, setting: Setting, expect: Expect) -> Policy:
     """The fast loop's own decision, on the step as a snapshot."""
     moved: dict[RequestId, int] = {}
 
@@ -227,7 +227,7 @@ def _place(engine: EngineId) -> int:
     return int(engine[1:])
 
 
-def _shape(configuration: Configuration) -> EngineShape:
+def shape_of(configuration: Configuration) -> EngineShape:
     return EngineShape(
         configuration.alpha_s,
         configuration.beta_s,

@@ -8,7 +8,9 @@ from typing import Any
 from orchestrrl.bench.figure import Figure
 from orchestrrl.bench.forecast import forecasts
 from orchestrrl.bench.gateway import gateway_cpu
+from orchestrrl.bench.gateway_burst import gateway_burst
 from orchestrrl.bench.gateway_ledger import gateway_ledger
+from orchestrrl.bench.moves import moves
 from orchestrrl.bench.policies import policies
 from orchestrrl.bench.profile_score import profile_score
 from orchestrrl.bench.routing import routing
@@ -26,8 +28,10 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "plan_tick": lambda _: plan_tick(),
     "forecast": lambda _: forecasts(),
     "policies": lambda _: policies(),
+    "moves": lambda _: moves(),
     "profile_score": lambda _: profile_score(),
     "gateway_cpu": gateway_cpu,
+    "gateway_burst": gateway_burst,
     "gateway_ledger": gateway_ledger,
     "import_cli": lambda _: import_cli(),
     "sim_step": lambda _: sim_step(),

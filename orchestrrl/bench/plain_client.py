@@ -126,7 +126,7 @@ class Lanes:
             lane.close()
 
 
-async def all_at_once(url: str, request: bytes, streams: int) -> Sequence[Answer]:
+async def all_at_once(url: str, request: bytes, streams: int, within_s: float = ANSWER_WITHIN_S) -> Sequence[Answer]:
     """Each on a connection of its own, which is opened now. Raises Permanent unless all are complete."""
 
     async def one() -> Answer:
@@ -137,7 +137,7 @@ async def all_at_once(url: str, request: bytes, streams: int) -> Sequence[Answer
         finally:
             lane.close()
 
-    async with asyncio.timeout(ANSWER_WITHIN_S):
+    async with asyncio.timeout(within_s):
         return await asyncio.gather(*(one() for _ in range(streams)))
 
 

@@ -20,7 +20,7 @@ class Proxy:
             application.add_routes([web.post("/{path:.*}", self._pass_on)])
             runner = web.AppRunner(application, access_log=None)
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
             sys.stdout.write(f"http://127.0.0.1:{runner.addresses[0][1]}\n")
             sys.stdout.flush()
             await asyncio.Event().wait()

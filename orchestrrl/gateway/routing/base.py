@@ -128,24 +128,34 @@ def scale(loads: Sequence[Load], context_tokens: int) -> tuple[float, float]:
     return max(1.0, held / requests), typical_s
 
 
-def load_index(load: Load, mean_tokens: float, typical_s: float) -> float:
-    """Equation 5 with one more request."""
-    return (
-        (load.running + load.waiting + 1) / concurrency_cap(load, mean_tokens) * (load.seconds_per_token or typical_s)
-    )
+def ranks(loads: Sequence[Load], context_tokens: int) -> list[tuple[bool, float, int]]:
+    """For each load: whether it has no KV room for the newcomer, equation 5 with the newcomer, and its requests."""
+    mean_tokens, typical_s = scale(loads, context_tokens)
+    found = []
+    for load in loads:
+        # `fits` and `concurrency_cap`, written out: this runs for every engine at every request.
+        running, cap, full = load.running, load.max_sequences, False
+        requests = running + load.waiting
+        if load.kv_capacity_tokens:
+            free = load.kv_free_tokens
+            full = free - load.waiting_tokens < context_tokens
+            by_room = running + (int(free // mean_tokens) if free > 0 else 0)
+            if not cap or by_room < cap:
+                cap = by_room
+        index = (requests + 1) / (cap if cap > 1 else 1) * (load.seconds_per_token or typical_s)
+        found.append((full, index, requests))
+    return found
 
 
 def within(snapshot: Snapshot[L]) -> list[L]:
     """Those with KV room, if any has it, that are loaded no more than the slack beyond the least loaded of them."""
-    loads, slack, context_tokens = snapshot.loads, snapshot.slack, snapshot.newcomer.context_tokens
-    mean_tokens, typical_s = scale(loads, context_tokens)
-    roomy = [load for load in loads if fits(load, context_tokens)] or list(loads)
-    indices = [load_index(load, mean_tokens, typical_s) for load in roomy]
-    least = min(indices)
-    kept = []
-    for load, index in zip(roomy, indices, strict=True):
-        requests = load.running + load.waiting + 1
-        share = least * requests / index
-        if index <= least or requests <= (1 + slack.fraction) * share + slack.requests:
-            kept.append(load)
-    return kept
+    slack, loads = snapshot.slack, snapshot.loads
+    ranked = ranks(loads, snapshot.newcomer.context_tokens)
+    crowded, least, _ = min(ranked)
+    factor, more = 1 + slack.fraction, slack.requests
+    return [
+        load
+        for load, (full, index, requests) in zip(loads, ranked, strict=True)
+        # Its share are as many requests as bring it to the least index.
+        if full == crowded and (index <= least or requests + 1 <= factor * least * (requests + 1) / index + more)
+    ]

@@ -166,28 +166,33 @@ def test_round_robin_takes_turns_and_survives_changes() -> None:
 # --- prefix_affinity ---
 
 
-@given(loads=many_loads(least=2), newcomer=newcomers)
-def test_the_best_ranked_within_the_bound(loads: list[EngineLoad], newcomer: Newcomer) -> None:
-    """Walks down the ranking, as the strategy is described, and asks of each whether it is loaded too far."""
-    slack = Slack(requests=4, fraction=0.5)
-    tokens = newcomer.context_tokens
-    mean, typical_s = mean_and_typical(loads, tokens)
-    candidates = [load for load in loads if fits(load, tokens)] or loads
+def allowed(loads: list[EngineLoad], context_tokens: int, slack: Slack) -> list[EngineLoad] | None:
+    """Who is not too loaded, as the bound is described; None where somebody stands on its edge and rounding decides."""
+    mean, typical_s = mean_and_typical(loads, context_tokens)
+    candidates = [load for load in loads if fits(load, context_tokens)] or loads
 
     def per_request(load: EngineLoad) -> float:
         return (load.seconds_per_token or typical_s) / concurrency_cap(load, mean)
 
     least = min((load.running + load.waiting + 1) * per_request(load) for load in candidates)
-    for candidate in sorted(candidates, key=lambda load: score(newcomer.prefix, load.id), reverse=True):
-        requests = candidate.running + candidate.waiting + 1
-        most = 1.5 * least / per_request(candidate) + 4
-        if requests <= most * (1 - 1e-9):
-            expected = candidate
-            break
-        if requests <= most * (1 + 1e-9):
-            return  # on the edge: rounding decides
-    if newcomer.prefix:
-        assert chosen(Routing("prefix_affinity", slack=slack), loads, newcomer) == expected
+    found = []
+    for load in candidates:
+        requests = load.running + load.waiting + 1
+        most = (1 + slack.fraction) * least / per_request(load) + slack.requests
+        if abs(requests - most) < 1e-6 and slack != Slack(0, 0.0):
+            return None
+        if requests <= most + 1e-6:
+            found.append(load)
+    return found
+
+
+@given(loads=many_loads(least=2), newcomer=newcomers)
+def test_the_best_ranked_within_the_bound(loads: list[EngineLoad], newcomer: Newcomer) -> None:
+    slack = Slack(requests=4, fraction=0.5)
+    expected = allowed(loads, newcomer.context_tokens, slack)
+    if newcomer.prefix and expected is not None:
+        choice = chosen(Routing("prefix_affinity", slack=slack), loads, newcomer)
+        assert choice == max(expected, key=lambda load: score(newcomer.prefix, load.id))
 
 
 def test_the_same_prefix_stays_together_until_the_bound_and_then_spills_to_the_same_second() -> None:
@@ -264,17 +269,13 @@ def test_a_tag_goes_to_its_pool_until_that_is_loaded_beyond_the_bound() -> None:
 def test_affinity_narrows_and_the_strategy_chooses(
     routing: Routing, loads: list[EngineLoad], newcomer: Newcomer
 ) -> None:
-    """Either one of the pool is taken, as the strategy takes it among some of the pool that hold the least loaded of
-    it; or it is what the strategy takes among all."""
+    """Among those of the pool that are not too loaded, or among all where there is none."""
     pool = routing.affinity.get(newcomer.tag)
-    choice = chosen(routing, loads, newcomer)
     plain = dataclasses.replace(routing, affinity={})
-    if pool is None or all(load.pool != pool for load in loads):
-        assert choice == plain.choose(loads, newcomer)
-    elif choice.pool != pool:
-        assert choice == plain.choose(loads, newcomer)
-        # None of the pool was within the bound: with boundless slack one is, if it has KV room or none has.
-        boundless = dataclasses.replace(routing, slack=Slack(requests=10**6))
-        roomy = [load for load in loads if fits(load, newcomer.context_tokens)] or loads
-        if any(load.pool == pool for load in roomy):
-            assert chosen(boundless, loads, newcomer).pool == pool
+    candidates = allowed(loads, newcomer.context_tokens, routing.slack)
+    if candidates is None:
+        return
+    narrowed = [load for load in candidates if load.pool == pool] if pool else []
+    if all(load.pool == pool for load in loads):
+        narrowed = loads  # nothing to narrow
+    assert chosen(routing, loads, newcomer) == plain.choose(narrowed or loads, newcomer)

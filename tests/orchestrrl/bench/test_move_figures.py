@@ -5,7 +5,7 @@ from orchestrrl.bench.policies import Setting
 
 
 def test_fewer_moves_end_in_preemptions_where_room_is_judged_by_lengths() -> None:
-    (figure,) = move_room(seeds=(1,))
+    (figure,) = move_room(seeds=(4,))
     assert 0 <= figure.value < figure.baseline_value <= 1
 
 

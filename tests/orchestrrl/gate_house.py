@@ -54,12 +54,14 @@ class Gateway:
         self.node = NodeId(name)
         self.drains_s = drains_s
         self.broken = False
+        self.deaf = False  # does nothing that it is told
         self.unpaused: dict[EngineId, str] = {}  # engines that cannot be brought to rest, and why
         self.lease = ""
         self.until_s = self.quiet_at_s = 0.0
         self.ended: list[str] = []
         self.orders: list[Operation] = []
         self.routes: tuple[Route, ...] = ()
+        self.routes_at_opening: tuple[Route, ...] = ()
         self.in_flight: list[RequestView] = []
         self.done: list[FinishedRequest] = []
         self.generated: dict[str, int] = {}  # what an engine counts, where it is not what the others do
@@ -104,6 +106,8 @@ class Gateway:
                 self.routes = operation.action.routes
                 continue
             self.orders.append(operation)
+            if self.deaf:
+                continue
             self._tasks.append(asyncio.create_task(self._carry_out(operation)))
 
     async def _carry_out(self, operation: Operation) -> None:
@@ -123,6 +127,7 @@ class Gateway:
                 if lease != self.lease:
                     raise Permanent("the gate is not closed under this lease")
                 self._open()
+                self.routes_at_opening = self.routes
                 return tuple(ItemResult(engine, True) for engine in ("e0", "e1"))
             case CancelRequests(requests, groups):
                 ended = [r for r in self.in_flight if r.id in requests or r.group in groups]

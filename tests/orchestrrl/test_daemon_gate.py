@@ -72,6 +72,7 @@ async def test_the_versions_are_known_before_gateways_open(house: House) -> None
         newest = house.entries(Kind.GATE)[-1].sequence
         sent = [entry for entry in house.entries(Kind.OPERATION_INTENT) if "open_gate" in str(entry.body)]
         assert newest < sent[0].sequence
+        assert [route.policy_version for route in house.gateways["gw0"].routes_at_opening] == [3, 3]
         await house.resume(lease, 3)  # its answer got lost: the same again
         with pytest.raises(Permanent, match=r"has ended \(resumed\)"):
             await house.resume(lease, 4)
@@ -159,9 +160,10 @@ async def test_an_operator_may_open_while_it_closes(house: House) -> None:
     assert house.events() == ["pause", "resume"]
 
 
-async def test_engines_that_were_not_brought_to_rest_are_told_and_get_no_requests(house: House) -> None:
-    async with house.running():
-        house.gateways["gw0"].unpaused = {E1: "connection refused"}
+@pytest.mark.parametrize("name", ["gw0", "gw1"])
+async def test_engines_that_were_not_brought_to_rest_are_told_and_get_no_requests(house: House, name: str) -> None:
+    async with house.running("gw0", "gw1"):
+        house.gateways[name].unpaused = {E1: "connection refused"}
         lease = await house.pause()
         assert [(rest.engine, rest.done, rest.detail) for rest in house.plane.gate.rests()] == [
             ("e0", True, ""),
@@ -169,6 +171,9 @@ async def test_engines_that_were_not_brought_to_rest_are_told_and_get_no_request
         ]
         await house.resume(lease, 2)
         assert [(r.policy_version, r.draining) for r in house.gateways["gw0"].routes] == [(2, False), (None, True)]
+        house.gateways[name].unpaused = {}
+        await house.resume(await house.pause(), 3)
+        assert [(r.policy_version, r.draining) for r in house.gateways["gw0"].routes] == [(3, False), (3, False)]
 
 
 # --- leases
@@ -206,14 +211,17 @@ async def test_a_renewal_that_a_gateway_did_not_hear_fails(house: House) -> None
         await house.renew(lease, 60.0)
         await house.gateways["gw1"].stop()
         with pytest.raises(Retryable, match="gw1: is not attached"):
-            await house.renew(lease, 60.0)
+            await house.renew(lease, 90.0)
+        await house.clock.advance(61.0)  # by then it has opened, if it is still there
+        await house.renew(lease, 60.0)
         with pytest.raises(ProblemFaults, match="lease_id: must not be empty"):
             await house.renew("", 60.0)
 
 
 async def test_a_gateway_that_comes_while_closed_closes_and_later_hears_nothing(house: House) -> None:
     async with house.running():
-        lease = await house.pause(lease_s=60.0)
+        lease = await house.pause(lease_s=60.0, deadline_s=2.0)
+        await house.clock.advance(5.0)
         for name in ("gw1", "gw2"):
             house.gateways[name] = Gateway(house.plane, house.clock, name)
         house.gateways["gw1"].start()
@@ -248,6 +256,28 @@ async def test_a_gateway_that_missed_the_opening_is_told_again(house: House) -> 
         away.come_back()
         await house.clock.advance(5.0)
         assert (away.phase, [order.action for order in away.of(OpenGate)]) == (GatePhase.OPEN, [OpenGate(lease, 4)])
+
+
+async def test_a_gateway_that_somebody_else_closed_is_left_alone(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        await house.resume(await house.pause())
+        by_hand = house.gateways["gw1"]
+        by_hand.lease, by_hand.until_s = "by hand", 1e9
+        told = len(by_hand.orders)
+        await house.clock.advance(10.0)
+        assert len(by_hand.orders) == told
+
+
+async def test_a_gateway_that_does_not_answer_is_not_told_over_and_over(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        lease = await house.pause(lease_s=600.0)
+        away = house.gateways["gw1"]
+        away.leave()
+        await house.resume(lease)
+        away.broken, away.deaf = True, True
+        away.come_back()
+        await house.clock.advance(4.0)
+        assert len(away.of(OpenGate)) == 1
 
 
 # --- restarts

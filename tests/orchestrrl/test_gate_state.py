@@ -154,6 +154,19 @@ def test_versions_may_go_down_and_who_was_left_out_waits_for_its_own() -> None:
     assert state.told([EngineId("e2")], 5).serves(EngineId("e2"))
 
 
+def test_who_is_left_out_waits_also_where_nobody_speaks_of_versions() -> None:
+    state = GateState().paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, None, ENGINES[:1])
+    state = state.paused(lease("b", 2.0, 60.0)).resumed("b", 3.0, ENGINES, None, ENGINES[1:2])
+    assert [state.serves(engine) for engine in ENGINES] == [False, False, True]
+    state = state.paused(lease("c", 4.0, 60.0)).resumed("c", 5.0, ENGINES, 1, [])
+    assert all(map(state.serves, ENGINES))
+
+
+def test_a_lease_ends_at_its_end() -> None:
+    state = GateState().paused(lease("a", 0.0, 60.0))
+    assert [state.at(now_s).phase for now_s in (59.9, 60.0)] == [GatePhase.CLOSING, GatePhase.OPEN]
+
+
 def test_weights_that_come_engine_by_engine_wait_for_the_last() -> None:
     state = GateState().told(ENGINES, 1)
     for engine in ENGINES[:2]:

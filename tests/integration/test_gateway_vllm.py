@@ -1,6 +1,8 @@
 """The gateway before real vLLM: a moved greedy answer is the undisturbed one, and a killed server loses none."""
 
 import asyncio
+import os
+import signal
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -211,5 +213,58 @@ async def test_a_server_killed_in_the_middle_of_a_step_loses_no_request(
         assert [answer.text for answer in answers] == [answer.text for answer in expected]
         assert sum(summary.engine == "e0" for summary in house.gateway.ledger.finished) == len(asks)
         assert len(house.gateway.ledger) == 0
+        await house.server.close()
+        await house.fleet.close()
+
+
+async def test_clients_that_leave_free_the_servers_kv(house: House) -> None:
+    path, body = COMPLETION
+    long_body = {**body, "max_tokens": 10 * INTERRUPTED_TOKENS, "logprobs": None}
+    asking = [
+        asyncio.create_task(house.ask(house.url, path, long_body, f"g{index}", stream=index % 2 == 0))
+        for index in range(4)
+    ]
+    await asyncio.gather(*(house.until(f"g{index}", 5) for index in range(4)))
+    metrics = [await slot.engine.metrics() for slot in house.fleet]
+    assert sum(each.running for each in metrics) == 4
+    assert any(each.kv_usage_fraction > 0 for each in metrics)
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    async with asyncio.timeout(DEADLINE_S):
+        for slot in house.fleet:
+            while (now := await slot.engine.metrics()).running or now.waiting or now.kv_usage_fraction:
+                await asyncio.sleep(0.05)
+    assert house.gateway.ledger.finished_by_reason == {"abort": 4}
+
+
+async def test_a_server_killed_while_it_is_moved_to_sends_the_request_back(
+    vllm_servers: tuple[LocalEngine, ...], start_vllm_server: StartVllm
+) -> None:
+    """It stands still (SIGSTOP) until the request is there, and never makes a token of it."""
+    doomed = await start_vllm_server("doomed")
+    async with aiohttp.ClientSession() as http:
+        house = House((vllm_servers[0], doomed), http)
+        house.url = await house.server.start("127.0.0.1", 0)
+        path, body = COMPLETION
+        undisturbed = await house.ask(house.engines[0].url, path, body, stream=False)
+        house.holds.append(20)
+        asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=True))
+        assert await house.until("r", 20) == "e0"
+        os.killpg(doomed.pid, signal.SIGSTOP)
+        moving = asyncio.create_task(house.move("r", 20))
+        record = house.gateway.ledger.get(RequestId("r"))
+        assert record is not None
+        async with asyncio.timeout(DEADLINE_S):
+            while record.engine != "e1":
+                await asyncio.sleep(0.002)
+        doomed.kill()
+        house.released.set()
+        result = await moving
+        assert not result.done
+        assert "e1 failed" in result.detail
+        answer = await asking
+        assert answer.token_ids == undisturbed.token_ids
+        assert answer.text == undisturbed.text
         await house.server.close()
         await house.fleet.close()

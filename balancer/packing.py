@@ -25,7 +25,7 @@ NO_GAIN = "no_gain"
 DESTINATIONS = 4
 # Engines that are looked at in vain before the rest are left alone, those that end last first.
 SOURCES = 32
-MIN_GAIN_SHARE = 0.003
+MIN_GAIN_SHARE = 0.001
 # Of the time until the end, that it is worth to keep a group together, or to bring one together.
 TOGETHER_SHARE = 0.01
 

@@ -3,7 +3,8 @@
 The policy is here in whole: `balance_problem` says what the balancer sees, `decide_balance` which moves it may make and
 whether they are made. The daemon and the simulator call the same functions. Moves are chosen by when each engine will
 end (balancer/packing.py) where the step times of all engines are known, else by the paper's rule
-(balancer/migrate.py), as is any tick in which an engine is stalled.
+(balancer/migrate.py), as is any tick in which an engine is stalled. Either asks for room at the destination (room.py,
+futures.py) and is held back where requests would go to and fro (restraint.py).
 """
 
 from collections.abc import Mapping

@@ -112,7 +112,7 @@ class FastSettings(Section):
     # Once something moves, it goes on until no more than this share of tolerance or theta is left
     settle_share: Annotated[float, AfterValidator(require(lambda value: 0 < value <= 1, "> 0 and <= 1"))] = 1.0
     # packing: of the time until the end, that each move must gain
-    min_gain_share: Annotated[float, AfterValidator(require(lambda value: 0 < value < 1, "> 0 and < 1"))] = 0.003
+    min_gain_share: Annotated[float, AfterValidator(require(lambda value: 0 < value < 1, "> 0 and < 1"))] = 0.001
     # paper: a running request leaves an engine with that many times the requests of the emptiest, one more counted in
     crowded_ratio: Annotated[float, AfterValidator(require(lambda value: value > 1, "> 1"))] = 2.0
     max_moves_per_tick: PositiveInt = 8  # at a time, in all: the next ones wait for the results of these
@@ -416,7 +416,7 @@ fast:
   tolerance: 0.05               # packing: ends that differ by no more than this share of the last are left alone
   theta: 0.0002                 # paper: spread of the load index, (running + waiting) / cap / decode rate, left alone
   settle_share: 1.0             # once something moves, it goes on until this share of tolerance or theta is left
-  min_gain_share: 0.003         # packing: of the time until the end, that each move must gain
+  min_gain_share: 0.001         # packing: of the time until the end, that each move must gain
   crowded_ratio: 2.0            # paper: a running request leaves an engine with so many times the emptiest's requests
   max_moves_per_tick: 8         # at a time, in all: the next ones wait for the results of these
   max_moves_to_engine: 4        # at a time, of running requests, to one engine

@@ -125,7 +125,9 @@ class GateState:
         lease = self.held(lease_id)
         before = self.left_out if policy_version is None else ()
         left_out = tuple(sorted({*before, *without}))
-        words = f"resumed by {lease.holder or 'its holder'}" + (f": {reason}" if reason else "")
+        holder = lease.holder or "its holder"
+        words = f"resumed by {holder}" if lease_id else f"opened by another than {holder}"
+        words += f": {reason}" if reason else ""
         opened = Opened(lease.id, now_s, Ending.RESUMED, words, policy_version, left_out)
         state = replace(self._open(opened), left_out=left_out)
         if policy_version is None:

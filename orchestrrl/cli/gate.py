@@ -221,9 +221,10 @@ def gate_lines(gate: dict[str, Any]) -> list[str]:
 
 
 def progress(gate: dict[str, Any]) -> str:
-    """How far the fleet has come to rest."""
+    """How far the fleet has come to rest; nothing where its reports do not know yet that it has."""
     reports = [gateway["report"] for gateway in gate["gateways"] if gateway["report"]]
-    if gate["phase"] in ("", "open") or not reports:
+    old = gate["phase"] == "quiet" and any(report["phase"] != "quiet" for report in reports)
+    if gate["phase"] in ("", "open") or not reports or old:
         return ""
     running, frozen, held = (sum(report[name] for report in reports) for name in ("running", "frozen", "held"))
     return f"requests: {count(running)} run, {count(frozen)} frozen, {count(held)} held"

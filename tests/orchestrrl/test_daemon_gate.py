@@ -86,6 +86,7 @@ async def test_one_lease_at_a_time(house: House) -> None:
         with pytest.raises(Permanent, match=f"held by another: lease {lease} of one, until 00:17:1"):
             await house.pause(holder="two")
         await house.resume("")  # an operator
+        assert house.plane.gate.state.opened.detail == "opened by another than one"  # type: ignore[union-attr]
         await house.pause(holder="two")
 
 

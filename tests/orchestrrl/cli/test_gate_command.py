@@ -9,6 +9,7 @@ from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.formats import time_of_day
+from orchestrrl.cli.gate import gate_lines
 from orchestrrl.cli.main import application
 from orchestrrl.cli.status import gate_summary
 from orchestrrl.rpc.pb import agent_pb2
@@ -95,6 +96,15 @@ def test_the_fleets_status_tells_of_a_gate_only_where_there_is_something_to_tell
     ]
     assert gate_summary(plain(pb.Gate(phase="open", detail="resumed"))) == []
     assert gate_summary(None) == []
+
+
+def test_counts_that_are_older_than_the_quiet_are_not_shown() -> None:
+    gate = plain(GATE)
+    assert "requests: 0 run, 1,200 frozen, 3 held" in gate_lines(gate)
+    gate["gateways"][0]["report"]["phase"] = "closing"
+    assert not any("frozen," in line for line in gate_lines(gate))
+    gate["phase"] = "closing"
+    assert any("1,200 frozen" in line for line in gate_lines(gate))
 
 
 def test_set_version_and_cancel(daemon: FakeDaemon) -> None:

@@ -17,8 +17,9 @@ from orchestrrl.bench.policies import ENGINES, SAMPLES, SEEDS, Setting
 from orchestrrl.clock import VirtualClock
 from orchestrrl.engines.base import Engine
 from orchestrrl.engines.simulated_core import EngineShape, Scheduler
-from orchestrrl.gateway.fleet import Fleet, NoEngine, Slot
+from orchestrrl.gateway.fleet import Fleet, NoEngine
 from orchestrrl.gateway.routing import STRATEGIES, Newcomer, Routing
+from orchestrrl.gateway.slot import Slot
 from orchestrrl.operations import Route
 from orchestrrl.sim.gateway import CountedRecord, record_of
 from orchestrrl.sim.step import StepRequest

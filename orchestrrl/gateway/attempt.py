@@ -8,12 +8,13 @@ from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest
 from orchestrrl.engines.handover import loading, saving
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown
-from orchestrrl.gateway.fleet import Fleet, Slot
+from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.handing import left_by, wait_s
 from orchestrrl.gateway.ledger import Record
 from orchestrrl.gateway.movable import continued
 from orchestrrl.gateway.moving import Moving
 from orchestrrl.gateway.seam import Seam, open_seam
+from orchestrrl.gateway.slot import Slot
 
 logger = logging.getLogger(__name__)
 

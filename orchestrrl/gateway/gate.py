@@ -17,8 +17,9 @@ from dataclasses import replace
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import PauseMode
 from orchestrrl.errors import OrchestrRLError, Permanent, Retryable
-from orchestrrl.gateway.fleet import Fleet, Slot
+from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.relay import Relay
+from orchestrrl.gateway.slot import Slot
 from orchestrrl.gateway.versions import OnStale, lag
 from orchestrrl.operations import CloseGate, FrozenRequests, ItemResult, OpenGate
 from orchestrrl.reports import GatePhase, GateReport

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from orchestrrl.engines.handover import entry_id
 from orchestrrl.errors import OrchestrRLError
-from orchestrrl.gateway.fleet import Fleet, Slot
+from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.ledger import Record
+from orchestrrl.gateway.slot import Slot
 from orchestrrl.instrument.kv_desk import DEFAULT_WAIT_S, MAX_WAIT_S
 from orchestrrl.operations import MoveMethod, RequestMove
 

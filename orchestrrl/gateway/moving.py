@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from orchestrrl.gateway.fleet import Slot
 from orchestrrl.gateway.handing import Left, LoadCount
 from orchestrrl.gateway.ledger import Record
+from orchestrrl.gateway.slot import Slot
 from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
 
 

@@ -14,11 +14,12 @@ from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Chunk, NoConnection, Refused
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.gateway.attempt import Attempt
-from orchestrrl.gateway.fleet import Fleet, NoEngine, Slot
+from orchestrrl.gateway.fleet import Fleet, NoEngine
 from orchestrrl.gateway.handing import usable
 from orchestrrl.gateway.ledger import Failure, Record
 from orchestrrl.gateway.moving import Moving
 from orchestrrl.gateway.openai import error_body
+from orchestrrl.gateway.slot import Slot
 from orchestrrl.gateway.versions import OnStale
 from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
 from planner.model import EngineId, RequestState

@@ -11,9 +11,10 @@ from typing import cast
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Endpoint, Engine
 from orchestrrl.engines.simulated_core import Progress
-from orchestrrl.gateway.fleet import Fleet, NoEngine, Slot
+from orchestrrl.gateway.fleet import Fleet, NoEngine
 from orchestrrl.gateway.ledger import Ledger, Record
 from orchestrrl.gateway.routing import Routing
+from orchestrrl.gateway.slot import Slot
 from orchestrrl.operations import (
     ItemResult,
     MoveRequests,

@@ -10,8 +10,8 @@ import pytest
 from orchestrrl.engines.base import EngineMetrics
 from orchestrrl.errors import Retryable
 from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.fleet import Slot
 from orchestrrl.gateway.handing import LoadCount
+from orchestrrl.gateway.slot import Slot
 from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed, world

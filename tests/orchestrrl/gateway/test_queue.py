@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from orchestrrl.clock import VirtualClock
 from orchestrrl.engines.base import Chunk, Endpoint
-from orchestrrl.gateway.fleet import Fleet, NoEngine, Slot
+from orchestrrl.gateway.fleet import Fleet, NoEngine
 from orchestrrl.gateway.ledger import Record
 from orchestrrl.gateway.queue import WAIT_BOUNDS_S, Queue, Waiter, Waits
 from orchestrrl.gateway.routing import STRATEGIES, Newcomer, Routing
+from orchestrrl.gateway.slot import Slot
 from orchestrrl.operations import Route
 from planner.model import EngineId, RequestId
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from orchestrrl.engines.base import Endpoint, Refused
 from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.fleet import Slot
 from orchestrrl.gateway.ledger import Delta
+from orchestrrl.gateway.slot import Slot
 from orchestrrl.operations import ItemResult, RequestMove
 from planner.model import EngineId, RequestState
 from tests.orchestrrl.gateway.fakes import World, chat_prompt, undisturbed, world

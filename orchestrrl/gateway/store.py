@@ -295,9 +295,7 @@ class Store:
         pruner = False
         while True:
             self._news.wait(PRUNE_EVERY_S)
-            closing_now = self._closing.is_set()
-            if not closing_now:
-                self._closing.wait(BATCH_S)
+            closing_now = self._closing.wait(BATCH_S)  # at once, where it is set
             self._news.clear()
             orders = [self._orders.popleft() for _ in range(len(self._orders))]
             now_s = time.monotonic()

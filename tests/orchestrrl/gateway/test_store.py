@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from orchestrrl.cli.main import application
 from orchestrrl.clock import WallClock
 from orchestrrl.engines.base import Chunk, Endpoint
 from orchestrrl.errors import Permanent
@@ -369,3 +371,15 @@ def test_a_claim_is_held_by_one(tmp_path: Path) -> None:
     other.close()
     assert all(one.take(key) for key in keys)
     one.close()
+
+
+def test_flags_that_cannot_be_are_all_told_at_once(tmp_path: Path) -> None:
+    flags = ["--engine", "e0=http://127.0.0.1:1", "--ledger", str(tmp_path / "nowhere" / "ledger")]
+    result = CliRunner().invoke(application(), ["gateway", *flags])
+    assert result.exit_code == 2
+    assert "--ledger" in result.stderr
+    flags += ["--keep-answers-s", "0", "--keep-answers-mb", "nan", "--keep-from-s", "-1"]
+    result = CliRunner().invoke(application(), ["gateway", *flags])
+    assert result.exit_code == 2
+    for name in ("--keep-answers-s", "--keep-answers-mb", "--keep-from-s"):
+        assert f"{name}: must be" in result.stderr

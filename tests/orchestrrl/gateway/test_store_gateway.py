@@ -1,0 +1,126 @@
+"""Requests that are cut after any number of tokens and asked again of another gateway on the same ledger: the answer is
+the undisturbed one, and what was generated is not generated again."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrrl.engines.base import Endpoint
+from orchestrrl.gateway import store as store_module
+from orchestrrl.gateway.core import Job
+from orchestrrl.gateway.ledger import Record
+from orchestrrl.gateway.store import Keep, Store
+from tests.orchestrrl.gateway.fakes import EOS, World, chat_prompt, logprob_of, undisturbed, world
+
+PROMPT = "12 ab"
+MAX_TOKENS = 24
+MESSAGES = [{"role": "user", "content": "hello"}]
+BODIES: dict[Endpoint, dict[str, Any]] = {
+    Endpoint.COMPLETIONS: {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "min_tokens": MAX_TOKENS, "logprobs": 0},
+    Endpoint.CHAT: {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "min_tokens": MAX_TOKENS, "logprobs": True},
+}
+PROMPTS = {Endpoint.COMPLETIONS: list(PROMPT.encode()), Endpoint.CHAT: chat_prompt(MESSAGES)}
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "BATCH_S", 0.001)
+
+
+async def begun(path: Path) -> World:
+    there = world()
+    there.gateway.store = Store(Keep(path, from_s=0.0), there.clock)
+    there.gateway.store.start()
+    return there
+
+
+async def ended(there: World) -> None:
+    assert there.gateway.store is not None
+    await there.gateway.store.close()
+
+
+def job_of(there: World, endpoint: Endpoint, **more: Any) -> Job:
+    body = {**BODIES[endpoint], **more}
+    return there.gateway.job(there.ask(endpoint, **body), body)
+
+
+async def answered(there: World, job: Job) -> None:
+    running = asyncio.create_task(job.run())
+    while not running.done():
+        await there.step()
+        await asyncio.sleep(0)
+    await running
+
+
+def check(record: Record, endpoint: Endpoint) -> None:
+    tokens, text, reason = undisturbed(PROMPTS[endpoint], MAX_TOKENS, min_tokens=MAX_TOKENS)
+    assert (list(record.generated_ids), record.text, record.finish_reason) == (tokens, text, reason)
+    context = PROMPTS[endpoint]
+    expected = [logprob_of([*context, *tokens[:index]], token) for index, token in enumerate(tokens)]
+    assert record.logprobs is not None
+    assert [item.logprob for item in record.logprobs] == [item.logprob for item in expected]
+
+
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cut_after_any_number_of_tokens(tmp_path: Path, endpoint: Endpoint, stream: bool) -> None:
+    """Also in the middle of a character, which takes several tokens here."""
+    for cut in range(1, MAX_TOKENS - 1):
+        first = await begun(tmp_path / f"ledger{cut}")
+        job = job_of(first, endpoint, stream=stream)
+        running = asyncio.create_task(job.run())
+        await first.settle()
+        for _ in range(cut):
+            await first.step()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await ended(first)
+
+        then = await begun(tmp_path / f"ledger{cut}")
+        again = job_of(then, endpoint, stream=not stream)
+        await answered(then, again)
+        (record,) = again.records
+        check(record, endpoint)
+        if not stream:
+            deltas = record.take_undelivered()
+            assert "".join(delta.text for delta in deltas) == record.text
+            assert [token for delta in deltas for token in delta.token_ids] == list(record.generated_ids)
+        (request,) = [request for engine in then.engines.values() for request in engine.seen]
+        assert len(request.body["prompt"]) == len(PROMPTS[endpoint]) + cut
+        assert request.body["max_tokens"] == MAX_TOKENS - cut
+        await ended(then)
+
+
+async def test_a_whole_answer_asks_no_engine_and_keeps_its_time(tmp_path: Path) -> None:
+    first = await begun(tmp_path / "ledger")
+    await answered(first, job_of(first, Endpoint.COMPLETIONS))
+    await ended(first)
+    then = await begun(tmp_path / "ledger")
+    await then.clock.advance(500.0)
+    again = job_of(then, Endpoint.COMPLETIONS, stream=True)
+    told: list[Record] = []
+    await again.run(told.append)
+    check(again.records[0], Endpoint.COMPLETIONS)
+    assert told
+    assert not any(engine.seen for engine in then.engines.values())
+    assert again.ask.form.created_unix_s == 1000
+    await ended(then)
+
+
+async def test_of_two_samples_one_was_done(tmp_path: Path) -> None:
+    first = await begun(tmp_path / "ledger")
+    job = job_of(first, Endpoint.COMPLETIONS, n=2, seed=None)
+    async with job:
+        await first.settle()
+        job.records[0].finish("stop", EOS, 0.0)
+        for _ in range(5):
+            await first.step()
+    await ended(first)
+    then = await begun(tmp_path / "ledger")
+    again = job_of(then, Endpoint.COMPLETIONS, n=2, seed=None)
+    await answered(then, again)
+    assert (again.records[0].finish_reason, again.records[0].stop_reason) == ("stop", EOS)
+    check(again.records[1], Endpoint.COMPLETIONS)
+    await ended(then)

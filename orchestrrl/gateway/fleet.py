@@ -231,8 +231,12 @@ class Fleet:
         if without:
             able = [slot for slot in able if slot.id not in without]
         slot = self.routing.choose(able, newcomer, self._last)
-        if slot is not None:
-            self._last = slot.id
+        if slot is None:
+            return None
+        if not slot.usable:  # since the last announcement
+            self._usable_slots = None
+            return self.choose(newcomer, without)
+        self._last = slot.id
         return slot
 
     def _usable(self) -> list[Slot]:

@@ -48,7 +48,7 @@ class Slot:
 
     @property
     def usable(self) -> bool:
-        """May take a request that is new to it."""
+        """May take a request that is new to it. Whoever lets it become so announces it to the fleet."""
         return (
             self.routed
             and not self.route.draining

@@ -341,6 +341,20 @@ async def test_who_leaves_in_the_moment_its_place_comes_free_gives_it_to_the_nex
     await fleet.close()
 
 
+async def test_an_engine_that_is_no_longer_usable_is_not_chosen_before_that_is_announced() -> None:
+    fleet = fleet_of(VirtualClock(), depth=0, engines=("e0", "e1"))
+    assert (await fleet.place(record("r0"))).id == "e0"
+    slot_of(fleet, "e1").outdated = True
+    assert (await fleet.place(record("r1"))).id == "e0"
+    slot_of(fleet, "e0").outdated = True
+    waiting = asyncio.create_task(fleet.place(record("r2")))
+    await asyncio.sleep(0)
+    slot_of(fleet, "e1").outdated = False
+    fleet.announce()
+    assert (await waiting).id == "e1"
+    await fleet.close()
+
+
 async def test_who_is_refused_by_all_that_are_there_gives_up_and_holds_up_nobody() -> None:
     clock = VirtualClock()
     fleet = fleet_of(clock, depth=2, engines=("e0",))

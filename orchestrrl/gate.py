@@ -4,7 +4,7 @@ While a lease lasts, requests stand still. It ends when its holder resumes, or b
 execute/gate.py.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -150,11 +150,12 @@ class GateState:
         newest = self.newest if self.newest in serving else policy_version
         return replace(self, versions=versions, left_out=left_out, newest=newest)
 
-    def restarted(self, engine: EngineId) -> "GateState":
-        """It has the weights that it was started with, which nobody has told."""
-        if engine not in self.versions:
-            return self
-        return replace(self, versions={e: version for e, version in self.versions.items() if e != engine})
+    def forgotten(self, engines: Collection[EngineId]) -> "GateState":
+        """Nobody knows any longer what they have: they were restarted, and have the weights that they were started
+        with, or are others than they were."""
+        versions = {engine: version for engine, version in self.versions.items() if engine not in engines}
+        left_out = tuple(engine for engine in self.left_out if engine not in engines or self.newest is None)
+        return replace(self, versions=versions, left_out=left_out)
 
     def serves(self, engine: EngineId) -> bool:
         """Whether it has the fleet's weights, so that requests may go there."""

@@ -151,7 +151,7 @@ class GateKeeper:
         """Every engine, by id."""
         state = self.state
         rests = []
-        for engine in sorted({*self._engines(), *self._rests}):
+        for engine in sorted(self._engines()):
             item = self._rests.get(engine)
             outdated = state.lease is None and not state.serves(engine)
             detail = OUTDATED if outdated else item.detail if item is not None else ""
@@ -290,9 +290,16 @@ class GateKeeper:
         self._generated[engine] = sample.generation_tokens_total
         if sample.generation_tokens_total >= before or engine not in self._state.versions:
             return
-        logger.warning("engine %s was restarted: it gets no requests until its policy version is told", engine)
-        self._take(self.state.restarted(engine), "restarted", f"engine {engine} was restarted")
-        self._changed()
+        self.forget([engine], "was restarted")
+
+    def forget(self, engines: Iterable[EngineId], why: str) -> None:
+        """What is known of their weights holds no longer."""
+        told = sorted(engine for engine in engines if engine in self._state.versions)
+        if told:
+            reason = f"{', '.join(told)} {why}"
+            logger.warning("gate: %s: no requests go there until a policy version is told", reason)
+            self._take(self.state.forgotten(told), "forgotten", reason)
+            self._changed()
 
     def close(self) -> list[asyncio.Task[OperationResult]]:
         """Stop waiting for gateways; what they were told they do."""

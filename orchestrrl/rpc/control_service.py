@@ -125,6 +125,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         new = NewEngine(request.engine_id, request.url, request.configuration, tuple(request.gpus), request.pool)
         async with refusing(context):
             self._plane.enrolment.add(new, request.reason)
+        self._plane.gate.forget([EngineId(request.engine_id)], "was added")
         return convert_control.worker_to_pb(self._plane, EngineId(request.engine_id))
 
     async def DrainEngine(self, request: control_pb2.DrainEngineRequest, context: Context) -> control_pb2.Worker:
@@ -143,6 +144,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.RemoveEngineResponse:
         async with refusing(context):
             removal = await self._plane.enrolment.remove(EngineId(request.engine_id), request.force, request.reason)
+        self._plane.gate.forget([EngineId(request.engine_id)], "was removed")
         return control_pb2.RemoveEngineResponse(
             engine_id=request.engine_id,
             requests_moved=removal.requests_moved,

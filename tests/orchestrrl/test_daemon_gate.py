@@ -415,7 +415,7 @@ async def test_an_engine_that_restarts_has_lost_its_weights(house: House) -> Non
         await house.pause()
         await house.resume(version=5)
         assert [(r.policy_version, r.draining) for r in gateway.routes] == [(5, False), (5, False)]
-    assert "restarted" in house.events()
+    assert "forgotten" in house.events()
 
 
 async def test_what_a_plan_foresaw_is_held_against_the_time_in_which_requests_ran(house: House) -> None:

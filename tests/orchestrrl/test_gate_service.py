@@ -136,6 +136,23 @@ async def test_every_fault_of_a_wish_is_told_at_once(house: House) -> None:
     )
 
 
+async def test_an_engine_that_was_removed_does_not_count_and_one_that_is_added_has_no_version(house: House) -> None:
+    async def told(version: int, *engines: str) -> int:
+        order = pb.SetPolicyVersionRequest(engine_ids=engines, policy_version=version)
+        return (await house.control.SetPolicyVersion(order)).policy_version
+
+    async with asyncio.timeout(DEADLINE_S):
+        assert await told(4, "e0", "e1") == 4
+        await house.control.RemoveEngine(pb.RemoveEngineRequest(engine_id="e1"))
+        assert await told(5, "e0") == 5
+        await house.control.AddEngine(pb.AddEngineRequest(engine_id="e1", url="http://other"))
+        gate = await house.control.GetGate(pb.GetGateRequest())
+    assert [(e.engine_id, e.HasField("policy_version"), e.done) for e in gate.engines] == [
+        ("e0", True, True),
+        ("e1", False, False),
+    ]
+
+
 async def test_leases_that_are_not_there(house: House) -> None:
     for call in (
         house.control.RenewGate(pb.RenewGateRequest(lease_id="old")),

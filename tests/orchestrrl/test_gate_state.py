@@ -117,8 +117,10 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
                 if told.newest not in serving:
                     told.newest = version
             case ("engine restarts", str(engine)):
-                state = state.restarted(EngineId(engine))
+                state = state.forgotten([EngineId(engine)])
                 told.versions.pop(engine, None)
+                if told.newest is not None:
+                    told.without.discard(engine)
             case ("daemon restarts",):
                 state = GateState.from_body(state.body()).at(told.now_s)
         assert (state.lease.id if state.lease else None) == told.holder

@@ -95,7 +95,8 @@ class Job:
                 form = replace(form, created_unix_s=int(self._entry.created_s))
                 self.ask = replace(self.ask, form=form)
         try:
-            self._gateway.ledger.add(*self.records)
+            # What was complete has been counted and reported by whoever generated it.
+            self._gateway.ledger.add(*(record for record in self.records if not record.done))
         except DuplicateRequest:
             self._leave()
             raise

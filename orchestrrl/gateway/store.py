@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from orchestrrl.gateway.store_pieces import Cutter, Piece, digest_of, give_back,
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 0.25  # between two looks at what an answer has grown by
-ENTRIES_AT_ONCE = 256  # are looked at before other things have their turn
+ENTRIES_AT_ONCE = 64  # are looked at before other things have their turn
 BATCH_S = 0.1  # is gathered before it is written
 PRUNE_EVERY_S = 5.0
 RETRY_AFTER_S = 1.0  # a disk that failed
@@ -125,6 +125,8 @@ class Store:
         self._clock = clock
         self._claims: Claims | None = None
         self._reader: AnswerFile | None = None
+        self._reading = ThreadPoolExecutor(1, "ledger-reader")
+        self._read_file: AnswerFile | None = None  # that thread's
         self._entries: dict[int, Entry] = {}
         self._progress: asyncio.TimerHandle | None = None
         self._orders: deque[_Order] = deque()
@@ -154,6 +156,9 @@ class Store:
         self._closing.set()
         self._news.set()
         await asyncio.to_thread(self._writer.join)
+        await asyncio.to_thread(self._reading.shutdown)
+        if self._read_file is not None:
+            self._read_file.close()
         if self._reader is not None:
             self._reader.close()
         if self._claims is not None:
@@ -174,7 +179,8 @@ class Store:
             if not claims.take(key) and not await self._claimed(claims, key):
                 raise DuplicateRequest(f"request {name!r} is in flight already")
         except OSError as error:
-            self._tell(str(error))
+            logger.error("%s: answers are not kept any longer: there are no locks: %s", self.keep.path, error)
+            self._claims = None
             return None
         try:
             stored = await self._read(key, name) if self._may_have(key) else None
@@ -225,14 +231,16 @@ class Store:
 
     async def _read(self, key: int, name: str) -> Stored | None:
         try:
-            return await asyncio.to_thread(self._read_in_thread, key, name)
+            return await asyncio.get_running_loop().run_in_executor(self._reading, self._read_in_thread, key, name)
         except sqlite3.Error as error:
             logger.warning("request %s: what is kept of it cannot be read: %s", name, error)
             return None
 
     def _read_in_thread(self, key: int, name: str) -> Stored | None:
-        with closing(AnswerFile(self.keep.path)) as file:
-            return file.read(key, name)
+        file, self._read_file = self._read_file or AnswerFile(self.keep.path), None
+        stored = file.read(key, name)
+        self._read_file = file  # one that failed is not used again
+        return stored
 
     def _give_back(self, entry: Entry, stored: Stored) -> None:
         kept = put_together(stored.pieces)

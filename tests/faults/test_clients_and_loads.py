@@ -260,7 +260,9 @@ def many_files() -> Iterator[None]:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_ten_thousand_requests_at_once(start: Start, many_files: None, stream: bool) -> None:
     """Each on a connection of its own. Every one is answered right, and once; the gateway's memory is bounded."""
-    front = await start("--log-level", "error", count=2, speed=50, max_num_seqs=512)
+    # Beyond the queue's depth they wait in the gateway: it needs no more files for engines than that.
+    flags = ("--log-level", "error", "--queue-depth", "1024")
+    front = await start(*flags, count=2, speed=50, max_num_seqs=512)
     first = next(numbers) + 1_000_000
     asked = [Question(first + index, 6, BURST_TOKENS, stream) for index in range(BURST)]
     pid = front.gateway.pid

@@ -2,7 +2,7 @@
 
 All answer the same requests at the same time, so that a noisy machine disturbs them alike, each with an id of its own,
 in front of one engine that costs next to nothing. The time of the thread that writes is counted, and that of what it
-leaves to be written later. By default the ledger keeps no answer that took less than a tenth of a second, so the single
+leaves to be written later. By default the ledger keeps no answer that took less than a fifth of a second, so the single
 tokens are also asked of one that keeps all.
 """
 

@@ -14,7 +14,7 @@ from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.gateway.relay import Limits
 from orchestrrl.gateway.routing import DEFAULT_POLICY, STRATEGIES, Routing, Slack
 from orchestrrl.gateway.service import GatewayOptions, log_to_stderr, serve
-from orchestrrl.gateway.store import Keep
+from orchestrrl.gateway.store import BATCH_S, Keep
 from orchestrrl.gateway.store_file import check
 from orchestrrl.gateway.versions import OnStale
 from orchestrrl.operations import Route
@@ -78,7 +78,7 @@ def gateway(
     ] = None,
     keep_from_s: Annotated[
         float, typer.Option(help="Keep no answer that took less: it is as soon generated again. 0: keep all.")
-    ] = 0.1,
+    ] = BATCH_S,
     keep_answers_s: Annotated[float, typer.Option(help="Keep it for this long after the last token.")] = 3600.0,
     keep_answers_mb: Annotated[float, typer.Option(help="Keep no more than this; the oldest go first.")] = 1024.0,
     log_level: Annotated[str, typer.Option(help="debug | info | warning | error")] = "info",
@@ -148,7 +148,7 @@ def read_options(
     max_version_lag: int = -1,
     on_stale: str = OnStale.ABORT,
     ledger: Path | None = None,
-    keep_from_s: float = 0.1,
+    keep_from_s: float = BATCH_S,
     keep_answers_s: float = 3600.0,
     keep_answers_mb: float = 1024.0,
 ) -> GatewayOptions:

@@ -32,9 +32,9 @@ from orchestrrl.gateway.store_pieces import Cutter, Piece, digest_of, give_back,
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_S = 0.25  # between two looks at what an answer has grown by
+PROGRESS_S = 0.5  # between two looks at what an answer has grown by
 ENTRIES_AT_ONCE = 64  # are looked at before other things have their turn
-BATCH_S = 0.1  # is gathered before it is written
+BATCH_S = 0.2  # is gathered before it is written
 PRUNE_EVERY_S = 5.0
 RETRY_AFTER_S = 1.0  # a disk that failed
 MOST_QUEUED_BYTES = 64 << 20  # where the disk is slower than the engines, what is beyond is not kept

@@ -112,7 +112,7 @@ async def test_a_name_stands_for_one_question(tmp_path: Path) -> None:
 
 
 async def test_one_in_flight_is_refused_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "CLAIM_WITHIN_S", 0.1)
+    monkeypatch.setattr(store_module, "CLAIM_WITHIN_S", 0.7)
     async with running(tmp_path / "ledger") as store, running(tmp_path / "ledger") as other:
         entry = await entered(store)
         for asked in (store, other):

@@ -15,6 +15,7 @@ from orchestrrl.gateway.gate import Gate
 from orchestrrl.gateway.groups import Groups
 from orchestrrl.gateway.ledger import DuplicateRequest, Failure, Ledger, Record
 from orchestrrl.gateway.relay import Limits, Relay
+from orchestrrl.gateway.slot import Slot
 from orchestrrl.gateway.store import Entry, Store
 from orchestrrl.gateway.versions import lag
 from orchestrrl.operations import ItemResult, RequestMove, Route
@@ -203,6 +204,7 @@ class Gateway:
         for slot in self.fleet:
             if known.get(slot.id) is not slot:
                 self.gate.meet(slot)
+                self.fleet.in_background(self._learn(slot))
         self.gate.wake_engines()
         return faults
 
@@ -252,6 +254,15 @@ class Gateway:
             now_s = self.clock.now_s()
             stalled = [relay for relay in self.relays.values() if relay.stalled(now_s)]
             await asyncio.gather(*(relay.leave_stalled() for relay in stalled))
+            # Engines that were not up yet when they were met.
+            await asyncio.gather(*(self._learn(slot) for slot in self.fleet if slot.usable))
+
+    async def _learn(self, slot: Slot) -> None:
+        """What the engine offers, before anybody needs it."""
+        try:
+            await self.fleet.capabilities(slot)
+        except OrchestrRLError as error:
+            logger.debug("capabilities of %s: %s", slot.id, error)
 
     async def models(self) -> dict[str, int | None]:
         """Longest context of each model by its name, over the engines that answer."""

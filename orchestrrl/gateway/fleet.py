@@ -63,6 +63,7 @@ class Fleet:
         self._last: EngineId | None = None  # chosen
         self._slots: dict[EngineId, Slot] = {}
         self.kv_versions: Counter[str] = Counter()  # how many engines have each
+        self._contexts: set[float] = set()  # tokens that engines' contexts hold
         self._gate_open = True
         self.policy_version: int | None = None  # newest that was told
         self._changed = asyncio.Event()
@@ -315,7 +316,16 @@ class Fleet:
         """What the engine offers, asked once; raises what the engine raises."""
         if slot.capabilities is None:
             slot.capabilities = await slot.engine.capabilities()
+            self._contexts = {other.context_limit_tokens for other in self}
         return slot.capabilities
+
+    def too_short_for(self, tokens: int) -> frozenset[EngineId]:
+        """Engines whose context is known to hold fewer, where another's holds more: an answer would end early there, as
+        if it had been asked for no more."""
+        if len(self._contexts) < 2:
+            return frozenset()
+        wanted = min(tokens, max(self._contexts))
+        return frozenset(slot.id for slot in self if slot.context_limit_tokens < wanted)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something that nobody waits for; it is cancelled by `close`."""

@@ -175,7 +175,13 @@ class Relay:
             return f"is on {target.id} already"
         if not target.usable:
             return f"{target.id} takes no requests: {target.suspect_because or 'it is draining or not in the routes'}"
+        if target.id in self._too_short():
+            return f"may become longer than the {target.context_limit_tokens:g} tokens of context at {target.id}"
         return ""
+
+    def _too_short(self) -> frozenset[EngineId]:
+        """Engines that might end the answer before others would."""
+        return self._fleet.too_short_for(self.record.prompt_tokens + (self.record.max_tokens or 0))
 
     def _not_movable(self) -> str:
         record = self.record
@@ -268,7 +274,7 @@ class Relay:
             return await self._fleet.place(
                 self.record,
                 without=self._refused_by,
-                avoiding=self._hung_on,
+                avoiding=self._hung_on | self._too_short(),
                 again=self.record.attempt > 0,
                 patience_s=self._limits.engine_wait_s,
             )

@@ -58,6 +58,12 @@ class Slot:
         )
 
     @property
+    def context_limit_tokens(self) -> float:
+        """Of one request, prompt and answer; inf where it is not known."""
+        known = None if self.capabilities is None else self.capabilities.max_model_len_tokens
+        return float("inf") if known is None else known
+
+    @property
     def kv_version(self) -> str:
         """What KV on it depends on; empty: it hands none over."""
         version = self.route.kv_version

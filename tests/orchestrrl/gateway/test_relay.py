@@ -515,3 +515,28 @@ async def test_who_is_cancelled_twice_leaves_nothing_behind() -> None:
     assert len(w.gateway.ledger) == 0
     assert all(not slot.records for slot in w.gateway.fleet)
     assert "r~1" in w.engines["e0"].aborted
+
+
+async def test_an_answer_does_not_go_where_it_would_end_early() -> None:
+    w = world(3)
+    w.engines["e0"].model_length = w.engines["e2"].model_length = 40
+    w.gateway.set_routes([])
+    w.gateway.set_routes([Route(EngineId(name), engine.url) for name, engine in w.engines.items()])
+    await w.settle()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        assert job.records[0].engine == "e1"
+        await w.step()
+        result = await move(w, "e2")
+        assert (result.done, result.detail) == (False, "may become longer than the 40 tokens of context at e2")
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+        await w.settle()
+        assert job.records[0].engine == "e0"
+    # Better there than nowhere.
+    w.engines["e1"].die()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        await w.settle()
+        assert job.records[0].engine in ("e0", "e2")

@@ -7,25 +7,21 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import PauseMode
 from orchestrrl.errors import Permanent, ProblemFaults, Retryable
+from orchestrrl.execute.gate_orders import AGAIN_S, ANSWER_S, GateOrders, Order, Quieting, rested, why
 from orchestrrl.execute.runner import Runner
 from orchestrrl.gate import Ending, GateState, Lease, time_of_day
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.nodes import NodeRegistry
 from orchestrrl.operations import (
-    Action,
-    CloseGate,
     FrozenRequests,
     ItemResult,
-    OpenGate,
     OperationResult,
-    OperationStatus,
 )
 from orchestrrl.reports import EngineSample, GatePhase, GateReport
 from planner.model import EngineId, NodeId
@@ -34,15 +30,11 @@ logger = logging.getLogger(__name__)
 
 LEASE_S = 60.0  # where none is asked for
 LEASE_MAX_S = 24 * 3600.0  # whoever dies with a lease keeps the fleet for so long
-# How long gateways have for an answer beyond the time that it takes by itself.
-ANSWER_S = 5.0
 # Gateways that say that a gate is closed which was opened so long ago have not heard of it.
 MISSED_S = 2.0
 LEASES_REMEMBERED = 256
 BUSY_POLL_S = 0.25
-AGAIN_S = 1.0  # when it may be tried again, as far as anybody can tell
 OUTDATED = "has not the fleet's weights, as far as anybody told: gets no requests until its version is told"
-RESTED = (OperationStatus.DONE, OperationStatus.PARTIAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +91,6 @@ class GateKeeper:
         busy: Callable[[], bool],
         changed: Callable[[], None],
     ) -> None:
-        self._runner = runner
         self._nodes = nodes
         self._journal = journal
         self._clock = clock
@@ -109,9 +100,8 @@ class GateKeeper:
         self._changed = changed
         self._state = GateState()
         self._leases = itertools.count(1)
-        self._closing: dict[NodeId, asyncio.Task[OperationResult]] = {}  # of the lease that is being closed
-        self._broken: asyncio.Future[str] | None = None  # why that one cannot come to rest
-        self._tasks: set[asyncio.Task[OperationResult]] = set()
+        self._orders = GateOrders(runner, nodes, clock)
+        self._quieting: Quieting | None = None  # the fleet on its way to rest, for the lease that lasts
         self._rests: dict[EngineId, ItemResult] = {}  # what became of each engine when the gate closed or opened last
         self._generated: dict[EngineId, int] = {}  # tokens, as each engine last counted
         self._still_since_s: float | None = None
@@ -127,7 +117,7 @@ class GateKeeper:
         if now is not self._state:
             logger.warning("gate: %s", now.opened.detail if now.opened else "")
             self._take(now, "expired")
-            self._break("the lease has run out")
+            self._break_off("the lease has run out")
         return self._state
 
     @property
@@ -188,19 +178,20 @@ class GateKeeper:
             raise Permanent("no gateway is attached, so nothing can be brought to rest: see `orchestrrl status`")
         self._take(state.paused(lease), "pause")
         self._rests = {}
-        self._broken = asyncio.get_running_loop().create_future()
+        quieting = self._quieting = Quieting()
         try:
-            await self._engines_unchanging(lease)
-            await self._all_at_rest(lease)
+            await self._engines_unchanging(lease, quieting)
+            quieting.orders.update({node: self._order_close(node) for node in self._nodes.gateways()})
+            self._rest(await quieting.wait(self._clock, lease.quiet_by_s + ANSWER_S, self._reports))
         except asyncio.CancelledError:
             self._give_up(lease, "nobody waits any more for the fleet to come to rest")
             raise
         except Retryable as trouble:
-            await self._answers(self._give_up(lease, str(trouble)))
+            await self._orders.answers(self._give_up(lease, str(trouble)))
             raise
         finally:
-            self._broken = None
-            self._closing = {}
+            if self._quieting is quieting:  # by now somebody else may have begun
+                self._quieting = None
         self._take(self.state.at_rest(lease.id), "quiet")
         return self._state
 
@@ -217,8 +208,8 @@ class GateKeeper:
         orders = {node: self._order_close(node) for node in self._nodes.gateways()}
         if not self._state.quiet:
             return self._state  # who waits for the fleet to come to rest hears of failures
-        results = await self._answers(orders)
-        late = [f"{node}: {_why(result)}" for node, result in results.items() if not _rested(result)]
+        results = await self._orders.answers(orders)
+        late = [f"{node}: {why(result)}" for node, result in results.items() if not rested(result)]
         late += [f"{node}: is not attached" for node in self._away(lease_id)]
         if late:
             until = time_of_day(before.until_s)
@@ -240,14 +231,16 @@ class GateKeeper:
         if policy_version is not None:  # an engine that was not brought to rest had nothing done to it
             without = {*without, *(engine for engine, item in self._rests.items() if not item.done)}
         self._take(state.resumed(lease_id, self._clock.now_s(), engines, policy_version, without, reason), "resume")
-        self._break("somebody has opened the gate")
+        self._break_off("somebody has opened the gate")
         self._changed()
-        results = await self._answers(self._order_open())
+        opened = self._state.opened
+        assert opened is not None
+        results = await self._orders.answers(self._orders.open_all(opened))
         self._rest(results.values())
-        silent = [f"gateway {node}: {_why(result)}" for node, result in results.items() if not _rested(result)]
-        if silent and self._state.opened is not None:
-            detail = f"{self._state.opened.detail}; not opened yet, which they do by themselves: {'; '.join(silent)}"
-            self._take(replace(self._state, opened=replace(self._state.opened, detail=detail)), "resume")
+        silent = [f"gateway {node}: {why(result)}" for node, result in results.items() if not rested(result)]
+        if silent and self._state.opened is opened:
+            detail = f"{opened.detail}; not opened yet, which they do by themselves: {'; '.join(silent)}"
+            self._take(replace(self._state, opened=replace(opened, detail=detail)), "resume")
         return self._state
 
     def set_version(self, engines: Collection[EngineId], policy_version: int, reason: str = "") -> int:
@@ -266,13 +259,12 @@ class GateKeeper:
         """A gateway has come while requests stand still: it must not send any to engines at rest."""
         if self.state.lease is not None:
             order = self._order_close(node)
-            if self._broken is not None:
-                self._closing[node] = order
+            if self._quieting is not None:
+                self._quieting.orders[node] = order
 
     def detached(self, node: NodeId) -> None:
         """A gateway that goes while the fleet comes to rest leaves nobody to say so."""
-        if self._broken is not None:
-            self._break(f"gateway {node} has gone away")
+        self._break_off(f"gateway {node} has gone away")
 
     def reported(self, node: NodeId, report: GateReport) -> None:
         """A gateway that has not heard of the end of the last lease is told again."""
@@ -280,9 +272,8 @@ class GateKeeper:
             return
         opened = self._state.opened
         missed = opened.lease == report.lease and self._clock.now_s() - opened.at_s > MISSED_S
-        told = any(o.node == node and isinstance(o.operation.action, OpenGate) for o in self._runner.open)
-        if missed and not told and node in self._nodes.gateways():
-            self._order(node, self._open_gate(), ANSWER_S)
+        if missed and not self._orders.opening(node) and node in self._nodes.gateways():
+            self._orders.open(node, opened)
 
     def sampled(self, engine: EngineId, sample: EngineSample) -> None:
         """An engine whose count goes back was restarted, and has not the weights any more that were told."""
@@ -301,46 +292,18 @@ class GateKeeper:
             self._take(self.state.forgotten(told), "forgotten", reason)
             self._changed()
 
-    def close(self) -> list[asyncio.Task[OperationResult]]:
-        """Stop waiting for gateways; what they were told they do."""
-        for task in self._tasks:
-            task.cancel()
-        return [*self._tasks]
+    def close(self) -> list[Order]:
+        """Stop waiting for gateways."""
+        return self._orders.stop()
 
     # --- inside
 
-    async def _engines_unchanging(self, lease: Lease) -> None:
+    async def _engines_unchanging(self, lease: Lease, quieting: Quieting) -> None:
         """Let a change of the deployment end: the next ones wait for the gate."""
         while self._busy():
-            if self._clock.now_s() >= lease.quiet_by_s or (self._broken and self._broken.done()):
+            if self._clock.now_s() >= lease.quiet_by_s or quieting.broken:
                 raise Retryable("engines are being started or stopped", ANSWER_S)
             await self._clock.sleep(BUSY_POLL_S)
-
-    async def _all_at_rest(self, lease: Lease) -> None:
-        """Raises Retryable as soon as it is clear that they will not be."""
-        assert self._broken is not None
-        self._closing = {node: self._order_close(node) for node in self._nodes.gateways()}
-        over = asyncio.ensure_future(self._clock.sleep(lease.quiet_by_s + ANSWER_S - self._clock.now_s()))
-        try:
-            while not self._checked(over.done()):
-                waiting: list[asyncio.Future[Any]] = [task for task in self._closing.values() if not task.done()]
-                await asyncio.wait([*waiting, over, self._broken], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            over.cancel()
-        self._rest(task.result() for task in self._closing.values())
-
-    def _checked(self, over: bool) -> bool:
-        """Whether all have said that they are at rest."""
-        assert self._broken is not None
-        for node, task in self._closing.items() if not self._broken.done() else ():
-            if task.done() and not _rested(task.result()):
-                raise Retryable(f"gateway {node} did not come to rest: {_why(task.result())}", AGAIN_S)
-        running = [node for node, task in self._closing.items() if not task.done()]
-        if self._broken.done() or (running and over):
-            why = self._broken.result() if self._broken.done() else "not in time"
-            words = "; ".join([why, *map(self._running_words, running)])
-            raise Retryable(f"the fleet did not come to rest: {words}", AGAIN_S)
-        return not running
 
     def _away(self, lease_id: str) -> list[NodeId]:
         """Gateways that have closed for this lease, and of which nobody knows whether they are still there."""
@@ -351,55 +314,18 @@ class GateKeeper:
             if node not in attached and report.lease == lease_id and now_s < report.lease_until_s
         ]
 
-    def _running_words(self, node: NodeId) -> str:
-        report = self._reports().get(node)
-        if report is None:
-            return f"gateway {node} has not reported"
-        return f"gateway {node} still has {report.running} running requests"
-
-    def _give_up(self, lease: Lease, detail: str) -> dict[NodeId, asyncio.Task[OperationResult]]:
+    def _give_up(self, lease: Lease, detail: str) -> dict[NodeId, Order]:
         """Everything as before, unless the lease has ended otherwise."""
         if self._state.lease is not None and self._state.lease.id == lease.id:
             logger.warning("gate: %s: %s", lease, detail)
             self._take(self._state.given_up(lease.id, self._clock.now_s(), detail), "gave_up")
-        return self._order_open() if self._state.lease is None else {}
+        opened = self._state.opened
+        return self._orders.open_all(opened) if self._state.lease is None and opened is not None else {}
 
-    def _order_close(self, node: NodeId) -> asyncio.Task[OperationResult]:
+    def _order_close(self, node: NodeId) -> Order:
         lease = self._state.lease
         assert lease is not None
-        quiet_by_s = lease.until_s if self._state.quiet else lease.quiet_by_s
-        action = CloseGate(lease.id, lease.holder, lease.mode, lease.frozen, lease.until_s, quiet_by_s)
-        return self._order(node, action, quiet_by_s - self._clock.now_s() + ANSWER_S)
-
-    def _order_open(self) -> dict[NodeId, asyncio.Task[OperationResult]]:
-        action = self._open_gate()
-        return {node: self._order(node, action, ANSWER_S) for node in self._nodes.gateways()}
-
-    def _open_gate(self) -> OpenGate:
-        opened = self._state.opened
-        assert opened is not None
-        return OpenGate(opened.lease, opened.policy_version, opened.without)
-
-    def _order(self, node: NodeId, action: Action, valid_for_s: float) -> asyncio.Task[OperationResult]:
-        order: Coroutine[Any, Any, OperationResult] = self._runner.run(node, action, valid_for_s)
-        task = asyncio.create_task(order)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _answers(
-        self, orders: Mapping[NodeId, asyncio.Task[OperationResult]]
-    ) -> dict[NodeId, OperationResult | None]:
-        """None: it has not answered in time. The orders stand."""
-        over = asyncio.ensure_future(self._clock.sleep(ANSWER_S))
-        try:
-            while waiting := [task for task in orders.values() if not task.done()]:
-                await asyncio.wait([*waiting, over], return_when=asyncio.FIRST_COMPLETED)
-                if over.done():
-                    break
-        finally:
-            over.cancel()
-        return {node: task.result() if task.done() else None for node, task in orders.items()}
+        return self._orders.close(node, lease, lease.until_s if self._state.quiet else lease.quiet_by_s)
 
     def _rest(self, results: Iterable[OperationResult | None]) -> None:
         """An engine is at rest where it is so for every gateway."""
@@ -408,9 +334,9 @@ class GateKeeper:
             if known is None or known.done:
                 self._rests[EngineId(item.id)] = item
 
-    def _break(self, why: str) -> None:
-        if self._broken is not None and not self._broken.done():
-            self._broken.set_result(why)
+    def _break_off(self, because: str) -> None:
+        if self._quieting is not None:
+            self._quieting.break_off(because)
 
     def _take(self, state: GateState, event: str, reason: str = "") -> None:
         before, self._state = self._state.lease, state
@@ -426,17 +352,6 @@ class GateKeeper:
         lease = state.lease or before
         self._journal.append(self._clock.now_s(), Kind.GATE, lease.id if lease else "", body)
         logger.info("gate %s: %s %s", event, state.phase, lease or "")
-
-
-def _rested(result: OperationResult | None) -> bool:
-    return result is not None and result.status in RESTED
-
-
-def _why(result: OperationResult | None) -> str:
-    if result is None:
-        return "has not answered in time"
-    items = "; ".join(f"{item.id}: {item.detail}" for item in result.items if not item.done)
-    return result.detail or items or f"{result.status}, without a reason"
 
 
 def _said_before(state: GateState, lease_id: str, policy_version: int | None, without: Collection[EngineId]) -> bool:

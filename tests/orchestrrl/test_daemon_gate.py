@@ -148,6 +148,35 @@ async def test_whoever_stops_waiting_leaves_nothing_closed(house: House) -> None
         assert (house.gateways["gw0"].phase, house.plane.gate.state.phase) == (GatePhase.OPEN, GatePhase.OPEN)
 
 
+async def test_one_may_begin_while_another_gives_up(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        house.gateways["gw1"].broken = True
+        first = asyncio.create_task(house.plane.gate.pause(GateWish(deadline_s=2.0)))
+        await house.clock.advance(9.0)
+        assert (house.plane.gate.state.phase, first.done()) == (GatePhase.OPEN, False), "gw1 has still to answer"
+        house.gateways["gw1"].broken = False
+        house.gateways["gw0"].drains_s = 10.0
+        second = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        await house.clock.advance(5.0)
+        with pytest.raises(Retryable, match="the fleet did not come to rest: not in time; gateway gw1"):
+            await first
+        await house.clock.advance(8.0)
+        assert (await second).phase is GatePhase.QUIET
+        await house.resume()
+        house.gateways["gw0"].drains_s = 1000.0
+        first = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        await house.clock.advance(1.0)
+        house.gateways["gw0"].drains_s = 0.1
+        opening = asyncio.create_task(house.plane.gate.resume("", None, ()))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        await house.clock.advance(8.0)
+        assert (await opening).opened is not None
+        with pytest.raises(Retryable, match="somebody has opened the gate"):
+            await first
+        assert (await second).phase is GatePhase.QUIET
+
+
 async def test_an_operator_may_open_while_it_closes(house: House) -> None:
     async with house.running():
         house.gateways["gw0"].drains_s = 1000.0

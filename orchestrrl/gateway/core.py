@@ -109,10 +109,12 @@ class Job:
 
     def close(self) -> None:
         """The records are over, or nobody waits for them any longer. May be called again."""
-        self._leave()
-        self._listener = None  # it leads back here
-        for record in self.records:
-            self._gateway.close(record)
+        try:
+            self._leave()
+        finally:
+            self._listener = None  # it leads back here
+            for record in self.records:
+                self._gateway.close(record)
 
     def _relay(self, record: Record) -> Relay:
         return self._gateway.relay(record, self._grown)

@@ -13,7 +13,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import fsum, inf
 from typing import NamedTuple
 
 from balancer.migrate import MAX_MOVES, Move
@@ -175,24 +175,29 @@ class _Load:
         self._may_leave: list[Outlook] | None = None  # by id; None: not asked for yet, as of most engines
         self._remaining = [request.remaining_tokens for request in engine.requests]
         self._remaining.sort()
-        kv_area = kv_freed = longest_waiting = 0.0
+        # Sums that are the same in any order of the requests: a decision must not hang on the last bit.
+        areas: list[float] = []
+        freed: list[float] = []
+        longest_waiting = 0.0
         kv_waiting = 0
         for request in engine.requests:
             tokens, left = request.context_tokens, request.remaining_tokens
-            kv_area += tokens * left + left**2 / 2
+            areas.append(tokens * left + left**2 / 2)
             if request.state is RequestState.RUNNING:
-                kv_freed += tokens / left
+                freed.append(tokens / left)
             else:
                 kv_waiting += tokens
                 if left > longest_waiting:
                     longest_waiting = left
         seat_area = sum(self._remaining)
+        kv_area = fsum(areas)
         self._held = _Held(
             work_s=self._beta_s * seat_area + self._gamma_s * kv_area,
             kv_area=kv_area,
             seat_area=seat_area,
             kv_wanted=kv_waiting - engine.kv_free_tokens,
-            kv_freed=kv_freed,
+            running=len(freed),
+            kv_freed=fsum(freed),
             longest_waiting=longest_waiting,
         )
         self.end_s = self._end_s(self._held, self._remaining[-1] if self._remaining else 0.0)
@@ -221,7 +226,7 @@ class _Load:
             held.kv_area / configuration.kv_capacity_tokens,
             held.seat_area / configuration.max_sequences,
         )
-        if held.longest_waiting and held.kv_wanted > 0 and held.kv_freed > 0:
+        if held.longest_waiting and held.kv_wanted > 0 and held.running and held.kv_freed > 0:
             iterations = max(iterations, held.kv_wanted / held.kv_freed + held.longest_waiting)
         return self._alpha_s * iterations + held.work_s
 
@@ -262,6 +267,7 @@ class _Load:
             kv_area=held.kv_area - _kv_area(request),
             seat_area=held.seat_area - request.remaining_tokens,
             kv_wanted=held.kv_wanted - request.context_tokens,
+            running=held.running - runs,
             kv_freed=held.kv_freed - (_kv_freed(request) if runs else 0.0),
             longest_waiting=held.longest_waiting,
         )
@@ -275,6 +281,7 @@ class _Load:
             kv_area=held.kv_area + _kv_area(request),
             seat_area=held.seat_area + request.remaining_tokens,
             kv_wanted=kv_wanted,
+            running=held.running,
             kv_freed=held.kv_freed,
             longest_waiting=max(held.longest_waiting, request.remaining_tokens)
             if kv_wanted > 0
@@ -289,7 +296,8 @@ class _Held(NamedTuple):
     kv_area: float  # tokens times iterations
     seat_area: float  # sequences times iterations
     kv_wanted: int  # tokens that the waiting ones need beyond what is free; below 0: room
-    kv_freed: float  # tokens per iteration that running requests give back by ending
+    running: int  # that were here from the beginning
+    kv_freed: float  # tokens per iteration that these give back by ending
     longest_waiting: float  # tokens
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from orchestrrl.documents import (
     Name,
@@ -23,7 +23,8 @@ from orchestrrl.documents import (
     require,
 )
 from orchestrrl.errors import ProblemFaults, faults_of, shorten
-from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Knowledge, Mode
+from orchestrrl.launch import LaunchSettings, ParallelismSection, launch_faults
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Knowledge, Mode, Parallelism
 
 if TYPE_CHECKING:  # its curves bring numpy: loaded where a configuration names a profile, and nowhere else
     from planner.profile import Profile
@@ -162,9 +163,19 @@ class ConfigurationSettings(Section):
     max_sequences: PositiveInt
     prefill_tokens_per_s: PositiveFloat
     switch_s: NonNegativeFloat
+    parallelism: ParallelismSection | None = None  # None: TP over all GPUs
+
+    @model_validator(mode="after")
+    def _takes_its_gpus(self) -> Self:
+        if self.layout().gpus != self.gpus:
+            raise ValueError(f"parallelism must take the {self.gpus} GPUs, takes {self.layout().gpus}")
+        return self
+
+    def layout(self) -> Parallelism:
+        return Parallelism(tp=self.gpus) if self.parallelism is None else self.parallelism.value()
 
     def value(self) -> Configuration:
-        return Configuration(**{**self.model_dump(), "id": ConfigurationId(self.id)})
+        return Configuration(**{**self.model_dump(exclude={"parallelism"}), "id": ConfigurationId(self.id)})
 
 
 class EngineSettings(Section):
@@ -214,6 +225,7 @@ class Fleet(Section):
     profile: Name | None = None  # path of a profile file, from the configuration's own folder
     configurations: tuple[ConfigurationSettings, ...] = Field(default=(), strict=False)  # beside the profile's
     engines: tuple[EngineSettings, ...] = Field(default=(), strict=False)
+    launch: LaunchSettings | None = None  # None: engines are started by somebody else
     _profile: "Profile | None" = None  # what the file said when the configuration was read
 
     def profile_value(self) -> "Profile | None":
@@ -227,6 +239,12 @@ class Fleet(Section):
             *(configuration.value() for configuration in self.configurations),
             *(engine.configuration() for engine in profiled),
         )
+
+    def layouts(self) -> dict[ConfigurationId, Parallelism]:
+        """How each of `configuration_values` lies over its GPUs."""
+        profiled = self._profile.configurations if self._profile is not None else ()
+        own = {ConfigurationId(configuration.id): configuration.layout() for configuration in self.configurations}
+        return own | {engine.id: engine.parallelism for engine in profiled}
 
 
 class SwitchSettings(Section):
@@ -314,6 +332,7 @@ def _cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[s
             listing = ", ".join(known) or "none"
             path = f"fleet.engines[{index}].configuration"
             faults.append(f"{path}: is not one of fleet.configurations (known: {listing}), got {wanted!r}")
+    faults += launch_faults(fleet, known)
     return faults + _gpu_faults(fleet, engines)
 
 
@@ -453,6 +472,8 @@ fleet:
   kv_transfer: null
   configurations:
     # One decode iteration over b sequences that hold K KV tokens takes alpha_s + beta_s*b + gamma_s*K.
+    # Each is TP over its GPUs, unless it has e.g. `parallelism: {tp: 1, dp: 8, ep: 8}`; AFD: {attention_gpus: 16,
+    # ffn_gpus: 8, micro_batches: 2}.
     - {id: tp2, gpus: 2, alpha_s: 0.0184, beta_s: 0.000081, gamma_s: 4.1e-8, kv_capacity_tokens: 582885,
        max_sequences: 1024, prefill_tokens_per_s: 18000.0, switch_s: 1.7}
     - {id: tp4, gpus: 4, alpha_s: 0.0155, beta_s: 0.000078, gamma_s: 2.0e-8, kv_capacity_tokens: 1315307,
@@ -461,6 +482,20 @@ fleet:
     # Engines of one pool are of a kind, which requests' tags may prefer: {..., pool: long-context}.
     - {id: e0, url: "http://127.0.0.1:8000", configuration: tp2, gpus: [0, 1]}
     - {id: e1, url: "http://127.0.0.1:8001", configuration: tp2, gpus: [2, 3], max_sequences: 256}
+  # How engines are started: `orchestrrl plan render` prints their command lines. There is none by default.
+  launch:
+    python: python3             # of vLLM's own environment
+    model: Qwen/Qwen2.5-14B-Instruct   # a name or a folder; there is no default
+    served_model_name: null     # by default the model's
+    device: cuda                # cpu: vLLM's CPU build, where a GPU's id stands for cores_per_gpu cores; 0: not bound
+    cores_per_gpu: 0
+    host: 127.0.0.1             # that they listen on
+    ports: [8100, 8199]         # each GPU of a node has its own four; an engine uses those of its lowest GPU
+    nodes: []                   # addresses, in the order of GPUs; engines over several nodes need them
+    arguments: []               # for vLLM, e.g. [--max-model-len, "16384"]; what contradicts a layout is a fault
+    environment: {}
+    configurations: {}          # more for one of them, or otherwise: {tp4: {arguments: [...], environment: {...}}}
+    kv_directory: null          # where kv_transfer has a connector: a folder in it for each configuration
 
 # Optical circuit switches; there are none by default.
 ocs:

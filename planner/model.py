@@ -41,6 +41,34 @@ class Knowledge(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Parallelism:
+    """How one engine is laid out over its GPUs. `attention_gpus + ffn_gpus` are the engine's GPUs under AFD."""
+
+    tp: int = 1
+    dp: int = 1  # data-parallel attention replicas; with ep > 1 they share the experts
+    ep: int = 1
+    attention_gpus: int = 0  # AFD only
+    ffn_gpus: int = 0  # AFD only
+    micro_batches: int = 1  # AFD only: overlapped, hiding transfers
+    pp: int = 1  # pipeline stages: engines can be started with them, their step times are not modelled
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp", "ep", "micro_batches", "pp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if (self.attention_gpus > 0) != (self.ffn_gpus > 0):
+            raise ValueError("AFD needs both attention and FFN GPUs")
+
+    @property
+    def afd(self) -> bool:
+        return self.ffn_gpus > 0
+
+    @property
+    def gpus(self) -> int:
+        return self.attention_gpus + self.ffn_gpus if self.afd else self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True, slots=True)
 class Configuration:
     """One way to run an engine, with its decode step time `alpha_s + beta_s*sequences + gamma_s*kv_tokens`."""
 

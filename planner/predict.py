@@ -73,6 +73,8 @@ def predict(
 
     Raises DoesNotFit.
     """
+    if parallelism.pp > 1:
+        raise ValueError(f"step times of pipeline stages are not modelled, got pp {parallelism.pp}")
     bits = precision or published_precision(model)
     capacity = _capacity_tokens(model, gpu, parallelism, bits)
     if capacity < 1:
@@ -124,7 +126,8 @@ def identifier(parallelism: Parallelism) -> ConfigurationId:
     if p.afd:
         tp = f"tp{p.tp}" if p.tp > 1 else ""
         return ConfigurationId(f"afd{p.attention_gpus}+{p.ffn_gpus}x{p.micro_batches}{tp}")
-    return ConfigurationId(f"tp{p.tp}" + (f"dp{p.dp}" if p.dp > 1 else "") + (f"ep{p.ep}" if p.ep > 1 else ""))
+    tp = f"tp{p.tp}" + (f"pp{p.pp}" if p.pp > 1 else "")
+    return ConfigurationId(tp + (f"dp{p.dp}" if p.dp > 1 else "") + (f"ep{p.ep}" if p.ep > 1 else ""))
 
 
 def attention_replicas(parallelism: Parallelism) -> int:

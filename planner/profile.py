@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.model import Configuration, ConfigurationId
+from planner.model import Parallelism as Parallelism
 
 
 class Source(StrEnum):
@@ -86,33 +87,6 @@ class StepTime:
     def at(self, sequences: float, kv_tokens: float, kv_capacity_tokens: float = float("inf")) -> float:
         spilled_tokens = max(0.0, kv_tokens - kv_capacity_tokens)
         return self.base_s.at(sequences) + self.kv_s_per_token * kv_tokens + self.spill_s_per_token * spilled_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Parallelism:
-    """How one engine is laid out over its GPUs. `attention_gpus + ffn_gpus` are the engine's GPUs under AFD."""
-
-    tp: int = 1
-    dp: int = 1  # data-parallel attention replicas; with ep > 1 they share the experts
-    ep: int = 1
-    attention_gpus: int = 0  # AFD only
-    ffn_gpus: int = 0  # AFD only
-    micro_batches: int = 1  # AFD only: overlapped, hiding transfers
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "dp", "ep", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if (self.attention_gpus > 0) != (self.ffn_gpus > 0):
-            raise ValueError("AFD needs both attention and FFN GPUs")
-
-    @property
-    def afd(self) -> bool:
-        return self.ffn_gpus > 0
-
-    @property
-    def gpus(self) -> int:
-        return self.attention_gpus + self.ffn_gpus if self.afd else self.tp * self.dp
 
 
 @dataclass(frozen=True, slots=True)

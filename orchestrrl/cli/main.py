@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "moves": ("moves",),
     "plan": ("plan",),
     "plan_solve": ("plan",),
+    "plan_render": ("plan",),
     "profile": ("profile",),
     "profile_predict": ("profile",),
     "profile_measure": ("profile",),

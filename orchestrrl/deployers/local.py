@@ -12,23 +12,27 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from orchestrrl.deployers.command_line import Device, EngineSpec, Launch, render
 from orchestrrl.engines.base import Engine
 from orchestrrl.engines.simulated import SimulatedEngine
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.errors import OrchestrRLError, Permanent
+from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 POLL_S = 0.1
 PROBE_TIMEOUT_S = 120.0  # the first forward pass of a CPU build can take half a minute
 LOG_TAIL_LINES = 15
+MOST_CORES = 4096  # of one machine
+UNDIVIDED = Parallelism()
 
+# For a small model on the CPU build. More threads than one get into each other's way.
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # /pause, /abort_requests and the other control endpoints
-    "OMP_NUM_THREADS": "1",  # a small model fills one core; more threads get into each other's way
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by itself each server binds to the same core as the others
+    "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
+VLLM_ARGUMENTS = ("--dtype", "float32", "--enforce-eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +84,46 @@ async def start_vllm(
     max_num_seqs: int | None = None,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    parallelism: Parallelism = UNDIVIDED,
+    gpus: Sequence[GpuId] = (),
     ready_within_s: float = 300.0,
 ) -> LocalEngine:
     """Serve the model in directory `model` with the vLLM of `python`'s environment, on loopback, in float32.
 
+    Of the CPU build: each of `gpus` is a core, and without them it is bound to none.
+
     Returns after a first completion. Raises Permanent, with the end of its log (`log_dir/name.log`), when vLLM exits or
-    is not ready in time. The model is served under the directory's name; `arguments` go to vLLM as they are.
+    is not ready in time; ProblemFaults when `arguments` or `environment` contradict the layout. The model is served
+    under the directory's name; other `arguments` go to vLLM as they are.
     """
+    launch = Launch(
+        python=str(python),
+        model=str(model),
+        device=Device.CPU,
+        served_model_name=model.name,
+        per_node=MOST_CORES,
+        cores_per_gpu=1,
+        arguments=VLLM_ARGUMENTS,
+        environment=VLLM_ENVIRONMENT,
+    )
     port_holder, port = _hold_port()
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--model", str(model), "--served-model-name", model.name, "--dtype", "float32", "--enforce-eager"]
-    if max_num_seqs is not None:
-        command += ["--max-num-seqs", str(max_num_seqs)]
+    spec = EngineSpec(
+        engine=EngineId(name),
+        configuration=ConfigurationId(name),
+        parallelism=parallelism,
+        gpus=tuple(gpus),
+        port=port,
+        max_sequences=None if max_num_seqs is None else max_num_seqs * parallelism.dp,
+        arguments=tuple(arguments),
+        environment=environment or {},
+    )
+    try:
+        (line,) = render(spec, launch)
+    except ProblemFaults:
+        port_holder.close()
+        raise
     log_path = log_dir / f"{name}.log"
-    process = _spawn([*command, *arguments], log_path, {**VLLM_ENVIRONMENT, **(environment or {})})
+    process = _spawn(list(line.argv), log_path, line.environment)
     engine = LocalEngine(process.pid, f"http://127.0.0.1:{port}", log_path, process, port_holder)
     await _until_ready(engine, VllmEngine(engine.url, timeout_s=PROBE_TIMEOUT_S), ready_within_s)
     return engine

@@ -27,6 +27,7 @@ from orchestrrl.documents import (
     read_text,
 )
 from orchestrrl.errors import ProblemFaults, faults_of, path_of, shorten
+from orchestrrl.launch import ParallelismSection
 from planner.model import ConfigurationId
 from planner.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
 
@@ -105,23 +106,6 @@ class BySequences(_CurveSection):
 
     def step_time(self) -> StepTime:
         return StepTime(self.value(), self.per_kv_token, self.per_spilled_token)
-
-
-class ParallelismSection(Section):
-    tp: PositiveInt = 1
-    dp: PositiveInt = 1
-    ep: PositiveInt = 1
-    attention_gpus: NonNegativeInt = 0
-    ffn_gpus: NonNegativeInt = 0
-    micro_batches: PositiveInt = 1
-
-    @model_validator(mode="after")
-    def _checks_itself(self) -> Self:
-        self.value()
-        return self
-
-    def value(self) -> Parallelism:
-        return Parallelism(**dict(self))
 
 
 class EngineSection(Section):

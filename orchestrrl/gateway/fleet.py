@@ -63,7 +63,8 @@ class Fleet:
         self._last: EngineId | None = None  # chosen
         self._slots: dict[EngineId, Slot] = {}
         self.kv_versions: Counter[str] = Counter()  # how many engines have each
-        self._contexts: set[float] = set()  # tokens that engines' contexts hold
+        self._contexts: set[float] = set()  # tokens that the contexts of engines in the routes hold
+        self._retired: list[Slot] = []  # old houses of engines, with what still runs there
         self._gate_open = True
         self.policy_version: int | None = None  # newest that was told
         self._changed = asyncio.Event()
@@ -71,6 +72,14 @@ class Fleet:
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots.values())
+
+    def with_retired(self) -> list[Slot]:
+        """Those in the table, and those whose id names another by now."""
+        return [*self._slots.values(), *self._retired]
+
+    def knows(self, slot: Slot) -> bool:
+        """It is one of these."""
+        return self._slots.get(slot.id) is slot or any(other is slot for other in self._retired)
 
     def get(self, engine: EngineId | None) -> Slot | None:
         return None if engine is None else self._slots.get(engine)
@@ -98,7 +107,7 @@ class Fleet:
         for slot in list(self._slots.values()):
             if slot.id not in named:
                 slot.routed = False
-                self._forget_if_empty(slot)
+                self.forget_if_empty(slot)
         self.announce()
         return faults
 
@@ -106,6 +115,7 @@ class Fleet:
         """An engine may have become usable. Everybody who waits now wakes; whoever comes later waits for the next
         change."""
         self.kv_versions = Counter(slot.kv_version for slot in self._slots.values() if slot.routed)
+        self._note_contexts()
         self._changed.set()
         self._changed = asyncio.Event()
         self._usability_changed()
@@ -148,7 +158,10 @@ class Fleet:
         slot: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
 
         def placed(outcome: Slot | NoEngine) -> None:
-            if isinstance(outcome, NoEngine):
+            if slot.done():  # cancelled, and not awake yet to leave the queue
+                if not isinstance(outcome, NoEngine):
+                    self.give_back(outcome, record)
+            elif isinstance(outcome, NoEngine):
                 slot.set_exception(outcome)
             else:
                 slot.set_result(outcome)
@@ -201,7 +214,7 @@ class Fleet:
     def give_back(self, slot: Slot, record: Record) -> None:
         """A place that was reserved is not needed. Harmless where none is."""
         if slot.unreserve(record):
-            self._forget_if_empty(slot)
+            self.forget_if_empty(slot)
             self.dispatch()
 
     def dispatch(self) -> None:
@@ -304,7 +317,7 @@ class Fleet:
     def release(self, slot: Slot, record: Record) -> None:
         """The request is no longer on this engine."""
         slot.leave(record)
-        self._forget_if_empty(slot)
+        self.forget_if_empty(slot)
         if self._placed:
             self.dispatch()
 
@@ -316,8 +329,11 @@ class Fleet:
         """What the engine offers, asked once; raises what the engine raises."""
         if slot.capabilities is None:
             slot.capabilities = await slot.engine.capabilities()
-            self._contexts = {other.context_limit_tokens for other in self}
+            self._note_contexts()
         return slot.capabilities
+
+    def _note_contexts(self) -> None:
+        self._contexts = {slot.context_limit_tokens for slot in self._slots.values() if slot.routed}
 
     def too_short_for(self, tokens: int) -> frozenset[EngineId]:
         """Engines whose context is known to hold fewer, where another's holds more: an answer would end early there, as
@@ -344,9 +360,10 @@ class Fleet:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for slot in list(self._slots.values()):
+        for slot in self.with_retired():
             await slot.engine.close()
         self._slots.clear()
+        self._retired.clear()
 
     def _recheck(self, slot: Slot) -> None:
         if not slot.rechecking:
@@ -364,8 +381,9 @@ class Fleet:
         finally:
             slot.rechecking = False
 
-    def _forget_if_empty(self, slot: Slot) -> None:
-        if not slot.routed and not slot.records and not slot.reserved and self._slots.get(slot.id) is slot:
+    def forget_if_empty(self, slot: Slot) -> None:
+        """An engine that left the routes goes once it has nothing of ours, and does not stand still for us."""
+        if not slot.routed and not slot.in_use and self._slots.get(slot.id) is slot:
             del self._slots[slot.id]
             self._usable_slots = None
             self.in_background(slot.engine.close())
@@ -375,9 +393,11 @@ class Fleet:
         del self._slots[slot.id]
         self._usable_slots = None
         slot.routed = False
+        self._retired.append(slot)
         self.in_background(self._close_when_empty(slot))
 
     async def _close_when_empty(self, slot: Slot) -> None:
-        while slot.records or slot.reserved:
+        while slot.in_use:
             await self._clock.sleep(1.0)
+        self._retired = [other for other in self._retired if other is not slot]
         await slot.engine.close()

@@ -52,7 +52,6 @@ class Gate:
         self._since_s = 0.0
         self._quiet = asyncio.Event()
         self._rest: dict[EngineId, ItemResult] = {}
-        self._resuming: set[EngineId] = set()  # engines that did not resume at once
         self._opened = asyncio.Event()  # since it was last closed
         self._engines_free = asyncio.Lock()  # a pause and a resume of one engine must not overtake each other
         self._ended: deque[str] = deque(maxlen=LEASES_REMEMBERED)  # leases that are over
@@ -133,8 +132,8 @@ class Gate:
         self._closed = order
         self._since_s = now_s
         self._fleet.gate_open = False
-        self._quiet.clear()
-        self._opened.clear()
+        self._quiet = asyncio.Event()  # one that waits for an earlier closing is not told of this one
+        self._opened = asyncio.Event()
         self._rest = {}
         self._fleet.in_background(self._come_to_rest(order))
         self._fleet.in_background(self._expire(order))
@@ -155,7 +154,7 @@ class Gate:
             await self._drained(order)
         async with self._engines_free:
             if self._held_by(order):
-                await asyncio.gather(*(self._bring_to_rest(slot, order) for slot in list(self._fleet)))
+                await asyncio.gather(*(self._bring_to_rest(slot, order) for slot in self._fleet.with_retired()))
         await self._drained(order)
         if self._held_by(order):
             self._quiet.set()
@@ -172,23 +171,31 @@ class Gate:
     async def _bring_to_rest(self, slot: Slot, order: CloseGate) -> None:
         """Pause the engine. Where that cannot be done, its requests are taken back."""
         try:
-            if (await self._fleet.capabilities(slot)).pause:
-                await self._pause(slot, drop_kv=order.frozen is not FrozenRequests.CONTINUE)
-                self._rest[slot.id] = ItemResult(slot.id, True)
+            can_be_paused = (await self._fleet.capabilities(slot)).pause
+            if not self._fleet.knows(slot):  # it has gone meanwhile, and would never be resumed
                 return
-            self._rest[slot.id] = ItemResult(slot.id, True, "cannot be paused: its requests were taken back")
+            if can_be_paused:
+                await self._pause(slot, drop_kv=order.frozen is not FrozenRequests.CONTINUE)
+                self._rests(slot, True)
+                return
+            self._rests(slot, True, "cannot be paused: its requests were taken back")
         except OrchestrRLError as error:
-            self._rest[slot.id] = ItemResult(slot.id, False, str(error))
+            self._rests(slot, False, str(error))
             self._fleet.suspect(slot, str(error))
         for relay in list(self._relays.values()):
             if relay.slot is slot:
                 relay.withdraw()
+
+    def _rests(self, slot: Slot, done: bool, detail: str = "") -> None:
+        if self._fleet.get(slot.id) is slot:  # nobody asks about an engine's old house
+            self._rest[slot.id] = ItemResult(slot.id, done, detail)
 
     async def _pause(self, slot: Slot, *, drop_kv: bool) -> None:
         for tries_left in reversed(range(PAUSE_TRIES)):
             slot.paused = True  # whatever comes of it: it is resumed later
             try:
                 await slot.engine.pause(PauseMode.KEEP, drop_kv=drop_kv)
+                slot.still = True
                 return
             except Retryable:
                 if not tries_left:
@@ -227,45 +234,62 @@ class Gate:
         return await self._open(order.policy_version, order.without, "as ordered")
 
     async def _open(self, version: int | None, without: tuple[EngineId, ...], because: str) -> tuple[ItemResult, ...]:
-        closed = self._closed
+        closed, opened = self._closed, self._opened  # it may be closed again before engines run
         self.opened_because = because
         if closed is not None:
             self._closed = None
             self._closed_total_s += self._clock.now_s() - self._since_s
             self._ended.append(closed.lease)
         if version is not None:
-            self._told(version, without)
+            self._told(version, without, self._rest if closed is not None else {})
             self._restart(closed)
         for relay in list(self._relays.values()):
             relay.record.progressed_s = self._clock.now_s()  # it stood still by order
             if relay.slot is not None and relay.slot.outdated:
                 relay.withdraw()
         async with self._engines_free:
-            slots = [slot for slot in self._fleet if slot.paused and not slot.outdated]
+            slots = [slot for slot in self._fleet.with_retired() if slot.paused and not self._left_out(slot)]
             items = await asyncio.gather(*(self._resume(slot) for slot in slots))
         if self._closed is None:  # it may have been closed again
             self._fleet.gate_open = True
             self._fleet.announce()
-        self._opened.set()
+        opened.set()
         logger.warning("the gate is open: %s", because)
         return tuple(items)
 
-    def _told(self, version: int, without: tuple[EngineId, ...]) -> None:
-        """The engines have new weights, but for those that were left out, or could not be brought to rest."""
+    def _told(self, version: int, without: tuple[EngineId, ...], rests: Mapping[EngineId, ItemResult]) -> None:
+        """The engines have new weights, but for those that were left out, or could not be brought to rest, and for old
+        houses."""
         self._fleet.policy_version = version
-        for slot in self._fleet:
-            rest = self._rest.get(slot.id)
+        for slot in self._fleet.with_retired():
+            if self._fleet.get(slot.id) is not slot:
+                slot.outdated = True
+                continue
+            rest = rests.get(slot.id)
             slot.outdated = slot.id in without or (rest is not None and not rest.done)
             if not slot.outdated:
                 slot.policy_version = version
         for relay in list(self._relays.values()):
-            record = relay.record
-            if record.max_version_lag is None or lag(record.versions.oldest, version) <= record.max_version_lag:
-                continue
-            if record.on_stale is OnStale.RESTART and relay.restart():
-                self.stale_total[OnStale.RESTART] += 1
-            elif relay.end("abort", "max_version_lag"):
-                self.stale_total[OnStale.ABORT] += 1
+            self.hold_to_bound(relay)
+
+    def hold_to_bound(self, relay: Relay) -> None:
+        """An answer that is older than its client wants it begins anew, or ends."""
+        record = relay.record
+        too_old = lag(record.versions.oldest, self._fleet.policy_version)
+        if record.max_version_lag is None or too_old <= record.max_version_lag:
+            return
+        if record.on_stale is OnStale.RESTART and relay.restart():
+            self.stale_total[OnStale.RESTART] += 1
+        elif relay.end("abort", "max_version_lag"):
+            self.stale_total[OnStale.ABORT] += 1
+
+    def learn(self, newest: int | None) -> None:
+        """The fleet's version as the daemon has it: a gateway may not have been there when the gate was opened."""
+        if newest is None or newest == self._fleet.policy_version:
+            return
+        self._fleet.policy_version = newest
+        for relay in list(self._relays.values()):
+            self.hold_to_bound(relay)
 
     def _restart(self, closed: CloseGate | None) -> None:
         if closed is not None and closed.frozen is FrozenRequests.RESTART:
@@ -280,25 +304,34 @@ class Gate:
             self._fleet.suspect(slot, f"it was paused and could not be resumed: {error}")
             self._resume_later(slot)
             return ItemResult(slot.id, False, str(error))
-        slot.paused = False
+        self._runs_again(slot)
         return ItemResult(slot.id, True)
 
+    def _runs_again(self, slot: Slot) -> None:
+        slot.paused = slot.still = False
+        self._fleet.forget_if_empty(slot)
+
     def _resume_later(self, slot: Slot) -> None:
-        if slot.id not in self._resuming:
-            self._resuming.add(slot.id)
+        if not slot.resuming:
+            slot.resuming = True
             self._fleet.in_background(self._resume_until_done(slot))
 
     async def _resume_until_done(self, slot: Slot) -> None:
         delay_s = RESUME_AGAIN_S
+        since_s = self._clock.now_s()
         try:
             while self._is_to_run(slot):
                 async with self._engines_free:
                     if self._is_to_run(slot) and await self._resumed(slot):
                         return
+                if not slot.routed and self._clock.now_s() - since_s > ORPHANED_AFTER_S:
+                    logger.error("%s left the routes paused, and does not answer: it is left to itself", slot.id)
+                    self._runs_again(slot)
+                    return
                 await self._clock.sleep(delay_s)
                 delay_s = min(RESUME_AGAIN_CAP_S, 2 * delay_s)
         finally:
-            self._resuming.discard(slot.id)
+            slot.resuming = False
 
     async def _resumed(self, slot: Slot) -> bool:
         """False: it is to be tried again."""
@@ -309,12 +342,16 @@ class Gate:
         except OrchestrRLError as error:
             logger.debug("%s is not resumed yet: %s", slot.id, error)
             return False
-        slot.paused = False
+        self._runs_again(slot)
         return True
 
     def _is_to_run(self, slot: Slot) -> bool:
         """It stands still, and no order says that it should."""
-        return slot.paused and not slot.outdated and self._closed is None and self._fleet.get(slot.id) is slot
+        return slot.paused and not self._left_out(slot) and self._closed is None and self._fleet.knows(slot)
+
+    def _left_out(self, slot: Slot) -> bool:
+        """It waits for new weights. Nobody brings them to one that has left the routes."""
+        return slot.outdated and slot.routed
 
     async def set_version(self, engines: tuple[EngineId, ...], version: int) -> None:
         """These engines have weights of this version now. Raises Permanent for unknown ones."""
@@ -333,7 +370,7 @@ class Gate:
 
     def wake_engines(self) -> None:
         """Resume engines that were left out when the gate opened and have the fleet's weights by now."""
-        for slot in self._fleet:
+        for slot in self._fleet.with_retired():
             if self._is_to_run(slot):
                 self._resume_later(slot)
         self._fleet.announce()
@@ -362,10 +399,7 @@ class Gate:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _runs(self, relay: Relay) -> bool:
-        if relay.slot is None:
-            return False
-        rest = self._rest.get(relay.slot.id)
-        return not relay.slot.paused or rest is None or not rest.done
+        return relay.slot is not None and not relay.slot.still
 
     def _still_running(self) -> str:
         names = [relay.record.id for relay in self._relays.values() if self._runs(relay)]

@@ -158,7 +158,8 @@ class Relay:
     def hold_for(self, engine: EngineId, hold_s: float) -> ItemResult:
         """Stop the request where it runs and keep it until it can go on at an engine that is yet to come; any other
         will do if that has not come by then."""
-        because = self._not_movable()
+        target = self._fleet.get(engine)
+        because = self._not_movable() or (self._ends_early_on(target) if target is not None else "")
         if because:
             return ItemResult(self.record.id, False, because)
         assert self._pump_task is not None
@@ -175,9 +176,14 @@ class Relay:
             return f"is on {target.id} already"
         if not target.usable:
             return f"{target.id} takes no requests: {target.suspect_because or 'it is draining or not in the routes'}"
-        if target.id in self._too_short():
-            return f"may become longer than the {target.context_limit_tokens:g} tokens of context at {target.id}"
-        return ""
+        return self._ends_early_on(target)
+
+    def _ends_early_on(self, target: Slot) -> str:
+        """Why the answer should not go there from where it is, if it should not."""
+        here_tokens = float("inf") if self._slot is None else self._slot.context_limit_tokens
+        if target.id not in self._too_short() or target.context_limit_tokens >= here_tokens:
+            return ""
+        return f"may become longer than the {target.context_limit_tokens:g} tokens of context at {target.id}"
 
     def _too_short(self) -> frozenset[EngineId]:
         """Engines that might end the answer before others would."""
@@ -258,14 +264,16 @@ class Relay:
         try:
             while True:
                 slot = self._fleet.get(engine)
-                if slot is not None and slot.usable and self._fleet.gate_open:
+                if slot is not None and slot.usable and self._fleet.gate_open and not self._ends_early_on(slot):
                     return slot
                 if deadline.done():
                     return None
                 self.record.hold()
                 changed = asyncio.create_task(self._fleet.changed())
-                await asyncio.wait({changed, deadline}, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
+                try:
+                    await asyncio.wait({changed, deadline}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changed.cancel()
         finally:
             deadline.cancel()
 
@@ -299,7 +307,15 @@ class Relay:
         request = attempt.request(coalesce, self._move if self._move is not None and self._move.submitted else None)
         self._pump_task = task = asyncio.create_task(attempt.run(request, self._took))
         over = asyncio.Event()
-        task.add_done_callback(lambda _: over.set())
+
+        def see(task: asyncio.Task[bool]) -> None:
+            # Who waits for it may have been ended or cancelled in the same moment, and does not look at it then.
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, OrchestrRLError):
+                logger.error("attempt %s broke", attempt_id, exc_info=error)
+            over.set()
+
+        task.add_done_callback(see)
         try:
             await over.wait()  # not the task, which may be cancelled without this being so
         finally:
@@ -332,8 +348,7 @@ class Relay:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Refused):
             self._after_refusal(slot, error)
-            return
-        if isinstance(error, NoConnection):
+        elif isinstance(error, NoConnection):
             self._after_shortage(error)
         elif isinstance(error, OrchestrRLError):
             self._after_failure(slot, error)
@@ -344,6 +359,8 @@ class Relay:
         elif not task.cancelled():
             # Stopped on the engine by somebody else, whose business it may have been; but not our client's.
             self._back_off(slot, "it gave the request up", 0.0)
+        if self.record.done:
+            return
         if restarting and not self.record.delivered:  # its client may have had some of it since
             self.record.forget_answer()
         elif self.record.generated_ids and self.record.immovable_because:

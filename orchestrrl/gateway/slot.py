@@ -41,7 +41,9 @@ class Slot:
     seconds_per_token: float | None = None
     policy_version: int | None = None  # of its weights; None: nobody has told
     outdated: bool = False  # it did not get the fleet's weights, and gets no requests until its version is told
-    paused: bool = False  # by us: what it has stands still
+    paused: bool = False  # by us, or it was tried: it is to be resumed
+    resuming: bool = False  # it did not resume at once, and is asked again
+    still: bool = False  # it has been paused, and what it has stands still
     loads_open: int = 0  # requests of ours that load KV there and whose tokens were not counted yet
     loads_before: "asyncio.Task[int | None] | None" = None  # tokens that it had loaded before the first of these
     loads_found_tokens: int = 0  # since then, by requests that were counted
@@ -56,6 +58,11 @@ class Slot:
             and not self.outdated
             and self.route.health is not EngineHealth.NONSENSE
         )
+
+    @property
+    def in_use(self) -> bool:
+        """It has something of ours, or stands still for us."""
+        return bool(self.records or self.reserved or self.paused)
 
     @property
     def context_limit_tokens(self) -> float:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class Job:
         """Raises DuplicateRequest when one of the ids is in flight already."""
         await self._enter()
         for record in self.records:
-            self._tasks.append(asyncio.create_task(self._relay(record).run()))
+            self._tasks.append(asyncio.create_task(self._answer(record)))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -82,7 +82,7 @@ class Job:
         (record,) = self.records
         await self._enter()
         try:
-            await self._relay(record).run()
+            await self._answer(record)
         finally:
             self.close()
 
@@ -116,12 +116,22 @@ class Job:
             for record in self.records:
                 self._gateway.close(record)
 
-    def _relay(self, record: Record) -> Relay:
-        return self._gateway.relay(record, self._grown)
+    def _answer(self, record: Record) -> Coroutine[Any, Any, None]:
+        """The record is looked after from now on; what is returned is to be run."""
+        if record.done:
+            return self._give_again(record)
+        return self._gateway.relay(record, self._grown).run()
+
+    async def _give_again(self, record: Record) -> None:
+        self._gateway.given_again(record)
+        self._tell(record)
 
     def _grown(self, record: Record) -> None:
         if record.done:
             self._gateway.answered(record)
+        self._tell(record)
+
+    def _tell(self, record: Record) -> None:
         self._wake.set()
         if self._listener is not None:
             self._listener(record)
@@ -170,12 +180,21 @@ class Gateway:
         relay = Relay(record, self.fleet, self.limits, self.clock, grown)
         self.relays[record.id] = relay
         self.groups.enter(record)
+        self.gate.hold_to_bound(relay)  # it may have tokens from before
         return relay
 
     def answered(self, record: Record) -> None:
         """The record has its answer, or none; its client may not have it yet."""
         if record.versions.oldest is not None:
             self.version_lags[lag(record.versions.oldest, self.fleet.policy_version)] += 1
+        self._ended(record)
+
+    def given_again(self, record: Record) -> None:
+        """The record had its answer when it came, and has been counted; its group may not know of it."""
+        self.groups.enter(record)
+        self._ended(record)
+
+    def _ended(self, record: Record) -> None:
         for other in self.groups.ended(record):
             self._cancel(other, "redundant")
 
@@ -183,8 +202,10 @@ class Gateway:
         """A job is over: forget the record, and remember that it was there."""
         if not record.done:
             record.finish("abort", None, self.clock.now_s())
-        if self.relays.pop(record.id, None) is not None:
-            self.groups.leave(record)
+        relay = self.relays.get(record.id)
+        if relay is not None and relay.record is record:  # an answer that is given again has none
+            del self.relays[record.id]
+        self.groups.leave(record)
         self.ledger.close(record)
 
     def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> tuple[RequestId, ...]:
@@ -202,11 +223,14 @@ class Gateway:
 
     def set_routes(self, routes: Iterable[Route]) -> list[str]:
         known = {slot.id: slot for slot in self.fleet}
+        routes = tuple(routes)
         faults = self.fleet.set_routes(routes)
         for slot in self.fleet:
             if known.get(slot.id) is not slot:
                 self.gate.meet(slot)
                 self.fleet.in_background(self._learn(slot))
+        newest = (route.newest_policy_version for route in routes)
+        self.gate.learn(next((version for version in newest if version is not None), None))
         self.gate.wake_engines()
         return faults
 

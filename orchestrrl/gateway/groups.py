@@ -7,6 +7,7 @@ complete, the others are redundant. A group is forgotten with its last request i
 from dataclasses import dataclass, field
 
 from orchestrrl.gateway.ledger import Record
+from planner.model import RequestId
 
 # Answers that are complete; the others were cut short.
 COMPLETE = frozenset({"stop", "length"})
@@ -15,7 +16,7 @@ COMPLETE = frozenset({"stop", "length"})
 @dataclass(slots=True)
 class _Group:
     in_flight: list[Record] = field(default_factory=list)
-    complete: int = 0
+    complete: set[RequestId] = field(default_factory=set)  # an answer may be given again
 
 
 class Groups:
@@ -34,12 +35,14 @@ class Groups:
         return () if found is None else tuple(found.in_flight)
 
     def ended(self, record: Record) -> tuple[Record, ...]:
-        """The record has its answer, or none. The others that nobody needs any longer. To be told once of each."""
+        """The record has its answer, or none. The others that nobody needs any longer."""
         group = self._groups.get(record.group)
         if group is None:
             return ()
-        group.complete += record.finish_reason in COMPLETE
-        return tuple(other for other in group.in_flight if not other.done and 0 < other.group_enough <= group.complete)
+        if record.finish_reason in COMPLETE:
+            group.complete.add(record.id)
+        complete = len(group.complete)
+        return tuple(other for other in group.in_flight if not other.done and 0 < other.group_enough <= complete)
 
     def leave(self, record: Record) -> None:
         """The record is forgotten."""

@@ -243,8 +243,9 @@ class Ledger:
 
     def close(self, record: Record) -> None:
         """The request has ended, however it ended."""
-        if self._in_flight.pop(record.id, None) is None:
+        if self._in_flight.get(record.id) is not record:  # it is closed, or never was here
             return
+        del self._in_flight[record.id]
         summary = record.summary()
         self.finished_by_reason[summary.finish_reason] += 1
         self.generated_total += summary.generated_tokens

@@ -116,10 +116,12 @@ class Cutter:
     def cut(self) -> Piece | None:
         """What is new; None where nothing is."""
         record = self.record
-        if record.generated_ids is not self._ids:  # the answer began anew
-            self.restart()
         tokens = len(record.generated_ids)
         ends = record.finish_reason if not self._ended else None
+        if record.generated_ids is not self._ids:  # the answer began anew
+            if self.begun and not tokens and ends is None:
+                return self.forget()
+            self.restart()
         if tokens == self._tokens and ends is None:
             return None
         text = record.text_from(self._chars) if self._chars else record.text

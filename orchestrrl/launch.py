@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from orchestrrl.deployers.command_line import PORTS_PER_GPU, Device, EngineSpec, Launch
+from orchestrrl.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.deployers.layout_flags import PORTS_PER_GPU
 from orchestrrl.documents import Name, NonNegativeInt, PositiveInt, Section
 from orchestrrl.errors import ProblemFaults
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism

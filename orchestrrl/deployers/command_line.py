@@ -1,79 +1,40 @@
-"""The command lines of an engine: from its layout, its GPUs and the user's own arguments to processes. Pure.
+"""The command lines of an engine: from its layout, its GPUs and the user's own words to processes. Pure.
 
-One place for every deployer. A layout says `--tensor-parallel-size`, `--pipeline-parallel-size`, `--data-parallel-size`
-and `--enable-expert-parallel` (vLLM spreads experts over all of an engine's TP x DP GPUs, or over none). An engine over
-several nodes is a process on each of them, all but the first without an API (`--headless`); which flags each gets is
-told by vLLM's documents on parallel serving and its engine/arg_utils.py (0.32). vLLM's parser has read all of them;
-engines over nodes and AFD have not been run here.
-
-AFD is vllm-project/afd-plugin, experimental: vLLM with the plugin installed, two groups of processes, the side in
-`--additional-config` under `afd` (its README, recipes and afd_plugin/config.py, for vLLM 0.30.0). Of its connectors
-P2pNcclAFDConnector is rendered. The plugin takes two overlapped micro-batches and no more (`--enable-dbo`), and no
-fewer attention than FFN ranks; that the ratio must be whole was so for vLLM 0.26, and is not checked.
+One place for every deployer. `layout_flags.py` says which processes a layout takes and what makes each its part;
+`user_arguments.py`, what a user may say beside it.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import quote
 
+from orchestrrl.deployers.layout_flags import (
+    ADDITIONAL,
+    AFD_MICRO_BATCHES,
+    DECIDED,
+    Group,
+    Part,
+    Role,
+    additional_config,
+    groups,
+    parallel_flags,
+    shares,
+)
 from orchestrrl.deployers.user_arguments import SET, UNSET, Argument, Owned, read_arguments, replaced
 from orchestrrl.engines import handover
 from orchestrrl.errors import ProblemFaults, shorten
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
-AFD_CONNECTOR = "P2pNcclAFDConnector"
-AFD_MICRO_BATCHES = (1, 2)
-PORTS_PER_GPU = 4  # HTTP, data parallel, the group's own rendezvous, AFD's
-ADDITIONAL = "--additional-config"
-
-# What a layout may decide, with what vLLM does where it is left out.
-DECIDED: Mapping[str, str | None] = {
-    "--model": None,
-    "--host": None,
-    "--port": None,
-    "--uds": None,
-    "--tensor-parallel-size": "1",
-    "--pipeline-parallel-size": "1",
-    "--prefill-context-parallel-size": "1",
-    "--data-parallel-size": "1",
-    "--data-parallel-size-local": None,
-    "--data-parallel-start-rank": None,
-    "--data-parallel-rank": None,
-    "--data-parallel-address": None,
-    "--data-parallel-rpc-port": None,
-    "--data-parallel-backend": "mp",
-    "--data-parallel-external-lb": UNSET,
-    "--data-parallel-hybrid-lb": UNSET,
-    "--data-parallel-multi-port-external-lb": UNSET,
-    "--enable-expert-parallel": UNSET,
-    "--nnodes": "1",
-    "--node-rank": "0",
-    "--master-addr": None,
-    "--master-port": None,
-    "--headless": UNSET,
-    "--api-server-count": "1",
-}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Device(StrEnum):
     CUDA = "cuda"
     CPU = "cpu"  # vLLM's CPU build; a GPU's id stands for some cores
-
-
-class Role(StrEnum):
-    """What one process of an engine does."""
-
-    SERVER = "server"  # it answers requests
-    NODE = "node"  # part of the engine on a further node
-    FFN = "ffn"
-    FFN_NODE = "ffn node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +98,6 @@ class CommandLine:
         return " \\\n".join(lines)
 
 
-class _Part(NamedTuple):
-    """What of a group lies on one node."""
-
-    node: int
-    gpus: tuple[GpuId, ...]
-
-
-class _Group(NamedTuple):
-    """Processes that make up one vLLM: a whole engine, or one side of it under AFD."""
-
-    parallelism: Parallelism
-    parts: tuple[_Part, ...]
-    roles: tuple[Role, Role]  # of the first process, of the others
-    port: int  # the first of four
-    afd: Mapping[str, object] | None = None
-
-
 def render(spec: EngineSpec, launch: Launch) -> tuple[CommandLine, ...]:
     """The processes of one engine, the one that answers requests first. Raises ProblemFaults with every fault."""
     misplaced = _layout_faults(spec, launch)
@@ -179,12 +123,6 @@ def url_of(spec: EngineSpec, launch: Launch) -> str:
     if host in ("0.0.0.0", "::"):
         host = launch.nodes[node] if node < len(launch.nodes) else "127.0.0.1"
     return f"http://{f'[{host}]' if ':' in host else host}:{_http_port(spec, group)}"
-
-
-def shares(gpus: Sequence[GpuId], per_node: int) -> tuple[_Part, ...]:
-    """The GPUs by node, both in order."""
-    nodes = sorted({gpu // per_node for gpu in gpus})
-    return tuple(_Part(node, tuple(sorted(gpu for gpu in gpus if gpu // per_node == node))) for node in nodes)
 
 
 def _layout_faults(spec: EngineSpec, launch: Launch) -> list[str]:
@@ -257,44 +195,12 @@ def _environments(spec: EngineSpec, launch: Launch) -> tuple[tuple[str, Mapping[
     return (f"{launch.where}.environment", launch.environment), (own, spec.environment)
 
 
-def _groups(spec: EngineSpec, launch: Launch) -> tuple[_Group, ...]:
-    p, gpus = spec.parallelism, sorted(spec.gpus)
-    whole = (Role.SERVER, Role.NODE)
-    if not p.afd:
-        parts = shares(gpus, launch.per_node) or (_Part(0, ()),)
-        return (_Group(p, parts, whole, _first_port(gpus, launch)),)
-    attention, ffn = gpus[: p.attention_gpus], gpus[p.attention_gpus :]
-    port, parts = _first_port(ffn, launch), shares(ffn, launch.per_node)
-    afd: dict[str, object] = {
-        "connector": AFD_CONNECTOR,
-        "host": _address(launch, parts[0].node, spec),
-        "port": port + 3,
-        "num_attention_ranks": p.attention_gpus,
-        "num_ffn_ranks": p.ffn_gpus,
-    }
-    layout = Parallelism(tp=p.tp, dp=p.attention_gpus // p.tp, ep=p.attention_gpus)
-    attending = shares(attention, launch.per_node)
-    return (
-        _Group(layout, attending, whole, _first_port(attention, launch), {"role": "attention", **afd}),
-        _Group(
-            Parallelism(dp=p.ffn_gpus, ep=p.ffn_gpus), parts, (Role.FFN, Role.FFN_NODE), port, {"role": "ffn", **afd}
-        ),
-    )
-
-
-def _first_port(gpus: Sequence[GpuId], launch: Launch) -> int:
-    """No other engine has the GPU, so none has its ports."""
-    return launch.first_port + PORTS_PER_GPU * (min(gpus, default=0) % launch.per_node)
-
-
-def _address(launch: Launch, node: int, spec: EngineSpec) -> str:
-    """A node's address for the other processes of the engine."""
-    alone = all(gpu // launch.per_node == node for gpu in spec.gpus)
-    return "127.0.0.1" if alone or node >= len(launch.nodes) else launch.nodes[node]
+def _groups(spec: EngineSpec, launch: Launch) -> tuple[Group, ...]:
+    return groups(spec.parallelism, spec.gpus, launch.per_node, launch.nodes, launch.first_port)
 
 
 def _command_line(
-    spec: EngineSpec, launch: Launch, group: _Group, place: int, given: Sequence[Argument]
+    spec: EngineSpec, launch: Launch, group: Group, place: int, given: Sequence[Argument]
 ) -> tuple[CommandLine, list[str]]:
     part = group.parts[place]
     model, serving = spec.weights or launch.model, place == 0
@@ -307,11 +213,11 @@ def _command_line(
         values = {}
     if serving:
         values |= {"--host": launch.host, "--port": str(_http_port(spec, group))}
-    values |= _parallel(group, place, launch)
+    values |= parallel_flags(group, place, launch.nodes)
     faults: list[str] = []
     if group.afd is not None:
         values |= {"--enable-dbo": SET} if spec.parallelism.micro_batches > 1 else {}
-        values[ADDITIONAL], given, faults = _additional(group.afd, given)
+        values[ADDITIONAL], given, faults = additional_config(group.afd, given)
     if launch.kv_directory and group.roles[0] is Role.SERVER:
         flag, config = handover.vllm_arguments(Path(launch.kv_directory) / quote(spec.configuration, safe="+"))
         values[flag] = config
@@ -329,39 +235,8 @@ def _command_line(
     return line, faults + more
 
 
-def _http_port(spec: EngineSpec, group: _Group) -> int:
+def _http_port(spec: EngineSpec, group: Group) -> int:
     return spec.port if spec.port is not None and group.roles[0] is Role.SERVER else group.port
-
-
-def _parallel(group: _Group, place: int, launch: Launch) -> dict[str, str]:
-    """How the GPUs of a group work together, for its process on one of the nodes."""
-    p, parts = group.parallelism, group.parts
-    flags = {"--tensor-parallel-size": str(p.tp)}
-    if p.pp > 1:
-        flags["--pipeline-parallel-size"] = str(p.pp)
-    if p.dp > 1:
-        flags["--data-parallel-size"] = str(p.dp)
-    if p.ep > 1 or group.afd is not None:
-        flags["--enable-expert-parallel"] = SET
-    if place == 0 and p.dp > 1:
-        # By default there are as many servers behind the port as replicas, and what ends or stops requests by name
-        # reaches one of them.
-        flags["--api-server-count"] = "1"
-    if len(parts) == 1:
-        return flags
-    head, share, replica = launch.nodes[parts[0].node], len(parts[0].gpus), p.tp * p.pp
-    if p.dp > 1:
-        flags |= {"--data-parallel-address": head, "--data-parallel-rpc-port": str(group.port + 1)}
-    if share < replica:
-        flags |= {"--nnodes": str(len(parts)), "--node-rank": str(place)}
-        flags |= {"--master-addr": head, "--master-port": str(group.port + 2)}
-    else:
-        flags["--data-parallel-size-local"] = str(share // replica)
-        if place:
-            flags["--data-parallel-start-rank"] = str(place * share // replica)
-    if place:
-        flags["--headless"] = SET
-    return flags
 
 
 def _usual(spec: EngineSpec, launch: Launch) -> dict[str, str]:
@@ -378,28 +253,6 @@ def _usual(spec: EngineSpec, launch: Launch) -> dict[str, str]:
     return usual
 
 
-def _additional(afd: Mapping[str, object], given: Sequence[Argument]) -> tuple[str, list[Argument], list[str]]:
-    """The plugin's settings inside whatever else the user has there."""
-    others: list[Argument] = []
-    faults: list[str] = []
-    merged: dict[str, object] = {}
-    for argument in given:
-        if argument.flag != ADDITIONAL:
-            others.append(argument)
-            continue
-        try:
-            found = None if argument.dotted else json.loads(argument.value)
-        except json.JSONDecodeError:
-            found = None
-        if not isinstance(found, dict):
-            faults.append(f"{argument.path}: must be one JSON object where a layout is AFD, got {argument.text!r}")
-        elif "afd" in found:
-            faults.append(f"{argument.path}: contradicts {ADDITIONAL}'s `afd` of the layout, got {argument.text!r}")
-        else:
-            merged = found
-    return json.dumps({**merged, "afd": afd}), others, faults
-
-
 def _pinned(gpus: Sequence[GpuId], launch: Launch) -> dict[str, str]:
     """What binds a process to its GPUs, numbered as its node does."""
     local = [gpu % launch.per_node for gpu in sorted(gpus)]
@@ -412,7 +265,7 @@ def _pinned(gpus: Sequence[GpuId], launch: Launch) -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores)}
 
 
-def _environment(spec: EngineSpec, launch: Launch, group: _Group, part: _Part) -> dict[str, str]:
+def _environment(spec: EngineSpec, launch: Launch, group: Group, part: Part) -> dict[str, str]:
     ours = {"VLLM_SERVER_DEV_MODE": "1"}  # /pause, /abort_requests and the other control endpoints
     if launch.device is Device.CPU:
         ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by itself each server binds to the same core as the others

@@ -24,6 +24,7 @@ from planner.model import EngineId, NodeId, RequestId
 
 logger = logging.getLogger(__name__)
 
+COUNTED_REASONS = frozenset({"redundant", "cancelled"})
 WATCH_FRACTION = 0.25  # hanging engines are looked for this often, as a part of `stall_s`
 
 
@@ -181,6 +182,8 @@ class Gateway:
         self.relays[record.id] = relay
         self.groups.enter(record)
         self.gate.hold_to_bound(relay)  # it may have tokens from before
+        if self.groups.redundant(record):
+            self._cancel(record, "redundant")
         return relay
 
     def answered(self, record: Record) -> None:
@@ -218,7 +221,8 @@ class Gateway:
         relay = self.relays.get(record.id)
         if relay is None or not relay.end("abort", reason):
             return False
-        self.cancelled_total[reason] += 1
+        # Clients name reasons as they like: a metric can have only so many labels.
+        self.cancelled_total[reason if reason in COUNTED_REASONS else "other"] += 1
         return True
 
     def set_routes(self, routes: Iterable[Route]) -> list[str]:

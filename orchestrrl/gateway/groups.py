@@ -29,6 +29,11 @@ class Groups:
         if record.group:
             self._groups.setdefault(record.group, _Group()).in_flight.append(record)
 
+    def redundant(self, record: Record) -> bool:
+        """Its group has enough complete answers without it."""
+        group = self._groups.get(record.group)
+        return group is not None and 0 < record.group_enough <= len(group.complete - {record.id})
+
     def members(self, group: str) -> tuple[Record, ...]:
         """In flight, in order of arrival."""
         found = self._groups.get(group)

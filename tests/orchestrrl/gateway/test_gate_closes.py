@@ -552,6 +552,26 @@ async def test_once_enough_of_a_group_have_finished_the_others_are_ended() -> No
     assert w.gateway.groups.members("r") == ()
 
 
+async def test_who_comes_when_there_are_enough_is_ended_at_once() -> None:
+    w = world(1)
+    async with w.gateway.job(w.ask(request_id="g", prompt=PROMPT, max_tokens=30, n=2, group_enough=2)) as group:
+        await w.settle()
+        w.engines["e0"].attempts["g-0~1"].left = 1
+        await w.step()
+        ask = w.ask(request_id="late", prompt=PROMPT, max_tokens=30)
+        ask.records[0].group, ask.records[0].group_enough = "g", 1
+        async with w.gateway.job(ask) as late:
+            await w.settle()
+            assert [record.stop_reason for record in late.records] == ["redundant"]
+            assert not any(request.request_id.startswith("late") for request in w.engines["e0"].seen)
+        await finish(w, group)
+        assert_undisturbed_tokens(group, 1)
+
+
+def assert_undisturbed_tokens(job: Job, index: int) -> None:
+    assert list(job.records[index].generated_ids) == undisturbed(PROMPT, 30)[0]
+
+
 async def test_requests_and_groups_are_cancelled_wherever_they_are() -> None:
     w = world(1)
     w.engines["e0"].max_sequences = 1
@@ -573,4 +593,5 @@ async def test_requests_and_groups_are_cancelled_wherever_they_are() -> None:
                 assert w.gateway.cancel(names, ["g"], "again") == ()
             await open_gate(w)
     assert w.gateway.ledger.finished_by_reason == {"abort": 4}
+    assert w.gateway.cancelled_total == {"other": 4}
     assert [record.state for record in held.records] == [RequestState.WAITING]

@@ -81,3 +81,14 @@ def chart(bin_tokens: int, counts: Sequence[float], rows: int = 16, width: int =
         f"{edge:>{label}} {bar(number / max(sums), width)} {number:,.2f}".rstrip("0").rstrip(".")
         for edge, number in zip(edges, sums, strict=True)
     ]
+
+
+def ranges(gpus: Sequence[int]) -> str:
+    """`0-7, 16`"""
+    runs: list[list[int]] = []
+    for gpu in gpus:
+        if runs and gpu == runs[-1][1] + 1:
+            runs[-1][1] = gpu
+        else:
+            runs.append([gpu, gpu])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

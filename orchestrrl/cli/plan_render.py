@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrrl.cli.formats import ranges
 from orchestrrl.cli.groups import RUNNING_DAEMON, group
 from orchestrrl.cli.output import JsonFlag, print_json, reporting_errors
 from orchestrrl.errors import ProblemFaults, shorten
@@ -119,14 +120,12 @@ def _gpus(text: str) -> tuple[GpuId, ...]:
 
 
 def _blocks(spec: "EngineSpec", url: str, lines: "Sequence[CommandLine]") -> list[str]:
-    from orchestrrl.cli.plan_solve import _ranges
-
     blocks = []
     for place, line in enumerate(lines, 1):
         several = f", process {place} of {len(lines)} ({line.role})" if len(lines) > 1 else ""
         answers = f", at {url}" if place == 1 else ""
         heading = (
-            f"# {spec.engine}{several}: {spec.configuration} on GPUs {_ranges(line.gpus)} of node {line.node}{answers}"
+            f"# {spec.engine}{several}: {spec.configuration} on GPUs {ranges(line.gpus)} of node {line.node}{answers}"
         )
         blocks.append(f"{heading}\n{line.shell()}\n")
     return blocks

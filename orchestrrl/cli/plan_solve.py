@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import Field
 
-from orchestrrl.cli.formats import duration, seconds
+from orchestrrl.cli.formats import duration, ranges, seconds
 from orchestrrl.cli.groups import RUNNING_DAEMON, group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
 from orchestrrl.cli.plan_example import print_example
@@ -299,7 +299,7 @@ def _row(placed: "Placed") -> tuple[object, ...]:
     return (
         placed.id,
         placed.configuration,
-        _ranges(placed.gpus),
+        ranges(placed.gpus),
         len(placed.requests),
         "yes" if placed.kept else "no",
         seconds(placed.decode_s),
@@ -325,14 +325,3 @@ def _grouped(instances: "tuple[Placed, ...]") -> Iterator[tuple[object, ...]]:
                 for name in ("decode_s", "migration_s", "switch_s", "finish_s")
             ),
         )
-
-
-def _ranges(gpus: "tuple[int, ...]") -> str:
-    """`0-7, 16`"""
-    runs: list[list[int]] = []
-    for gpu in gpus:
-        if runs and gpu == runs[-1][1] + 1:
-            runs[-1][1] = gpu
-        else:
-            runs.append([gpu, gpu])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

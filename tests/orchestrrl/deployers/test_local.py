@@ -9,7 +9,7 @@ import pytest
 
 from orchestrrl.deployers import local
 from orchestrrl.engines.simulated import SimulatedEngine
-from orchestrrl.errors import Permanent
+from orchestrrl.errors import Permanent, ProblemFaults
 
 
 def alive(pid: int) -> bool:
@@ -54,6 +54,14 @@ async def test_an_engine_that_is_never_ready_is_killed(tmp_path: Path) -> None:
     with pytest.raises(Permanent, match="was not ready in time"):
         await local.start_vllm("vllm-0", python=sleeper, model=tmp_path / "m", log_dir=tmp_path, ready_within_s=3)
     assert not alive(int((tmp_path / "vllm-0.log").read_text()))
+
+
+async def test_arguments_that_contradict_the_layout_start_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ProblemFaults, match="contradicts `--tensor-parallel-size 1` of vllm-0, got '-tp 2'"):
+        await local.start_vllm(
+            "vllm-0", python=Path(sys.executable), model=tmp_path / "m", log_dir=tmp_path, arguments=["-tp", "2"]
+        )
+    assert not (tmp_path / "vllm-0.log").exists()
 
 
 async def test_a_held_port_is_for_one_server_only() -> None:

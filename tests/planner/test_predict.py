@@ -149,3 +149,10 @@ def test_what_no_roofline_knows_is_said_to_be_given() -> None:
 def test_an_unknown_engine_lists_the_known_ones() -> None:
     with pytest.raises(UnknownEngine, match="known: sglang, trtllm, vllm"):
         engine_named("nonsense")
+
+
+def test_pipeline_stages_have_a_name_and_gpus_but_no_predicted_times() -> None:
+    staged = Parallelism(tp=2, pp=4)
+    assert (identifier(staged), staged.gpus) == ("tp2pp4", 8)
+    with pytest.raises(ValueError, match="not modelled, got pp 4"):
+        predict(EXPERTS, H800, staged, VLLM)

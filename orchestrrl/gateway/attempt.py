@@ -29,12 +29,14 @@ class Attempt:
         self._clock = clock
         self._began: tuple[float, int] | None = None  # when its first token came, and how many there were then
         self._version = slot.policy_version  # of the policy that its last tokens came from
+        self._gathered = False  # the engine keeps tokens back until there are some for a chunk
         self.left = left_by(record, slot, fleet)  # when it is cut
 
     def request(self, coalesce_tokens: int, move: Moving | None) -> GenerationRequest:
         """What the engine is asked: from the beginning, or from the tokens that are there. `move`: the one that brought
         the request here."""
         record = self._record
+        self._gathered = coalesce_tokens > 1
         kv = self._kv_fields(move)
         if not record.generated_ids:
             body = {**record.body, **kv} if kv else record.body
@@ -95,7 +97,9 @@ class Attempt:
         version = slot.policy_version
         if version != self._version:
             # Of tokens that an engine gathered for a chunk some may be older than the change: all count as such.
-            version, self._version = (self._version if len(chunk.token_ids) > 1 else version), version
+            gathered = self._gathered and len(chunk.token_ids) > 1
+            version, self._version = (self._version if gathered else version), version
+        self._gathered = self._gathered or len(chunk.token_ids) > 1
         record.append(chunk, text, extra, now_s, version)
         slot.advance(record, context_before, was, now_s)
         if chunk.token_ids:

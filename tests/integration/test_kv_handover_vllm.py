@@ -41,6 +41,8 @@ BODY: dict[str, Any] = {
 # The second server has a prefix cache.
 PREFIX_CACHING = ("--no-enable-prefix-caching", "--enable-prefix-caching")
 
+MERGED_TOKENS = 50  # a starved machine reads late
+
 CORES = sorted(os.sched_getaffinity(0))
 NAMES = count()
 WHOLE = 84  # a letter: vLLM begins with the prompt's text again where a prompt ends inside a character
@@ -364,9 +366,11 @@ async def test_weights_change_under_a_running_request(
         spans = record.versions.spans(INTERRUPTED_TOKENS)
         answer = await asking
         assert [span.version for span in spans] == [1, 2]
-        change = spans[1].start
-        assert 100 <= change < 300
-        assert answer.token_ids[:change] == old.token_ids[:change]
+        told = spans[1].start
+        assert 100 <= told < 300
+        # vLLM gives a client that reads late several tokens at once, and such a chunk counts as the older version's.
+        change = next(at for at in range(told + 1) if at == told or answer.token_ids[at] != old.token_ids[at])
+        assert told - MERGED_TOKENS <= change
         rest = {**body, "prompt": body["prompt"] + answer.token_ids[:change], "max_tokens": body["max_tokens"] - change}
         new = await house.ask(pair.urls[0], path, rest, stream=True)
         assert answer.token_ids[change:] == new.token_ids

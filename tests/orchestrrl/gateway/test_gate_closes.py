@@ -453,6 +453,21 @@ async def test_tokens_that_an_engine_gathered_for_a_chunk_count_as_the_older_pol
         assert record.versions.spans(9) == (Span(1, 0, 6), Span(2, 6, 9))
 
 
+async def test_an_engine_that_gathers_none_has_none_from_before_the_change() -> None:
+    w = world(1)
+    await (await close(w, lease="1"))
+    await open_gate(w, 1, lease="1")
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, stream=True)) as job:
+        await w.settle()
+        await w.step()
+        await (await close(w, lease="2"))
+        await open_gate(w, 2, lease="2")
+        w.engines["e0"].tokens_per_step = 3  # it was read late: each of these is newer than the change
+        await w.step()
+        (record,) = job.records
+        assert record.versions.spans(4) == (Span(1, 0, 1), Span(2, 1, 4))
+
+
 async def test_a_request_that_would_become_too_old_is_ended_before_it_goes_on() -> None:
     w = world()
     await (await close(w, lease="1"))

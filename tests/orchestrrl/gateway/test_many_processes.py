@@ -124,7 +124,15 @@ def children(gateway: GatewayProcess) -> list[int]:
     """Its gateways; Python's resource tracker, which is no gateway, is a child, too."""
     pid = gateway.pid
     pids = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in pids if b"spawn_main" in command_line(pid)]
+
+
+def command_line(pid: int) -> bytes:
+    """Empty for one that has just ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 @pytest.fixture

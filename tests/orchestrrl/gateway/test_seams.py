@@ -17,7 +17,7 @@ from orchestrrl.operations import FrozenRequests, OpenGate, RequestMove, Route
 from orchestrrl.reports import GatePhase
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, world
-from tests.orchestrrl.gateway.test_gate_closes import close, open_gate, order
+from tests.orchestrrl.gateway.gates import close, open_gate, order
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish, move
 
 

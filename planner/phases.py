@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.layouts import biased, phase_of
 from planner.model import Configuration, ConfigurationId, Snapshot
-from planner.profile import Curve, EngineProfile, affine_fit
+from planner.profile import Curve, EngineProfile, straight_line
 
 # So many configurations can all be looked at in every plan; of more, those are left out that fit the phase badly.
 FEW = 6
@@ -41,8 +41,9 @@ def iterations_ahead(remaining_tokens: ArrayLike, instances: int, most: int) -> 
 def line_over(curve: Curve, iterations: NDArray[np.float64]) -> tuple[float, float]:
     """Intercept and slope, both >= 0, of the line that is as right as can be over that many iterations at each batch
     size, as in `iterations_ahead`: their sum comes out right but for SPREAD's share."""
-    if len(curve.xs) <= 2:
-        return affine_fit(curve, 1.0, float(len(iterations)))
+    straight = straight_line(curve)
+    if straight is not None:
+        return straight
     sizes = np.arange(max(2, len(iterations)), dtype=np.float64) + 1.0
     weights = np.zeros_like(sizes)
     weights[: len(iterations)] = iterations / iterations.sum()

@@ -121,18 +121,25 @@ class EngineProfile:
         )
 
 
+def straight_line(curve: Curve) -> tuple[float, float] | None:
+    """Intercept and slope, both >= 0, of a curve that is such a line; None for any other."""
+    if len(curve.xs) == 1:
+        return curve.ys[0], 0.0
+    if len(curve.xs) > 2:
+        return None
+    slope = (curve.ys[1] - curve.ys[0]) / (curve.xs[1] - curve.xs[0])
+    intercept = curve.ys[0] - slope * curve.xs[0]
+    return (intercept, slope) if slope >= 0 and intercept >= 0 else None
+
+
 def affine_fit(curve: Curve, low: float, high: float, points: int = 33) -> tuple[float, float]:
     """Intercept and slope, both >= 0, with the least squared relative error over `low..high`.
 
     A curve that is such a line is answered with itself, whatever the range.
     """
-    if len(curve.xs) == 1:
-        return curve.ys[0], 0.0
-    if len(curve.xs) == 2:
-        slope = (curve.ys[1] - curve.ys[0]) / (curve.xs[1] - curve.xs[0])
-        intercept = curve.ys[0] - slope * curve.xs[0]
-        if slope >= 0 and intercept >= 0:
-            return intercept, slope
+    straight = straight_line(curve)
+    if straight is not None:
+        return straight
     xs = np.geomspace(max(low, 1.0), max(high, 1.0 + 1e-9), points)
     ys = np.array([curve.at(x) for x in xs])
     weights = 1.0 / np.maximum(ys, 1e-12)

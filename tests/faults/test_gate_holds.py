@@ -184,8 +184,12 @@ async def _nothing() -> None:
 async def test_waiting_for_what_runs(pair: Pair) -> None:
     async def drain() -> None:
         gate = await pair.pause(mode=agent_pb2.GATE_MODE_WAIT, lease_s=60.0, deadline_s=60.0)
-        seen = await pair.gate()
-        assert sum(gateway.report.running + gateway.report.frozen for gateway in seen.gateways) == 0
+
+        async def told() -> bool:  # by the reports that come after the word that all is quiet
+            seen = await pair.gate()
+            return sum(gateway.report.running + gateway.report.frozen for gateway in seen.gateways) == 0
+
+        await until(told)
         await pair.stands_still()
         await pair.resume(gate, 1)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import Permanent, ProblemFaults
-from orchestrrl.execute.runner import Runner
+from orchestrrl.execute.runner import Runner, answers
 from orchestrrl.nodes import NodeRegistry
 from orchestrrl.operations import CancelRequests, OperationResult, OperationStatus
 from planner.model import NodeId, RequestId
@@ -45,13 +45,8 @@ class Canceller:
         orders = {node: self._order(node, action, ASKED) for node in self._nodes.gateways()}
         if not orders:
             raise Permanent("no gateway is attached: see `orchestrrl status`")
-        over = asyncio.ensure_future(self._clock.sleep(ANSWER_S))
-        try:
-            while (waiting := [task for task in orders.values() if not task.done()]) and not over.done():
-                await asyncio.wait([*waiting, over], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            over.cancel()
-        results = {node: task.result() for node, task in orders.items() if task.done()}
+        told = await answers(orders, self._clock, ANSWER_S)
+        results = {node: result for node, result in told.items() if result is not None}
         ended = [RequestId(item.id) for result in results.values() for item in result.items if item.done]
         silent = [node for node in orders if node not in results or results[node].status is not OperationStatus.DONE]
         return Cancelled(tuple(sorted(ended)), tuple(silent))

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import Retryable
-from orchestrrl.execute.runner import Runner
+from orchestrrl.execute.runner import Runner, answers
 from orchestrrl.gate import Lease, Opened
 from orchestrrl.nodes import NodeRegistry
 from orchestrrl.operations import Action, CloseGate, OpenGate, OperationResult, OperationStatus
@@ -48,13 +48,7 @@ class GateOrders:
 
     async def answers(self, orders: Mapping[NodeId, Order]) -> Answers:
         """Within ANSWER_S. The orders stand."""
-        over = asyncio.ensure_future(self._clock.sleep(ANSWER_S))
-        try:
-            while (waiting := [task for task in orders.values() if not task.done()]) and not over.done():
-                await asyncio.wait([*waiting, over], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            over.cancel()
-        return {node: task.result() if task.done() else None for node, task in orders.items()}
+        return await answers(orders, self._clock, ANSWER_S)
 
     def stop(self) -> list[Order]:
         """Stop waiting for gateways; what they were told they do."""

@@ -8,7 +8,7 @@ of an earlier generation come back from the journal and go the same way.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -155,3 +155,16 @@ class Runner:
         self._on_closed(opened.operation, result)
         if opened.result is not None and not opened.result.done():
             opened.result.set_result(result)
+
+
+async def answers(
+    orders: Mapping[NodeId, "asyncio.Task[OperationResult]"], clock: Clock, within_s: float
+) -> dict[NodeId, OperationResult | None]:
+    """What came of orders to several nodes; None where no answer came in time. The orders stand."""
+    over = asyncio.ensure_future(clock.sleep(within_s))
+    try:
+        while (waiting := [task for task in orders.values() if not task.done()]) and not over.done():
+            await asyncio.wait([*waiting, over], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        over.cancel()
+    return {node: task.result() if task.done() else None for node, task in orders.items()}

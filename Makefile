@@ -5,6 +5,7 @@ ENGINE ?= simulated
 UV_VERSION := 0.13.8
 # Options for pip, for a mirror or a local folder of wheels.
 PIP_ARGS ?=
+FUZZ_ROUNDS ?= 3
 
 BIN := .venv/bin
 PIP_INSTALL = python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -14,7 +15,7 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := .venv-vllm/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
+.PHONY: help demo fuzz test test-slow test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -61,6 +62,11 @@ test-fast: $(DEV_STAMP)  ## the tests that need no vLLM
 
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## only the tests against real vLLM
 	@$(BIN)/python -m pytest -m vllm
+
+fuzz: $(DEV_STAMP)  ## the property tests with other examples in every run (FUZZ_ROUNDS=3)
+	@for round in $$(seq $(FUZZ_ROUNDS)); do \
+	  ORCHESTRRL_HYPOTHESIS=fuzz $(BIN)/python -m pytest -q -m "not vllm and not slow" $$(grep -rl '^@given' tests) || exit 1; \
+	done
 
 check: $(DEV_STAMP)  ## ruff, mypy --strict, import-linter, buf lint, generated code up to date
 	@$(BIN)/ruff check .

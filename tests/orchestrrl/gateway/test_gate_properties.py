@@ -67,7 +67,7 @@ class Story:
                     w.gateway.gate.renew(closed.lease, w.clock.now_s() + LEASE_S)
             case ("die", str(name)):
                 w.engines[name].die()
-            case ("revive", str(name)):
+            case ("revive", str(name)) if w.engines[name].dead:
                 w.engines[name].revive()
             case ("move", str(name)):
                 for record in list(w.gateway.ledger):

@@ -118,6 +118,8 @@ class World:
         if at_once and self.on:
             leaving = next(iter(self.on))
             self.fleet.release(self.on.pop(leaving), self.records[leaving])
+        if any(name in slot.reserved for slot in self.fleet):
+            self.placed_in_all += 1  # its wait was over, and counted, before it left
         self.tasks[name].cancel()
         for line in self.lines:
             if name in line:

@@ -67,9 +67,15 @@ class RequestMove:
 
 @dataclass(frozen=True, slots=True)
 class SetRoutes:
-    """Replaces the set that a gateway routes to; requests on an engine that left the set stay where they are."""
+    """Replaces the set that a gateway routes to; requests on an engine that left the set stay where they are.
+
+    `expected` engines are being started: a request is kept for one of them, whatever its `hold_s`, and nobody gives up
+    for want of an engine, until it is among the routes, is no longer expected, or `expected_until_s` has passed.
+    """
 
     routes: tuple[Route, ...]
+    expected: tuple[EngineId, ...] = ()
+    expected_until_s: float = 0.0
     kind: Literal["set_routes"] = "set_routes"
 
 

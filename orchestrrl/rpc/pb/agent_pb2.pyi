@@ -278,18 +278,31 @@ class SetRoutes(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTES_FIELD_NUMBER: _builtins.int
+    EXPECTED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    EXPECTED_UNTIL_UNIX_S_FIELD_NUMBER: _builtins.int
+    expected_until_unix_s: _builtins.float
     @_builtins.property
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]: ...
+    @_builtins.property
+    def expected_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that are being started: requests may be kept for them, and nobody gives up for want of an engine, until they
+        are among the routes, are no longer named here, or the time is over.
+        """
+
     def __init__(
         self,
         *,
         routes: _abc.Iterable[Global___Route] | None = ...,
+        expected_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        expected_until_unix_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_until_unix_s", b"_expected_until_unix_s", "expected_until_unix_s", b"expected_until_unix_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["routes", b"routes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_until_unix_s", b"_expected_until_unix_s", "expected_engine_ids", b"expected_engine_ids", "expected_until_unix_s", b"expected_until_unix_s", "routes", b"routes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__expected_until_unix_s: _TypeAlias = _typing.Literal["expected_until_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__expected_until_unix_s: _TypeAlias = _typing.Literal["_expected_until_unix_s", b"_expected_until_unix_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_until_unix_s) -> _WhichOneofReturnType__expected_until_unix_s | None: ...
 
 Global___SetRoutes: _TypeAlias = SetRoutes  # noqa: Y015
 

@@ -1249,12 +1249,15 @@ class ResumeGateRequest(_message.Message):
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHTS_SOURCE_FIELD_NUMBER: _builtins.int
     WITHOUT_ENGINE_IDS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Empty: whatever it is; for operators."""
     policy_version: _builtins.int
     """Of the weights that the engines have now; absent: those from before."""
+    weights_source: _builtins.str
+    """A folder with these weights that engines can read: engines that are started later get them from there."""
     reason: _builtins.str
     @_builtins.property
     def without_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1265,12 +1268,13 @@ class ResumeGateRequest(_message.Message):
         *,
         lease_id: _builtins.str = ...,
         policy_version: _builtins.int | None = ...,
+        weights_source: _builtins.str = ...,
         without_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "lease_id", b"lease_id", "policy_version", b"policy_version", "reason", b"reason", "without_engine_ids", b"without_engine_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "lease_id", b"lease_id", "policy_version", b"policy_version", "reason", b"reason", "weights_source", b"weights_source", "without_engine_ids", b"without_engine_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
@@ -1309,6 +1313,7 @@ class Gate(_message.Message):
     GATEWAYS_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    WEIGHTS_SOURCE_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """open | closing | quiet"""
     lease_id: _builtins.str
@@ -1320,6 +1325,8 @@ class Gate(_message.Message):
     """Absent: nobody has told one."""
     detail: _builtins.str
     """How it last opened, e.g. that a lease ended."""
+    weights_source: _builtins.str
+    """Where engines get the weights of policy_version from; empty: nobody has told."""
     @_builtins.property
     def gateways(self) -> _containers.RepeatedCompositeFieldContainer[Global___GatewayGate]: ...
     @_builtins.property
@@ -1337,10 +1344,11 @@ class Gate(_message.Message):
         gateways: _abc.Iterable[Global___GatewayGate] | None = ...,
         engines: _abc.Iterable[Global___EngineRest] | None = ...,
         detail: _builtins.str = ...,
+        weights_source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_until_unix_s", b"_lease_until_unix_s", "_policy_version", b"_policy_version", "lease_until_unix_s", b"lease_until_unix_s", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_until_unix_s", b"_lease_until_unix_s", "_policy_version", b"_policy_version", "detail", b"detail", "engines", b"engines", "frozen", b"frozen", "gateways", b"gateways", "holder", b"holder", "lease_id", b"lease_id", "lease_until_unix_s", b"lease_until_unix_s", "mode", b"mode", "phase", b"phase", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_until_unix_s", b"_lease_until_unix_s", "_policy_version", b"_policy_version", "detail", b"detail", "engines", b"engines", "frozen", b"frozen", "gateways", b"gateways", "holder", b"holder", "lease_id", b"lease_id", "lease_until_unix_s", b"lease_until_unix_s", "mode", b"mode", "phase", b"phase", "policy_version", b"policy_version", "weights_source", b"weights_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_until_unix_s: _TypeAlias = _typing.Literal["lease_until_unix_s"]  # noqa: Y015
     _WhichOneofArgType__lease_until_unix_s: _TypeAlias = _typing.Literal["_lease_until_unix_s", b"_lease_until_unix_s"]  # noqa: Y015
@@ -1418,8 +1426,11 @@ class SetPolicyVersionRequest(_message.Message):
     ENGINE_IDS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    WEIGHTS_SOURCE_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     reason: _builtins.str
+    weights_source: _builtins.str
+    """As in ResumeGateRequest."""
     @_builtins.property
     def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1428,10 +1439,11 @@ class SetPolicyVersionRequest(_message.Message):
         engine_ids: _abc.Iterable[_builtins.str] | None = ...,
         policy_version: _builtins.int = ...,
         reason: _builtins.str = ...,
+        weights_source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "policy_version", b"policy_version", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "policy_version", b"policy_version", "reason", b"reason", "weights_source", b"weights_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1627,6 +1639,309 @@ class RemoveEngineResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RemoveEngineResponse: _TypeAlias = RemoveEngineResponse  # noqa: Y015
+
+@_typing.final
+class SwitchDeploymentRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGETS_FIELD_NUMBER: _builtins.int
+    PLAN_ID_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    plan_id: _builtins.str
+    dry_run: _builtins.bool
+    reason: _builtins.str
+    """Who and why: goes to the journal."""
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchTarget]:
+        """What is wanted: either engines by configuration, or a plan of the planner's."""
+
+    def __init__(
+        self,
+        *,
+        targets: _abc.Iterable[Global___SwitchTarget] | None = ...,
+        plan_id: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "plan_id", b"plan_id", "reason", b"reason", "targets", b"targets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchDeploymentRequest: _TypeAlias = SwitchDeploymentRequest  # noqa: Y015
+
+@_typing.final
+class SwitchTarget(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFIGURATION_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    configuration: _builtins.str
+    engines: _builtins.int
+    """0: as many as the GPUs make that the others leave."""
+    def __init__(
+        self,
+        *,
+        configuration: _builtins.str = ...,
+        engines: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configuration", b"configuration", "engines", b"engines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchTarget: _TypeAlias = SwitchTarget  # noqa: Y015
+
+@_typing.final
+class GetSwitchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SWITCH_ID_FIELD_NUMBER: _builtins.int
+    switch_id: _builtins.str
+    """Empty: the one under way, else the last."""
+    def __init__(
+        self,
+        *,
+        switch_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["switch_id", b"switch_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSwitchRequest: _TypeAlias = GetSwitchRequest  # noqa: Y015
+
+@_typing.final
+class ListDeploymentsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """0: all that are remembered."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeploymentsRequest: _TypeAlias = ListDeploymentsRequest  # noqa: Y015
+
+@_typing.final
+class ListDeploymentsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SWITCHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def switches(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchReport]: ...
+    def __init__(
+        self,
+        *,
+        switches: _abc.Iterable[Global___SwitchReport] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["switches", b"switches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeploymentsResponse: _TypeAlias = ListDeploymentsResponse  # noqa: Y015
+
+@_typing.final
+class CancelSwitchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SWITCH_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    switch_id: _builtins.str
+    """Empty: the one under way."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        switch_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "switch_id", b"switch_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelSwitchRequest: _TypeAlias = CancelSwitchRequest  # noqa: Y015
+
+@_typing.final
+class SwitchReport(_message.Message):
+    """One change of the deployment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SWITCH_ID_FIELD_NUMBER: _builtins.int
+    PLAN_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    OLD_ENGINES_FIELD_NUMBER: _builtins.int
+    NEW_ENGINES_FIELD_NUMBER: _builtins.int
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    ENDED_UNIX_S_FIELD_NUMBER: _builtins.int
+    REQUESTS_MOVED_FIELD_NUMBER: _builtins.int
+    REQUESTS_PARKED_FIELD_NUMBER: _builtins.int
+    CLOSED_S_FIELD_NUMBER: _builtins.int
+    switch_id: _builtins.str
+    """Empty: a dry run."""
+    plan_id: _builtins.str
+    reason: _builtins.str
+    created_unix_s: _builtins.float
+    state: _builtins.str
+    """planned | running | done | rolled_back | degraded"""
+    detail: _builtins.str
+    """Why it was rolled back; what is missing."""
+    ended_unix_s: _builtins.float
+    requests_moved: _builtins.int
+    requests_parked: _builtins.int
+    """Kept by their gateway meanwhile."""
+    closed_s: _builtins.float
+    """From the fence until requests went to the new engines; absent: they have not."""
+    @_builtins.property
+    def old_engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchEngine]: ...
+    @_builtins.property
+    def new_engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchEngine]: ...
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """That the fleet has now."""
+
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchStep]:
+        """Forward, then those back, where it was rolled back."""
+
+    def __init__(
+        self,
+        *,
+        switch_id: _builtins.str = ...,
+        plan_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        created_unix_s: _builtins.float = ...,
+        state: _builtins.str = ...,
+        old_engines: _abc.Iterable[Global___SwitchEngine] | None = ...,
+        new_engines: _abc.Iterable[Global___SwitchEngine] | None = ...,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        steps: _abc.Iterable[Global___SwitchStep] | None = ...,
+        detail: _builtins.str = ...,
+        ended_unix_s: _builtins.float | None = ...,
+        requests_moved: _builtins.int = ...,
+        requests_parked: _builtins.int = ...,
+        closed_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_closed_s", b"_closed_s", "_ended_unix_s", b"_ended_unix_s", "closed_s", b"closed_s", "ended_unix_s", b"ended_unix_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closed_s", b"_closed_s", "_ended_unix_s", b"_ended_unix_s", "closed_s", b"closed_s", "created_unix_s", b"created_unix_s", "detail", b"detail", "ended_unix_s", b"ended_unix_s", "engine_ids", b"engine_ids", "new_engines", b"new_engines", "old_engines", b"old_engines", "plan_id", b"plan_id", "reason", b"reason", "requests_moved", b"requests_moved", "requests_parked", b"requests_parked", "state", b"state", "steps", b"steps", "switch_id", b"switch_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__closed_s: _TypeAlias = _typing.Literal["closed_s"]  # noqa: Y015
+    _WhichOneofArgType__closed_s: _TypeAlias = _typing.Literal["_closed_s", b"_closed_s"]  # noqa: Y015
+    _WhichOneofReturnType__ended_unix_s: _TypeAlias = _typing.Literal["ended_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__ended_unix_s: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__closed_s) -> _WhichOneofReturnType__closed_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ended_unix_s) -> _WhichOneofReturnType__ended_unix_s | None: ...
+
+Global___SwitchReport: _TypeAlias = SwitchReport  # noqa: Y015
+
+@_typing.final
+class SwitchEngine(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    CONFIGURATION_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    configuration: _builtins.str
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        configuration: _builtins.str = ...,
+        gpus: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configuration", b"configuration", "engine_id", b"engine_id", "gpus", b"gpus"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchEngine: _TypeAlias = SwitchEngine  # noqa: Y015
+
+@_typing.final
+class SwitchStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    DIRECTION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    BEGAN_UNIX_S_FIELD_NUMBER: _builtins.int
+    TOOK_S_FIELD_NUMBER: _builtins.int
+    WITHIN_S_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    stage: _builtins.int
+    """Steps of one stage run side by side, in chains of one engine each."""
+    kind: _builtins.str
+    """fence | evacuate | sleep | stop | start | wake | ready | load_weights | warm_up | verify | admit | commit | retire"""
+    engine_id: _builtins.str
+    """Empty: of the whole fleet."""
+    direction: _builtins.str
+    """forward | back"""
+    state: _builtins.str
+    """pending | running | done | failed | skipped"""
+    detail: _builtins.str
+    began_unix_s: _builtins.float
+    took_s: _builtins.float
+    within_s: _builtins.float
+    """Past it the step has failed."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        stage: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+        direction: _builtins.str = ...,
+        state: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        began_unix_s: _builtins.float | None = ...,
+        took_s: _builtins.float | None = ...,
+        within_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_began_unix_s", b"_began_unix_s", "_took_s", b"_took_s", "began_unix_s", b"began_unix_s", "took_s", b"took_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_began_unix_s", b"_began_unix_s", "_took_s", b"_took_s", "began_unix_s", b"began_unix_s", "detail", b"detail", "direction", b"direction", "engine_id", b"engine_id", "kind", b"kind", "number", b"number", "stage", b"stage", "state", b"state", "took_s", b"took_s", "within_s", b"within_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__began_unix_s: _TypeAlias = _typing.Literal["began_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__began_unix_s: _TypeAlias = _typing.Literal["_began_unix_s", b"_began_unix_s"]  # noqa: Y015
+    _WhichOneofReturnType__took_s: _TypeAlias = _typing.Literal["took_s"]  # noqa: Y015
+    _WhichOneofArgType__took_s: _TypeAlias = _typing.Literal["_took_s", b"_took_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__began_unix_s) -> _WhichOneofReturnType__began_unix_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__took_s) -> _WhichOneofReturnType__took_s | None: ...
+
+Global___SwitchStep: _TypeAlias = SwitchStep  # noqa: Y015
 
 @_typing.final
 class WatchJournalRequest(_message.Message):

@@ -139,6 +139,26 @@ class ControlStub:
                 request_serializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineRequest.SerializeToString,
                 response_deserializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineResponse.FromString,
                 _registered_method=True)
+        self.SwitchDeployment = channel.unary_stream(
+                '/orchestrrl.v1.Control/SwitchDeployment',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchDeploymentRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+                _registered_method=True)
+        self.GetSwitch = channel.unary_unary(
+                '/orchestrrl.v1.Control/GetSwitch',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.GetSwitchRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+                _registered_method=True)
+        self.ListDeployments = channel.unary_unary(
+                '/orchestrrl.v1.Control/ListDeployments',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsResponse.FromString,
+                _registered_method=True)
+        self.CancelSwitch = channel.unary_unary(
+                '/orchestrrl.v1.Control/CancelSwitch',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.CancelSwitchRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+                _registered_method=True)
         self.WatchJournal = channel.unary_stream(
                 '/orchestrrl.v1.Control/WatchJournal',
                 request_serializer=orchestrrl_dot_v1_dot_control__pb2.WatchJournalRequest.SerializeToString,
@@ -291,6 +311,36 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchDeployment(self, request, context):
+        """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
+        whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
+        switch is under way, the gate is closed, or nothing can start engines.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSwitch(self, request, context):
+        """The one under way, or that was last, or the one with the given id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDeployments(self, request, context):
+        """Newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelSwitch(self, request, context):
+        """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchJournal(self, request, context):
         """The journal's newest entries, then, when asked to follow, each new one.
         """
@@ -405,6 +455,26 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.RemoveEngine,
                     request_deserializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineRequest.FromString,
                     response_serializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineResponse.SerializeToString,
+            ),
+            'SwitchDeployment': grpc.unary_stream_rpc_method_handler(
+                    servicer.SwitchDeployment,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchDeploymentRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.SerializeToString,
+            ),
+            'GetSwitch': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSwitch,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.GetSwitchRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.SerializeToString,
+            ),
+            'ListDeployments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeployments,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsResponse.SerializeToString,
+            ),
+            'CancelSwitch': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelSwitch,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.CancelSwitchRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.SerializeToString,
             ),
             'WatchJournal': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchJournal,
@@ -979,6 +1049,114 @@ class Control:
             '/orchestrrl.v1.Control/RemoveEngine',
             orchestrrl_dot_v1_dot_control__pb2.RemoveEngineRequest.SerializeToString,
             orchestrrl_dot_v1_dot_control__pb2.RemoveEngineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchDeployment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/orchestrrl.v1.Control/SwitchDeployment',
+            orchestrrl_dot_v1_dot_control__pb2.SwitchDeploymentRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSwitch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/GetSwitch',
+            orchestrrl_dot_v1_dot_control__pb2.GetSwitchRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeployments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/ListDeployments',
+            orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelSwitch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/CancelSwitch',
+            orchestrrl_dot_v1_dot_control__pb2.CancelSwitchRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
             options,
             channel_credentials,
             insecure,

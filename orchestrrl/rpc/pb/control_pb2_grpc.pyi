@@ -70,6 +70,17 @@ class ControlStub:
     """Nothing new goes there; what runs there finishes, or is moved elsewhere."""
     RemoveEngine: _grpc.UnaryUnaryMultiCallable[_control_pb2.RemoveEngineRequest, _control_pb2.RemoveEngineResponse]
     """It is no longer named to gateways. Refused while requests are there, unless forced: these go on elsewhere."""
+    SwitchDeployment: _grpc.UnaryStreamMultiCallable[_control_pb2.SwitchDeploymentRequest, _control_pb2.SwitchReport]
+    """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
+    whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
+    switch is under way, the gate is closed, or nothing can start engines.
+    """
+    GetSwitch: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetSwitchRequest, _control_pb2.SwitchReport]
+    """The one under way, or that was last, or the one with the given id."""
+    ListDeployments: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListDeploymentsRequest, _control_pb2.ListDeploymentsResponse]
+    """Newest first."""
+    CancelSwitch: _grpc.UnaryUnaryMultiCallable[_control_pb2.CancelSwitchRequest, _control_pb2.SwitchReport]
+    """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back."""
     WatchJournal: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchJournalRequest, _control_pb2.JournalEntry]
     """The journal's newest entries, then, when asked to follow, each new one."""
 
@@ -115,6 +126,17 @@ class ControlAsyncStub(ControlStub):
     """Nothing new goes there; what runs there finishes, or is moved elsewhere."""
     RemoveEngine: _aio.UnaryUnaryMultiCallable[_control_pb2.RemoveEngineRequest, _control_pb2.RemoveEngineResponse]  # type: ignore[assignment]
     """It is no longer named to gateways. Refused while requests are there, unless forced: these go on elsewhere."""
+    SwitchDeployment: _aio.UnaryStreamMultiCallable[_control_pb2.SwitchDeploymentRequest, _control_pb2.SwitchReport]  # type: ignore[assignment]
+    """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
+    whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
+    switch is under way, the gate is closed, or nothing can start engines.
+    """
+    GetSwitch: _aio.UnaryUnaryMultiCallable[_control_pb2.GetSwitchRequest, _control_pb2.SwitchReport]  # type: ignore[assignment]
+    """The one under way, or that was last, or the one with the given id."""
+    ListDeployments: _aio.UnaryUnaryMultiCallable[_control_pb2.ListDeploymentsRequest, _control_pb2.ListDeploymentsResponse]  # type: ignore[assignment]
+    """Newest first."""
+    CancelSwitch: _aio.UnaryUnaryMultiCallable[_control_pb2.CancelSwitchRequest, _control_pb2.SwitchReport]  # type: ignore[assignment]
+    """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back."""
     WatchJournal: _aio.UnaryStreamMultiCallable[_control_pb2.WatchJournalRequest, _control_pb2.JournalEntry]  # type: ignore[assignment]
     """The journal's newest entries, then, when asked to follow, each new one."""
 
@@ -283,6 +305,41 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.RemoveEngineResponse, _abc.Awaitable[_control_pb2.RemoveEngineResponse]]:
         """It is no longer named to gateways. Refused while requests are there, unless forced: these go on elsewhere."""
+
+    @_abc_1.abstractmethod
+    def SwitchDeployment(
+        self,
+        request: _control_pb2.SwitchDeploymentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.SwitchReport], _abc.AsyncIterator[_control_pb2.SwitchReport]]:
+        """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
+        whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
+        switch is under way, the gate is closed, or nothing can start engines.
+        """
+
+    @_abc_1.abstractmethod
+    def GetSwitch(
+        self,
+        request: _control_pb2.GetSwitchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.SwitchReport, _abc.Awaitable[_control_pb2.SwitchReport]]:
+        """The one under way, or that was last, or the one with the given id."""
+
+    @_abc_1.abstractmethod
+    def ListDeployments(
+        self,
+        request: _control_pb2.ListDeploymentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ListDeploymentsResponse, _abc.Awaitable[_control_pb2.ListDeploymentsResponse]]:
+        """Newest first."""
+
+    @_abc_1.abstractmethod
+    def CancelSwitch(
+        self,
+        request: _control_pb2.CancelSwitchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.SwitchReport, _abc.Awaitable[_control_pb2.SwitchReport]]:
+        """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back."""
 
     @_abc_1.abstractmethod
     def WatchJournal(

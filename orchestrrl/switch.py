@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import NewType
 
 from orchestrrl.deployers.command_line import EngineSpec
+from orchestrrl.engines.managed import Excerpt
 from planner.model import EngineId, GpuId, PlanId, RequestId
 
 SwitchId = NewType("SwitchId", str)
@@ -88,6 +89,7 @@ class Switch:
     destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)  # of requests, as the plan has them
     weights: Weights = Weights()
     limits: Limits = Limits()
+    reference: Excerpt | None = None  # how the old engines answer: the new ones have to agree
 
     def __post_init__(self) -> None:
         for name, specs in (("old", self.old), ("new", self.new)):

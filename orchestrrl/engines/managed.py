@@ -60,6 +60,10 @@ class ManagedEngine(Protocol):
         requests. Raises Permanent where it cannot, OutcomeUnknown where it may have half of them."""
         ...
 
+    async def name_weights(self, policy_version: int) -> None:
+        """Tell it what its weights are called; they stay."""
+        ...
+
     async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> Excerpt:
         """Its own greedy continuation of at most `tokens`, going on beyond end-of-text."""
         ...

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrrl.balance import BalanceDecision, Situation, balance_problem, decide_balance
 from orchestrrl.clock import Clock
@@ -48,6 +48,9 @@ from planner.model import (
     Snapshot,
 )
 from planner.plan import History
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.switch_service import Switching
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +104,7 @@ class ControlPlane:
         self.balance: BalanceDecision | None = None
         self.latest_moves: deque[MovedRequest] = deque(maxlen=MOVES_SHOWN)
         self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
+        self.switching: Switching | None = None  # who carries switches out; None: no deployer is configured
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
         self.step_began = asyncio.Event()  # set with each new step, for who waits for one
         self._offload = offload

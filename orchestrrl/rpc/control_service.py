@@ -12,6 +12,7 @@ from orchestrrl.rpc import convert, convert_control
 from orchestrrl.rpc.gate_service import GateService
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
 from orchestrrl.rpc.refusals import Context, read, refusing
+from orchestrrl.rpc.switch_service import SwitchService
 from planner.model import ConfigurationId, EngineId, PlanId, RequestId
 
 
@@ -19,6 +20,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
         self._gate = GateService(plane)
+        self._switch = SwitchService(plane)
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Context) -> control_pb2.Status:
         return convert_control.status_to_pb(self._plane, __version__)
@@ -150,6 +152,25 @@ class ControlService(control_pb2_grpc.ControlServicer):
             requests_moved=removal.requests_moved,
             requests_left=removal.requests_left,
         )
+
+    async def SwitchDeployment(
+        self, request: control_pb2.SwitchDeploymentRequest, context: Context
+    ) -> AsyncIterator[control_pb2.SwitchReport]:
+        async for report in self._switch.switch(request, context):
+            yield report
+
+    async def GetSwitch(self, request: control_pb2.GetSwitchRequest, context: Context) -> control_pb2.SwitchReport:
+        return await self._switch.get(request, context)
+
+    async def ListDeployments(
+        self, request: control_pb2.ListDeploymentsRequest, context: Context
+    ) -> control_pb2.ListDeploymentsResponse:
+        return await self._switch.list(request, context)
+
+    async def CancelSwitch(
+        self, request: control_pb2.CancelSwitchRequest, context: Context
+    ) -> control_pb2.SwitchReport:
+        return await self._switch.cancel(request, context)
 
     async def WatchJournal(
         self, request: control_pb2.WatchJournalRequest, context: Context

@@ -12,6 +12,7 @@ from orchestrrl.nodes import NodeState
 from orchestrrl.plans import PlanEvent
 from orchestrrl.rpc.convert import capabilities_to_pb, health_to_pb
 from orchestrrl.rpc.convert_gate import gate_to_pb
+from orchestrrl.rpc.convert_switch import notable_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
 from planner.calibration import Calibration
 from planner.gate import Control
@@ -56,6 +57,7 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
         balance_reason=_verdict(plane.balance) if plane.balance else "no decision yet",
         plan_calibration=_calibration_to_pb(plane.plans.calibration),
         gate=gate_to_pb(plane.gate),
+        switch=notable_to_pb(next(iter(plane.switching.history(1)), None)) if plane.switching else None,
     )
 
 

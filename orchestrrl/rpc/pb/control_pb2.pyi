@@ -79,6 +79,7 @@ class Status(_message.Message):
     PLAN_CALIBRATION_FIELD_NUMBER: _builtins.int
     TOKENS_LOADED_FIELD_NUMBER: _builtins.int
     GATE_FIELD_NUMBER: _builtins.int
+    SWITCH_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     mode: Global___Mode.ValueType
     generation: _builtins.int
@@ -107,6 +108,10 @@ class Status(_message.Message):
 
     @_builtins.property
     def gate(self) -> Global___Gate: ...
+    @_builtins.property
+    def switch(self) -> Global___SwitchReport:
+        """The one under way, or the last one where it left engines missing; absent otherwise."""
+
     def __init__(
         self,
         *,
@@ -129,10 +134,11 @@ class Status(_message.Message):
         plan_calibration: Global___PlanCalibration | None = ...,
         tokens_loaded: _builtins.int = ...,
         gate: Global___Gate | None = ...,
+        switch: Global___SwitchReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "switch", b"switch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_reason", b"balance_reason", "gate", b"gate", "generation", b"generation", "mode", b"mode", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_reason", b"balance_reason", "gate", b"gate", "generation", b"generation", "mode", b"mode", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "switch", b"switch", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

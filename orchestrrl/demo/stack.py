@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from orchestrrl.demo.scenario import ENGINES, Scenario
-from orchestrrl.deployers.local import LocalEngine, start_simulated, start_vllm
+from orchestrrl.deployers.attended import LocalEngine, start_simulated, start_vllm
 from orchestrrl.errors import Permanent
 
 READY_WITHIN_S = 60.0

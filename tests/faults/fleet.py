@@ -10,7 +10,7 @@ import aiohttp
 
 from orchestrrl.demo.scenario import Sample, Scenario, expected_ids
 from orchestrrl.demo.stack import Stack
-from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from orchestrrl.deployers.local import LocalEngine, start_simulated
+from orchestrrl.deployers.attended import LocalEngine, start_simulated
 from orchestrrl.engines.base import EngineMetrics
 from orchestrrl.engines.simulated import SimulatedEngine
 from orchestrrl.engines.simulated_tokens import TokenModel

@@ -28,7 +28,7 @@ from front import (
 )
 
 from orchestrrl.bench.processes import Served
-from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.gateway.server import MAX_BODY_BYTES
 from tests.integration.streams import Answer
 from tests.orchestrrl.gateway.processes import GatewayProcess

@@ -36,7 +36,7 @@ from front import (
     until,
 )
 
-from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.engines.sse import MOST_LINE_BYTES
 from tests.orchestrrl.gateway.processes import GatewayProcess
 

@@ -13,7 +13,7 @@ from fleet import ENGINES, WITHIN_S, Fleet, until
 
 from orchestrrl.demo.scenario import Sample, load_scenario, samples
 from orchestrrl.demo.stack import engines, orchestrrl
-from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.deployers.attended import LocalEngine
 
 
 @pytest.fixture

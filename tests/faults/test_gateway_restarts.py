@@ -16,7 +16,7 @@ import pytest
 from front import Front, Question, check, session, start_engine, until
 
 from orchestrrl.client import Client, Patience
-from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.deployers.attended import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 
 TOKENS = 1500  # of an answer that is under way when something happens

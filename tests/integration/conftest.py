@@ -8,7 +8,7 @@ from typing import Protocol
 
 import pytest
 
-from orchestrrl.deployers.local import LocalEngine, start_vllm
+from orchestrrl.deployers.attended import LocalEngine, start_vllm
 
 pytest.register_assert_rewrite("orchestrrl.engines.conformance")
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.engines.base import Engine
 from orchestrrl.engines.conformance import EngineConformance
 from orchestrrl.engines.vllm import VllmEngine

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from orchestrrl.clock import WallClock
-from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.relay import Limits

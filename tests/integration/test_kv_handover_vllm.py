@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrrl.deployers.local import LocalEngine, start_vllm
+from orchestrrl.deployers.attended import LocalEngine, start_vllm
 from orchestrrl.engines import handover
 from orchestrrl.instrument.kv_entries import Store
 from orchestrrl.operations import MoveMethod

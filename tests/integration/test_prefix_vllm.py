@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.clock import WallClock
-from orchestrrl.deployers.local import start_vllm
+from orchestrrl.deployers.attended import start_vllm
 from orchestrrl.engines.base import connect
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.fleet import Fleet

@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrrl.clock import WallClock
-from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.profiles.measure import Wanted, measure
 from orchestrrl.profiles.store import as_text, parse_profile

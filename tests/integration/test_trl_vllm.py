@@ -14,7 +14,7 @@ import pytest
 from orchestrrl.adapters.vllm_weights import reload_weights
 from orchestrrl.demo.scenario import load_scenario
 from orchestrrl.demo.stack import Stack, orchestrrl
-from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.deployers.attended import LocalEngine
 from tests.integration.conftest import REPOSITORY, VLLM_PYTHON
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]

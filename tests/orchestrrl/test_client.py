@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from orchestrrl.client import Client, Patience
-from orchestrrl.deployers.local import LocalEngine, start_simulated
+from orchestrrl.deployers.attended import LocalEngine, start_simulated
 from orchestrrl.engines.base import Refused
 from orchestrrl.engines.simulated import SimulatedEngine
 from orchestrrl.errors import Retryable

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from orchestrrl.deployers.local import LocalEngine, start_simulated
+from orchestrrl.deployers.attended import LocalEngine, start_simulated
 
 
 class GatewayProcess:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from orchestrrl.demo.stack import Process
-from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port, two_engines

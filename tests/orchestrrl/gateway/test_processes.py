@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.deployers.local import LocalEngine
+from orchestrrl.deployers.attended import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess, two_engines
 
 DEADLINE_S = 60.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.deployers import local
+from orchestrrl.deployers import attended
 from orchestrrl.engines.simulated import SimulatedEngine
 from orchestrrl.errors import Permanent, ProblemFaults
 
@@ -21,7 +21,7 @@ def alive(pid: int) -> bool:
 
 
 async def test_a_simulated_engine_works_once_it_is_started_and_is_gone_once_it_is_stopped(tmp_path: Path) -> None:
-    engine = await local.start_simulated("sim-0", log_dir=tmp_path, arguments=["--max-num-seqs", "3"])
+    engine = await attended.start_simulated("sim-0", log_dir=tmp_path, arguments=["--max-num-seqs", "3"])
     try:
         client = SimulatedEngine(engine.url)
         assert (await client.capabilities()).max_sequences == 3
@@ -35,7 +35,7 @@ async def test_a_simulated_engine_works_once_it_is_started_and_is_gone_once_it_i
 
 
 async def test_a_killed_engine_is_gone_at_once(tmp_path: Path) -> None:
-    engine = await local.start_simulated("sim-0", log_dir=tmp_path)
+    engine = await attended.start_simulated("sim-0", log_dir=tmp_path)
     engine.kill()
     assert engine.process.returncode == -signal.SIGKILL
     assert not engine.running
@@ -44,7 +44,7 @@ async def test_a_killed_engine_is_gone_at_once(tmp_path: Path) -> None:
 
 async def test_an_engine_that_exits_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     with pytest.raises(Permanent, match=r"(?s)exited with status 2.*alpha_s: .*-1.*"):
-        await local.start_simulated("sim-0", log_dir=tmp_path, arguments=["--alpha-s", "-1"])
+        await attended.start_simulated("sim-0", log_dir=tmp_path, arguments=["--alpha-s", "-1"])
 
 
 async def test_an_engine_that_is_never_ready_is_killed(tmp_path: Path) -> None:
@@ -52,24 +52,24 @@ async def test_an_engine_that_is_never_ready_is_killed(tmp_path: Path) -> None:
     sleeper.write_text(f"#!{sys.executable}\nimport os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     sleeper.chmod(0o755)
     with pytest.raises(Permanent, match="was not ready in time"):
-        await local.start_vllm("vllm-0", python=sleeper, model=tmp_path / "m", log_dir=tmp_path, ready_within_s=3)
+        await attended.start_vllm("vllm-0", python=sleeper, model=tmp_path / "m", log_dir=tmp_path, ready_within_s=3)
     assert not alive(int((tmp_path / "vllm-0.log").read_text()))
 
 
 async def test_arguments_that_contradict_the_layout_start_nothing(tmp_path: Path) -> None:
     with pytest.raises(ProblemFaults, match="contradicts `--tensor-parallel-size 1` of vllm-0, got '-tp 2'"):
-        await local.start_vllm(
+        await attended.start_vllm(
             "vllm-0", python=Path(sys.executable), model=tmp_path / "m", log_dir=tmp_path, arguments=["-tp", "2"]
         )
     assert not (tmp_path / "vllm-0.log").exists()
 
 
 async def test_a_held_port_is_for_one_server_only() -> None:
-    holder, port = local._hold_port()
-    others = [local._hold_port() for _ in range(50)]
+    holder, port = attended._hold_port()
+    others = [attended._hold_port() for _ in range(50)]
     assert port not in {other_port for _, other_port in others}
-    with local.socket.socket() as server:
-        server.setsockopt(local.socket.SOL_SOCKET, local.socket.SO_REUSEADDR, 1)
+    with attended.socket.socket() as server:
+        server.setsockopt(attended.socket.SOL_SOCKET, attended.socket.SO_REUSEADDR, 1)
         server.bind(("127.0.0.1", port))
         server.listen()
     for held, _ in [(holder, port), *others]:

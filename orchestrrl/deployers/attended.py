@@ -1,4 +1,7 @@
-"""Start engines as processes of this machine, know when they can work, and stop them. One process group per engine."""
+"""Start engines as processes of this machine that are attended: handed out when they work, ended by who asked for them.
+
+For demos, measurements and tests; those that outlive the daemon are of local.py. One process group per engine.
+"""
 
 import asyncio
 import contextlib

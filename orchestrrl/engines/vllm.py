@@ -7,8 +7,7 @@ exist with VLLM_SERVER_DEV_MODE=1 only; without them an attempt is still stopped
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +26,15 @@ from orchestrrl.engines.base import (
 )
 from orchestrrl.engines.exchange import Exchange, Pool
 from orchestrrl.engines.handover import EXTERNAL_SOURCE
+from orchestrrl.engines.managed import EngineLayout, Excerpt
 from orchestrrl.engines.openai_chunks import ChunkReader, StreamError
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
+from orchestrrl.engines.vllm_calls import BUSY_STATUSES, NOT_OF_VLLM, Calls, failure
+from orchestrrl.engines.vllm_info import ServerInfo
+from orchestrrl.engines.vllm_managed import Management
+from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, shorten
 
-RETRY_AFTER_S = 1.0
-SERVER_INFO_TIMEOUT_S = 60.0  # the first answer collects facts about the machine, which takes seconds
-BUSY_STATUSES = frozenset({408, 425, 429})
 # What vLLM makes of `X-Request-Id: x`. It ignores ids that it does not know, so both are named.
 ENGINE_ID_FORMS = ("cmpl-{}-0", "chatcmpl-{}")
-# What reading a document of another form raises.
-NOT_OF_VLLM = (ValueError, KeyError, IndexError, TypeError, AttributeError)
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -82,20 +80,21 @@ class VllmEngine:
     ) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._session = session
-        self._owns_session = session is None
         self._headers = dict(headers or {})
+        self._calls = Calls(self.url, self.name, timeout_s=timeout_s, session=session, headers=self._headers)
+        self._management = Management(self._calls)
         self._pool: Pool | None = None
         self._attempts: dict[str, _Attempt] = {}
 
     async def capabilities(self) -> Capabilities:
-        api = await self._json("GET", "/openapi.json")
-        with self._reading("/openapi.json"):
+        api = await self._calls.json("GET", "/openapi.json")
+        with self._calls.reading("/openapi.json"):
             paths = set(api["paths"])
             completion = api["components"]["schemas"].get("CompletionRequest", {})
             token_ids = "return_token_ids" in completion.get("properties", {})
-        version = (await self._json("GET", "/version")).get("version", "") if "/version" in paths else ""
+        version = (await self._calls.json("GET", "/version")).get("version", "") if "/version" in paths else ""
         models = await self._models()
+        info = await self._management.info() if "/server_info" in paths else ServerInfo()
         return Capabilities(
             engine=self.name,
             version=version,
@@ -105,33 +104,33 @@ class VllmEngine:
             pause={"/pause", "/resume", "/is_paused"} <= paths,
             collective_rpc="/collective_rpc" in paths,
             weight_transfer={"/init_weight_transfer_engine", "/update_weights"} <= paths,
-            sleep={"/sleep", "/wake_up"} <= paths,
-            scale_elastic_ep="/scale_elastic_ep" in paths,
+            sleep=info.sleep and {"/sleep", "/wake_up"} <= paths,
+            scale_elastic_ep=info.elastic_ep and "/scale_elastic_ep" in paths,
             tokens_endpoint="/inference/v1/generate" in paths,
             max_model_len_tokens=next(iter(models.values()), None),
-            max_sequences=await self._max_sequences() if "/server_info" in paths else None,
+            max_sequences=info.max_sequences,
         )
 
     async def metrics(self) -> EngineMetrics:
-        status, text = await self._call("GET", "/metrics")
+        status, text = await self._calls.exchange("GET", "/metrics")
         if status != 200:
-            raise _failure(f"{self.url}/metrics", status, text, None)
-        with self._reading("/metrics"):
+            raise failure(f"{self.url}/metrics", status, text, None)
+        with self._calls.reading("/metrics"):
             return parse_metrics(text)
 
     async def healthy(self) -> bool:
         try:
-            status, _ = await self._call("GET", "/health")
+            status, _ = await self._calls.exchange("GET", "/health")
         except OrchestrRLError:
             return False
         return status == 200
 
     async def probe(self) -> float:
-        model = next(iter(await self._models()), "")
+        model = await self._model()
         started_s = time.monotonic()
         body = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0}
-        answer = await self._json("POST", "/v1/completions", body)
-        with self._reading("/v1/completions"):
+        answer = await self._calls.json("POST", "/v1/completions", body)
+        with self._calls.reading("/v1/completions"):
             if answer["choices"][0]["finish_reason"] not in ("length", "stop"):
                 raise Permanent(f"{self.url}: a completion of one token ended as {shorten(answer['choices'][0])}")
         return time.monotonic() - started_s
@@ -147,10 +146,10 @@ class VllmEngine:
             if connection.status != 200:
                 text = (await connection.read_all()).decode(errors="replace")
                 exchange.leave()
-                raise _failure(self.url + path, connection.status, text, connection.headers.get("retry-after"))
+                raise failure(self.url + path, connection.status, text, connection.headers.get("retry-after"))
             events, reader = sse.Events(), ChunkReader()
             while data := await connection.read():
-                with self._reading(path):
+                with self._calls.reading(path):
                     told, at = events.feed(data), 0
                 while at < len(told):
                     if told[at] == sse.DONE:
@@ -194,7 +193,7 @@ class VllmEngine:
             return
         engine_ids = [form.format(request_id) for request_id in known for form in ENGINE_ID_FORMS]
         try:
-            await self._json("POST", "/abort_requests", {"request_ids": engine_ids})
+            await self._calls.json("POST", "/abort_requests", {"request_ids": engine_ids})
         except Refused as refusal:
             if refusal.status not in (404, 405):
                 raise
@@ -207,36 +206,58 @@ class VllmEngine:
         timeout_s = math.inf if mode is PauseMode.WAIT else None
         # By default vLLM drops the KV of what it keeps, to prefill it again later.
         clear = "&clear_cache=false" if mode is PauseMode.KEEP and not drop_kv else ""
-        await self._json("POST", f"/pause?mode={mode.value}{clear}", timeout_s=timeout_s)
+        await self._calls.json("POST", f"/pause?mode={mode.value}{clear}", timeout_s=timeout_s)
 
     async def resume(self) -> None:
-        await self._json("POST", "/resume")
+        await self._calls.json("POST", "/resume")
 
     async def is_paused(self) -> bool:
-        answer = await self._json("GET", "/is_paused")
-        with self._reading("/is_paused"):
+        answer = await self._calls.json("GET", "/is_paused")
+        with self._calls.reading("/is_paused"):
             return bool(answer["is_paused"])
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        answer = await self._json("POST", "/detokenize", {"tokens": list(token_ids)})
-        with self._reading("/detokenize"):
+        answer = await self._calls.json("POST", "/detokenize", {"tokens": list(token_ids)})
+        with self._calls.reading("/detokenize"):
             return str(answer["prompt"])
 
+    async def layout(self) -> EngineLayout:
+        return await self._management.layout()
+
+    async def weight_version(self) -> int | None:
+        return await self._management.weight_version()
+
+    async def load_weights(self, source: str, policy_version: int | None) -> None:
+        await self._management.load_weights(source, policy_version)
+
+    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> Excerpt:
+        return await self._management.excerpt(await self._model(), prompt_ids, tokens)
+
+    async def score(self, excerpt: Excerpt) -> tuple[float, ...]:
+        return await self._management.score(await self._model(), excerpt)
+
+    async def sleep(self) -> None:
+        await self._management.check_sleep()
+        if await self.asleep():
+            return
+        if (now := await self.metrics()).running or now.waiting:
+            raise Permanent(f"{self.url}: has {now.running + now.waiting} requests, which it would lose in its sleep")
+        await self._management.sleep()
+
+    async def wake(self) -> None:
+        await self._management.wake()
+
+    async def asleep(self) -> bool:
+        return await self._management.asleep()
+
+    async def scale(self, dp: int) -> None:
+        await self._management.scale(dp)
+
     async def close(self) -> None:
-        if self._session is not None and self._owns_session:
-            await self._session.close()
-            self._session = None
+        await self._calls.close()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            # Each control call has a connection of its own: vLLM closes kept ones after 5 s, and where its event loop
-            # lags, as it does on a busy machine, it does so before reading what was just sent, and an order is lost.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-        return self._session
 
     def _open_pool(self) -> Pool:
         """For requests alone. Raises Permanent where the URL is none."""
@@ -254,70 +275,16 @@ class VllmEngine:
             # The engine gave up midway, often because it is dying: as good as a cut stream.
             raise OutcomeUnknown(f"{self.url}{path}: the stream ended with an error: {message}") from told
         except NOT_OF_VLLM as error:
-            raise self._nonsense(path, error) from error
+            raise self._calls.nonsense(path, error) from error
+
+    async def _model(self) -> str:
+        return next(iter(await self._models()), "")
 
     async def _models(self) -> dict[str, int | None]:
         """Longest context of each model by its name, the served model first."""
-        answer = await self._json("GET", "/v1/models")
-        with self._reading("/v1/models"):
+        answer = await self._calls.json("GET", "/v1/models")
+        with self._calls.reading("/v1/models"):
             return {str(model["id"]): model.get("max_model_len") for model in answer["data"]}
-
-    async def _max_sequences(self) -> int | None:
-        """vLLM's --max-num-seqs, where its configuration comes as JSON."""
-        path = "/server_info?config_format=json"
-        info = await self._json("GET", path, timeout_s=max(self._timeout_s, SERVER_INFO_TIMEOUT_S))
-        with self._reading(path):
-            config = info["vllm_config"]
-            return int(config["scheduler_config"]["max_num_seqs"]) if isinstance(config, dict) else None
-
-    async def _json(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
-    ) -> Any:
-        status, text = await self._call(method, path, body, timeout_s)
-        if status != 200:
-            raise _failure(self.url + path, status, text, None)
-        with self._reading(path):
-            return json.loads(text)
-
-    async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
-    ) -> tuple[int, str]:
-        """Status and text of one exchange. Without `timeout_s` the client's own holds."""
-        total_s = self._timeout_s if timeout_s is None else timeout_s
-        timeout = aiohttp.ClientTimeout(total=None if total_s == math.inf else total_s, sock_connect=self._timeout_s)
-        with self._reporting(path, sent=Retryable if method == "GET" else OutcomeUnknown):
-            async with self._open_session().request(
-                method, self.url + path, json=body, headers=self._headers, timeout=timeout
-            ) as response:
-                return response.status, await response.text(errors="replace")
-        raise AssertionError("unreachable")
-
-    @contextmanager
-    def _reporting(self, path: str, sent: type[Retryable] | type[OutcomeUnknown]) -> Iterator[None]:
-        """Network failures as ours: Retryable before the request was sent, `sent` once it may have arrived."""
-        where = self.url + path
-        try:
-            yield
-        except aiohttp.InvalidURL as error:
-            raise Permanent(f"{where}: not a URL") from error
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Retryable(f"{where}: cannot be reached: {error}", RETRY_AFTER_S) from error
-        except aiohttp.ClientResponseError as error:
-            raise Permanent(f"{where}: the answer is not HTTP: {error.message}") from error
-        except (aiohttp.ClientError, TimeoutError) as error:
-            reason = f"{where}: {str(error) or type(error).__name__}"
-            raise (Retryable(reason, RETRY_AFTER_S) if sent is Retryable else OutcomeUnknown(reason)) from error
-
-    @contextmanager
-    def _reading(self, path: str) -> Iterator[None]:
-        """An answer that does not look like vLLM's is Permanent."""
-        try:
-            yield
-        except NOT_OF_VLLM as error:
-            raise self._nonsense(path, error) from error
-
-    def _nonsense(self, path: str, error: Exception) -> Permanent:
-        return Permanent(f"{self.url}{path}: not an answer of {self.name}: {error!r}")
 
 
 def parse_metrics(text: str) -> EngineMetrics:
@@ -355,17 +322,3 @@ def _asked(request: GenerationRequest) -> dict[str, Any]:
         # Servers that do not know it ignore it.
         body.setdefault("stream_interval", request.coalesce_tokens)
     return body
-
-
-def _failure(where: str, status: int, text: str, retry_after: str | None) -> OrchestrRLError:
-    """An HTTP status that is not 200 as an error of ours, with the engine's own words."""
-    try:
-        body = json.loads(text)
-        message = body["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = shorten(text, 300)
-        body = {"error": {"message": message, "type": "error", "param": None, "code": status}}
-    if status in BUSY_STATUSES or status >= 500:
-        after_s = float(retry_after) if retry_after and retry_after.isdecimal() else RETRY_AFTER_S
-        return Retryable(f"{where}: {status}: {message}", after_s)
-    return Refused(f"{where}: {status}: {message}", status, body)

@@ -1,0 +1,54 @@
+"""What a vLLM server tells of its own configuration in `/server_info?config_format=json`. Pure.
+
+Its endpoints do not tell: `/sleep` and `/scale_elastic_ep` are there also where the engine cannot do either. On CPU,
+`/sleep` even answers 200, and frees nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrrl.engines.managed import EngineLayout
+
+PATH = "/server_info?config_format=json"
+TIMEOUT_S = 60.0  # the first answer collects facts about the machine, which takes seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What is None or False was not told, or is not so."""
+
+    layout: EngineLayout = field(default_factory=EngineLayout)
+    max_sequences: int | None = None  # of the whole server
+    sleep: bool = False  # --enable-sleep-mode
+    elastic_ep: bool = False  # --enable-elastic-ep
+
+
+def read_server_info(answer: Mapping[str, Any]) -> ServerInfo:
+    """Raises ValueError, KeyError, TypeError or AttributeError for what is no such answer."""
+    config = answer["vllm_config"]
+    if not isinstance(config, dict):  # versions that know no JSON here
+        return ServerInfo()
+    parallel = config.get("parallel_config", {})
+    seats = config["scheduler_config"]["max_num_seqs"]
+    return ServerInfo(
+        layout=EngineLayout(
+            tp=_count(parallel, "tensor_parallel_size"),
+            pp=_count(parallel, "pipeline_parallel_size"),
+            dp=_count(parallel, "data_parallel_size"),
+            ep=parallel.get("enable_expert_parallel"),
+        ),
+        max_sequences=int(seats) * _replicas_served(parallel),  # vLLM counts them for each replica
+        sleep=config.get("model_config", {}).get("enable_sleep_mode") is True,
+        elastic_ep=parallel.get("enable_elastic_ep") is True,
+    )
+
+
+def _replicas_served(parallel: Mapping[str, Any]) -> int:
+    """By this server: all of them, unless a balancer before several servers knows of the others."""
+    outside = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
+    return _count(parallel, "data_parallel_size_local" if outside else "data_parallel_size") or 1
+
+
+def _count(parallel: Mapping[str, Any], name: str) -> int | None:
+    return None if parallel.get(name) is None else int(parallel[name])

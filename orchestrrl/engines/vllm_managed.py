@@ -1,0 +1,231 @@
+"""What a switch asks of a vLLM server: its layout, its weights, what it makes of a text, sleep, and elastic EP.
+
+Orders that change the engine are OutcomeUnknown where it failed at them: vLLM does not go back by itself.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from orchestrrl.engines import vllm_info
+from orchestrrl.engines.base import Refused
+from orchestrrl.engines.managed import EngineLayout, Excerpt
+from orchestrrl.engines.vllm_calls import RETRY_AFTER_S, Calls, failure
+from orchestrrl.engines.vllm_info import ServerInfo
+from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
+
+# Big models take minutes. Whoever waits less cancels.
+LOAD_TIMEOUT_S = 1_800.0
+SLEEP_TIMEOUT_S = 300.0  # weights to CPU memory and back
+SCALE_TIMEOUT_S = 1_800.0
+SCALE_DRAIN_S = 120  # vLLM's own default
+UNNAMED = "default"  # what vLLM calls weights that nobody has named
+NOT_BEGUN = frozenset({425, 429, 503})  # 503 while it is being scaled, to whatever is asked
+SLEEP_STATE = "vllm:engine_sleep_state"
+
+
+class Management:
+    """Of the server that `calls` go to."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._url = calls.url
+
+    async def info(self) -> ServerInfo:
+        answer = await self._calls.json(
+            "GET", vllm_info.PATH, timeout_s=max(self._calls.timeout_s, vllm_info.TIMEOUT_S)
+        )
+        with self._calls.reading(vllm_info.PATH):
+            return vllm_info.read_server_info(answer)
+
+    async def paths(self) -> set[str]:
+        answer = await self._calls.json("GET", "/openapi.json")
+        with self._calls.reading("/openapi.json"):
+            return set(answer["paths"])
+
+    async def layout(self) -> EngineLayout:
+        if "/server_info" not in await self.paths():
+            return EngineLayout()
+        return (await self.info()).layout
+
+    # --- weights
+
+    async def weight_version(self) -> int | None:
+        try:
+            answer = await self._calls.json("GET", "/weight_info")
+        except Refused as refusal:
+            if refusal.status in (404, 405):
+                return None
+            raise
+        with self._calls.reading("/weight_info"):
+            name = answer["weight_version"]
+        return int(name) if isinstance(name, str) and name.isdecimal() else None
+
+    async def load_weights(self, source: str, policy_version: int | None) -> None:
+        """It stays paused where it was, and where it may have half of the weights: one whose `reload_weights` failed
+        dies at its next step, or answers out of torn weights."""
+        paths = await self.paths()
+        if missing := {"/pause", "/resume", "/is_paused", "/is_sleeping", "/collective_rpc"} - paths:
+            raise Permanent(
+                f"{self._url}: cannot load weights without {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1"
+                " offers"
+            )
+        if await self.asleep():
+            raise Permanent(f"{self._url}: is asleep: weights can be loaded once it is awake")
+        was_paused = await self._is_paused()
+        named = "/update_weight_version" in paths
+        try:
+            # Paused so, vLLM drops all KV, cached prefixes included.
+            await self._order("/pause?mode=keep")
+            if named:  # until it has the new ones nobody shall take them for those that were named last
+                await self._name(UNNAMED)
+            status, text = await self._reload(source)
+        except (Retryable, Permanent) as error:
+            try:
+                await self._resume_if(not was_paused)
+            except OrchestrRLError as another:
+                raise OutcomeUnknown(f"{error}; it may be left paused: {another}") from error
+            raise
+        if status != 200:
+            raise OutcomeUnknown(
+                f"{self._url}: failed to load {source}, which it must see under this path; it is paused, and may have"
+                f" half of it: {failure('/collective_rpc', status, text, None)}"
+            )
+        try:
+            if named and policy_version is not None:
+                await self._name(str(policy_version))
+            await self._resume_if(not was_paused)
+        except OrchestrRLError as error:
+            raise OutcomeUnknown(f"{self._url}: loaded {source}, but then: {error}") from error
+
+    async def _reload(self, source: str) -> tuple[int, str]:
+        order = {"method": "reload_weights", "kwargs": {"weights_path": source}}
+        return await self._calls.exchange("POST", "/collective_rpc", order, timeout_s=LOAD_TIMEOUT_S)
+
+    async def _name(self, name: str) -> None:
+        await self._order("/update_weight_version", {"new_version": name})
+
+    async def _is_paused(self) -> bool:
+        answer = await self._calls.json("GET", "/is_paused")
+        with self._calls.reading("/is_paused"):
+            return bool(answer["is_paused"])
+
+    async def _resume_if(self, wanted: bool) -> None:
+        if wanted:
+            await self._order("/resume")
+
+    # --- what it makes of a text
+
+    async def excerpt(self, model: str, prompt_ids: Sequence[int], tokens: int) -> Excerpt:
+        # Penalties may come with the model's own generation_config.json.
+        body = {
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "repetition_penalty": 1.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        choice = await self._greedy(model, prompt_ids, body)
+        with self._calls.reading("/v1/completions"):
+            ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            if len(ids) != len(logprobs) or not 0 < len(ids) <= tokens:
+                raise ValueError(f"{len(logprobs)} log-probabilities of {len(ids)} tokens, {tokens} asked for")
+            return Excerpt(tuple(prompt_ids), tuple(map(int, ids)), tuple(map(float, logprobs)))
+
+    async def score(self, model: str, excerpt: Excerpt) -> tuple[float, ...]:
+        read = [*excerpt.prompt_ids, *excerpt.token_ids]
+        # vLLM does not read cached prefixes for a request that asks for this.
+        choice = await self._greedy(model, read, {"max_tokens": 1, "prompt_logprobs": 0})
+        with self._calls.reading("/v1/completions"):
+            told = choice["prompt_logprobs"]
+            if len(told) != len(read):
+                raise ValueError(f"{len(told)} prompt_logprobs of {len(read)} tokens")
+            first = len(excerpt.prompt_ids)
+            return tuple(
+                float(told[place][str(token)]["logprob"]) for place, token in enumerate(excerpt.token_ids, first)
+            )
+
+    async def _greedy(self, model: str, prompt_ids: Sequence[int], asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The one choice of a completion. It changes nothing, so that it may be asked again."""
+        path = "/v1/completions"
+        body = {"model": model, "prompt": list(prompt_ids), "temperature": 0, **asked}
+        try:
+            answer = await self._calls.json("POST", path, body)
+        except OutcomeUnknown as error:
+            raise Retryable(str(error), RETRY_AFTER_S) from error
+        with self._calls.reading(path):
+            (choice,) = answer["choices"]
+            if choice["finish_reason"] not in ("length", "stop"):
+                raise Retryable(f"{self._url}{path}: it was broken off: {choice['finish_reason']}", RETRY_AFTER_S)
+            found: dict[str, Any] = choice
+            return found
+
+    # --- sleep
+
+    async def sleep(self) -> None:
+        await self._order("/sleep?level=1", timeout_s=SLEEP_TIMEOUT_S)
+
+    async def wake(self) -> None:
+        await self.check_sleep()
+        text = await self._order("/wake_up", timeout_s=SLEEP_TIMEOUT_S)
+        with self._calls.reading("/wake_up"):
+            answer = json.loads(text or "{}")
+            if answer.get("status") == "sleeping":
+                raise OutcomeUnknown(f"{self._url}: is awake in part only: {shorten(answer)}")
+
+    async def asleep(self) -> bool:
+        try:
+            answer = await self._calls.json("GET", "/is_sleeping")
+        except Refused as refusal:
+            if refusal.status in (404, 405):
+                return False
+            raise
+        with self._calls.reading("/is_sleeping"):
+            if not answer["is_sleeping"]:
+                return False
+        # vLLM says so of an engine that is only paused, too.
+        status, page = await self._calls.exchange("GET", "/metrics")
+        if status != 200:
+            raise failure(f"{self._url}/metrics", status, page, None)
+        with self._calls.reading("/metrics"):
+            return _says_asleep(page)
+
+    async def check_sleep(self) -> None:
+        """Raises Permanent where it cannot."""
+        if not ("/server_info" in await self.paths() and (await self.info()).sleep):
+            raise Permanent(f"{self._url}: cannot sleep: it was not started with --enable-sleep-mode")
+
+    # --- elastic expert parallelism
+
+    async def scale(self, dp: int) -> None:
+        """Replicas that go are drained first, for so long as vLLM does it by itself."""
+        if not ("/server_info" in await self.paths() and (await self.info()).elastic_ep):
+            raise Permanent(f"{self._url}: cannot be scaled: it was not started with --enable-elastic-ep")
+        order = {"new_data_parallel_size": dp, "drain_timeout": SCALE_DRAIN_S}
+        await self._order("/scale_elastic_ep", order, timeout_s=SCALE_TIMEOUT_S)
+        if (has := (await self.layout()).dp) != dp:
+            raise OutcomeUnknown(f"{self._url}: was scaled to DP={dp}, and says DP={has}")
+
+    async def _order(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> str:
+        """Something that changes the engine. What it failed at may be half done."""
+        status, text = await self._calls.exchange("POST", path, body, timeout_s)
+        if status == 200:
+            return text
+        error = failure(self._url + path, status, text, None)
+        if status in NOT_BEGUN or not isinstance(error, Retryable):
+            raise error
+        raise OutcomeUnknown(str(error))
+
+
+def _says_asleep(metrics_page: str) -> bool:
+    """Whether any replica is; so where the page does not tell, since `/is_sleeping` did."""
+    lines = [line for line in metrics_page.splitlines() if line.startswith(f"{SLEEP_STATE}{{")]
+    awake = [
+        sample.value
+        for family in text_string_to_metric_families("\n".join(lines) + "\n")
+        for sample in family.samples
+        if sample.labels.get("sleep_state") == "awake"
+    ]
+    return min(awake, default=0.0) == 0

@@ -48,6 +48,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "plan": ("plan",),
     "plan_solve": ("plan",),
     "plan_render": ("plan",),
+    "plan_history": ("plan",),
+    "switch": ("switch",),
     "profile": ("profile",),
     "profile_predict": ("profile",),
     "profile_measure": ("profile",),

@@ -11,6 +11,7 @@ from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent
 from orchestrrl.cli.gate import gate_lines
 from orchestrrl.cli.groups import RUNNING_DAEMON
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stdout
+from orchestrrl.cli.switch_words import switch_summary
 from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -166,6 +167,7 @@ def summary(seen: dict[str, Any]) -> list[str]:
         f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_words(seen['plan_control'])}",
         calibration(seen["plan_calibration"]),
         *gate_summary(seen["gate"]),
+        *switch_summary(seen["switch"]),
     ]
     sick = [worker for worker in seen["workers"] if worker["reported"] and worker["health"] != "ok"]
     lines += [

@@ -19,6 +19,7 @@ from orchestrrl.cli.journal import print_line
 from orchestrrl.cli.moves import move_row, reasons
 from orchestrrl.cli.output import JsonFlag, print_json, stdout
 from orchestrrl.cli.status import ago, control_words, fetch_status, gate_summary, health_words, kv_used, summary
+from orchestrrl.cli.switch_words import switch_summary
 from orchestrrl.errors import OrchestrRLError, Permanent
 from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
@@ -73,7 +74,8 @@ async def look(client: ControlClient) -> dict[str, Any]:
 
 def picture(seen: dict[str, Any]) -> RenderableType:
     status, balance, plan = seen["status"], seen["balance"], seen["plan"]
-    parts: list[RenderableType] = [*summary(status)[:3], *gate_summary(status["gate"]), _workers(status["workers"])]
+    parts: list[RenderableType] = [*summary(status)[:3], *gate_summary(status["gate"])]
+    parts += [*switch_summary(status["switch"]), _workers(status["workers"])]
     if balance is not None:
         parts += [*reasons(balance), *_moves(balance["moves"])]
     else:

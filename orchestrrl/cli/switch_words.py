@@ -1,0 +1,375 @@
+"""A switch in words and tables: what it would do, how far it is, what took how long, and a time line."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from orchestrrl.cli.formats import UNKNOWN, bar, count, duration, ranges, time_of_day
+
+ENGINE_COLUMNS = ("engine", "", "configuration", "GPUs")
+PLAN_COLUMNS = ("stage", "step", "engines", "side by side", "each within")
+TAKEN_COLUMNS = ("stage", "step", "engines", "state", "took", "slowest", "remark")
+
+NAMED = 4  # engines, before only their number is told
+ENGINES_SHOWN = 24  # rows, beyond which engines of a kind share one
+BARS_SHOWN = 48  # of a time line, beyond which the steps of a kind in a stage share one
+LINE_WIDTH = 60
+
+COLOURS = {
+    "pending": "dim",
+    "running": "cyan",
+    "done": "green",
+    "failed": "red",
+    "skipped": "dim",
+    "planned": "cyan",
+    "rolled back": "yellow",
+    "degraded": "red",
+}
+
+
+def fleet_words(engines: Sequence[dict[str, Any]]) -> str:
+    """`8 x tp2, 1 x tp4`"""
+    kinds = Counter(engine["configuration"] or "unknown" for engine in engines)
+    return ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "nothing"
+
+
+def change_words(report: dict[str, Any]) -> str:
+    """`8 x tp2 -> 2 x tp8`"""
+    return f"{fleet_words(report['old_engines'])} -> {fleet_words(report['new_engines'])}"
+
+
+def state_words(report: dict[str, Any]) -> str:
+    return words(report["state"])
+
+
+def words(name: str) -> str:
+    """`load_weights` as people say it."""
+    return name.replace("_", " ")
+
+
+def took_s(report: dict[str, Any]) -> float | None:
+    """From its beginning to its end; None while it runs."""
+    ended = report["ended_unix_s"]
+    return None if ended is None else float(max(0.0, ended - report["created_unix_s"]))
+
+
+def begun(report: dict[str, Any]) -> str:
+    """What it is, in a line."""
+    named = f"switch {report['switch_id']}" if report["switch_id"] else "dry run, nothing is done"
+    plan = f", plan {report['plan_id']}" if report["plan_id"] else ""
+    reason = f" ({report['reason']})" if report["reason"] else ""
+    return f"[bold]{escape(named)}[/bold]: {escape(change_words(report) + plan + reason)}"
+
+
+def outcome(report: dict[str, Any]) -> list[str]:
+    """How it stands or ended, and what it was for requests."""
+    state = state_words(report)
+    colour = COLOURS.get(state, "yellow")
+    took = took_s(report)
+    lines = [f"[{colour}]{state}[/{colour}]" + ("" if took is None else f" in {duration(took)}")]
+    if report["detail"]:
+        lines[0] += f": {escape(report['detail'])}"
+    if report["state"] == "degraded":
+        lines.append(escape(f"serving: {_named(report['engine_ids']) or 'nothing'}"))
+    still = report["closed_s"]
+    closed = "was not closed to them" if still is None else f"stood still for at most {duration(still)}"
+    moved, parked = count(report["requests_moved"]), count(report["requests_parked"])
+    if still is not None or report["requests_moved"] or report["requests_parked"]:
+        subject = f"requests {closed}" if still is not None else "requests"
+        lines.append(f"{subject}: {moved} moved, {parked} kept by their gateway meanwhile")
+    return lines
+
+
+def progress(report: dict[str, Any]) -> str:
+    """`switch s1: 8 x tp2 -> 2 x tp8, running: evacuate (12 of 40 steps done, since 18:55:01)`"""
+    steps = report["steps"]
+    done = sum(step["state"] == "done" for step in steps)
+    now = ", ".join(dict.fromkeys(words(step["kind"]) for step in steps if step["state"] == "running"))
+    back = any(step["direction"] == "back" for step in steps)
+    going = "[yellow]going back[/yellow]" if back else "running"
+    doing = f": {now}" if now else ""
+    return (
+        f"switch [bold]{escape(report['switch_id'])}[/bold]: {escape(change_words(report))}, {going}{doing} "
+        f"({done} of {len(steps)} steps done, since {time_of_day(report['created_unix_s'])})"
+    )
+
+
+def switch_summary(report: dict[str, Any] | None) -> list[str]:
+    """For `orchestrrl status`: nothing unless a switch is under way or has left engines missing."""
+    if report is None:
+        return []
+    if report["state"] == "running":
+        return [progress(report)]
+    return [f"switch [bold]{escape(report['switch_id'])}[/bold]: {outcome(report)[0]}"]
+
+
+# --- engines
+
+
+def engine_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    """Who leaves, stays and comes, an engine a row while there are few."""
+    old = {engine["engine_id"] for engine in report["old_engines"]}
+    new = {engine["engine_id"] for engine in report["new_engines"]}
+    fated = [("leaves", engine) for engine in report["old_engines"] if engine["engine_id"] not in new]
+    fated += [("stays", engine) for engine in report["new_engines"] if engine["engine_id"] in old]
+    fated += [("comes", engine) for engine in report["new_engines"] if engine["engine_id"] not in old]
+    each = len(fated) <= ENGINES_SHOWN
+    for _, alike in groupby(fated, key=lambda pair: pair[1]["engine_id"] if each else (pair[0], _kind(pair[1]))):
+        group = list(alike)
+        fate, first = group[0]
+        yield (
+            _named([engine["engine_id"] for _, engine in group]),
+            fate,
+            first["configuration"] or None,
+            ranges(sorted(gpu for _, engine in group for gpu in engine["gpus"])) or None,
+        )
+
+
+def _kind(engine: dict[str, Any]) -> str:
+    return str(engine["configuration"])
+
+
+def _named(ids: Sequence[str]) -> str:
+    if len(ids) <= NAMED:
+        return ", ".join(ids)
+    return f"{', '.join(ids[: NAMED - 1])} and {len(ids) - NAMED + 1} more"
+
+
+# --- steps
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Those of one kind in one stage: they run side by side, or their engines' chains do."""
+
+    stage: int
+    kind: str
+    direction: str
+    steps: tuple[dict[str, Any], ...]
+
+    @property
+    def engines(self) -> list[str]:
+        return [step["engine_id"] for step in self.steps if step["engine_id"]]
+
+    @property
+    def state(self) -> str:
+        """Of all of them together."""
+        states = {step["state"] for step in self.steps}
+        if len(states) == 1:
+            return str(*states)
+        for state in ("failed", "running"):
+            if state in states:
+                return state
+        return "running" if "pending" in states else "skipped"
+
+    @property
+    def state_words(self) -> str:
+        done = sum(step["state"] == "done" for step in self.steps)
+        if self.state in ("running", "failed") and len(self.steps) > 1:
+            return f"{self.state}, {done} of {len(self.steps)} done"
+        return self.state
+
+    @property
+    def began_s(self) -> float | None:
+        return min((step["began_unix_s"] for step in self.steps if step["began_unix_s"] is not None), default=None)
+
+    def ended_s(self, now_s: float) -> float | None:
+        """Of those that have begun, the last one's end; `now_s` while one runs."""
+        ends = [
+            now_s if step["took_s"] is None else step["began_unix_s"] + step["took_s"]
+            for step in self.steps
+            if step["began_unix_s"] is not None
+        ]
+        return max(ends, default=None)
+
+    @property
+    def slowest(self) -> dict[str, Any] | None:
+        taken = [step for step in self.steps if step["took_s"] is not None]
+        return max(taken, key=lambda step: step["took_s"], default=None)
+
+    @property
+    def remark(self) -> str:
+        """What failed goes before what succeeded with a remark."""
+        told = [step for step in self.steps if step["detail"]]
+        told.sort(key=lambda step: step["state"] != "failed")
+        if not told:
+            return ""
+        first = told[0]
+        named = f"{first['engine_id']}: " if len(self.steps) > 1 and first["engine_id"] else ""
+        more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+        return f"{named}{first['detail']}{more}"
+
+
+def together(report: dict[str, Any]) -> list[Steps]:
+    """The steps in their order, those of a kind in a stage together."""
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for step in report["steps"]:
+        groups.setdefault((step["direction"], step["stage"], step["kind"]), []).append(step)
+    return [
+        Steps(stage, kind, direction, tuple(sorted(steps, key=lambda step: int(step["number"]))))
+        for (direction, stage, kind), steps in groups.items()
+    ]
+
+
+def plan_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    """What would be done, by stage."""
+    shown = ""
+    for group in together(report):
+        stage = _stage(group)
+        within_s = max(step["within_s"] for step in group.steps)
+        yield (
+            stage if stage != shown else "",
+            words(group.kind),
+            _named(group.engines) or "the fleet",
+            len(group.steps) if group.engines else None,
+            duration(within_s),
+        )
+        shown = stage
+
+
+def taken_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    """What was done, in seconds."""
+    shown = ""
+    for group in together(report):
+        stage, slowest = _stage(group), group.slowest
+        yield (
+            stage if stage != shown else "",
+            words(group.kind),
+            _named(group.engines) or "the fleet",
+            group.state_words,
+            _took(group),
+            f"{slowest['engine_id']} {duration(slowest['took_s'])}" if slowest and len(group.steps) > 1 else None,
+            group.remark or None,
+        )
+        shown = stage
+
+
+def _stage(group: Steps) -> str:
+    return f"{group.stage} back" if group.direction == "back" else str(group.stage)
+
+
+def _took(group: Steps, now_s: float | None = None) -> str | None:
+    """From when the first of them began until the last had ended."""
+    began_s = group.began_s
+    if began_s is None or (now_s is None and any(step["state"] == "running" for step in group.steps)):
+        return None
+    ended_s = group.ended_s(began_s if now_s is None else now_s)
+    return None if ended_s is None else duration(max(0.0, ended_s - began_s))
+
+
+# --- while it runs
+
+
+def picture(report: dict[str, Any], now_s: float) -> RenderableType:
+    """For a terminal, renewed while it runs."""
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for column in ("stage", "step", "engines", "", "took", "limit", "remark"):
+        table.add_column(column, no_wrap=column in ("stage", "step", "took", "limit"))
+    shown = ""
+    for group in together(report):
+        stage, colour = _stage(group), COLOURS.get(group.state, "")
+        done = sum(step["state"] == "done" for step in group.steps)
+        table.add_row(
+            stage if stage != shown else "",
+            f"[{colour}]{words(group.kind)}[/{colour}]",
+            escape(_named(group.engines) or "the fleet"),
+            f"[{colour}]{bar(done / len(group.steps), 8)} {group.state_words}[/{colour}]",
+            _took(group, now_s) or UNKNOWN,
+            duration(max(step["within_s"] for step in group.steps)),
+            escape(group.remark),
+        )
+        shown = stage
+    last = progress(report) if report["state"] == "running" else "\n".join(outcome(report))
+    return Group(Text.from_markup(begun(report)), table, Text.from_markup(last))
+
+
+def news(before: dict[str, Any] | None, report: dict[str, Any]) -> Iterator[str]:
+    """What has changed since, a line each: for a pipe."""
+    states = {} if before is None else {(g.direction, g.stage, g.kind): g.state for g in together(before)}
+    if before is None:
+        yield begun(report)
+    for group in together(report):
+        was = states.get((group.direction, group.stage, group.kind), "pending")
+        if group.state != was and group.state != "skipped":
+            yield _news_of(group)
+
+
+def _news_of(group: Steps) -> str:
+    began_s = group.began_s
+    back = " back" if group.direction == "back" else ""
+    engines = f" {_named(group.engines)}" if group.engines else ""
+    start = f"{time_of_day(began_s)} " if began_s is not None else ""
+    line = f"{start}{words(group.kind)}{back}{engines}: {group.state_words}"
+    took = _took(group)
+    if group.state in ("done", "failed") and took:
+        line += f" after {took}" if group.state == "failed" else f" in {took}"
+    if group.remark:
+        line += f": {group.remark}"
+    return escape(line)
+
+
+# --- what took how long, over time
+
+
+def time_line(report: dict[str, Any], now_s: float) -> Table:
+    """A bar for each step that began, from the beginning of the switch to its end or `now_s`."""
+    began_s = float(report["created_unix_s"])
+    groups = together(report)
+    each = sum(len(group.steps) for group in groups) <= BARS_SHOWN
+    bars = [
+        piece
+        for group in groups
+        for piece in (
+            [Steps(group.stage, group.kind, group.direction, (step,)) for step in group.steps] if each else [group]
+        )
+    ]
+    ends = [end for end in (piece.ended_s(now_s) for piece in bars) if end is not None]
+    end_s = max([*ends, report["ended_unix_s"] or (now_s if report["state"] == "running" else began_s)])
+    scale = f"0 s{duration(end_s - began_s):>{LINE_WIDTH - 3}}"
+    table = Table(header_style="bold", box=None, pad_edge=False, title="Time line", title_justify="left")
+    for column in ("stage", "step", "engine", scale, "took"):
+        table.add_column(column, no_wrap=True, justify="right" if column == "took" else "left")
+    shown = ""
+    for piece in bars:
+        if piece.began_s is None:
+            continue
+        stage, colour = _stage(piece), COLOURS.get(piece.state, "")
+        till_s = piece.ended_s(now_s)
+        assert till_s is not None
+        table.add_row(
+            stage if stage != shown else "",
+            words(piece.kind),
+            escape(_named(piece.engines) or "the fleet"),
+            f"[{colour}]{_span(piece.began_s - began_s, till_s - began_s, end_s - began_s)}[/{colour}]",
+            _took(piece, now_s) or UNKNOWN,
+        )
+        shown = stage
+    if (closed := _closed(report)) is not None:
+        low_s, high_s = closed[0] - began_s, closed[1] - began_s
+        line = _span(low_s, high_s, end_s - began_s)
+        table.add_row("", "requests still", "", f"[yellow]{line}[/yellow]", duration(high_s - low_s))
+    return table
+
+
+def _closed(report: dict[str, Any]) -> tuple[float, float] | None:
+    """When requests stood still: from the fence on."""
+    fences = [step["began_unix_s"] for step in report["steps"] if step["kind"] == "fence"]
+    if report["closed_s"] is None or not fences or fences[0] is None:
+        return None
+    return fences[0], fences[0] + report["closed_s"]
+
+
+def _span(low_s: float, high_s: float, whole_s: float) -> str:
+    """A bar from `low_s` to `high_s` on a line of `whole_s`; what has no length shows as a tick."""
+    if whole_s <= 0:
+        return "▏"
+    low = min(LINE_WIDTH - 1, max(0, round(low_s / whole_s * LINE_WIDTH)))
+    high = min(LINE_WIDTH, max(low, round(high_s / whole_s * LINE_WIDTH)))
+    return " " * low + ("█" * (high - low) or "▏")

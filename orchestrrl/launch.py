@@ -3,6 +3,7 @@
 The command lines themselves are made in `deployers/command_line.py`.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -10,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from orchestrrl.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.deployers.command_line import Device, EngineSpec, Launch, Product
 from orchestrrl.deployers.layout_flags import PORTS_PER_GPU
 from orchestrrl.documents import Name, NonNegativeInt, PositiveInt, Section
 from orchestrrl.errors import ProblemFaults
@@ -52,10 +53,11 @@ class OwnWords(Section):
 
 
 class LaunchSettings(Section):
-    """How vLLM servers are started. Paths are those on the engines' machines."""
+    """How engines are started. Paths are those on the engines' machines."""
 
-    python: Name = "python3"  # of vLLM's own environment
-    model: Name  # a name or a folder
+    engine: Annotated[Product, Field(strict=False)] = Product.VLLM
+    python: Name | None = None  # of the engines' own environment; by default python3, and ours for simulated ones
+    model: Name | None = None  # a name or a folder; simulated engines need none
     served_model_name: Name | None = None  # by default the model's
     device: Annotated[Device, Field(strict=False)] = Device.CUDA
     cores_per_gpu: NonNegativeInt = 0  # CPU alone: what a GPU's id stands for; 0: not bound
@@ -82,15 +84,18 @@ def launch_of(fleet: "Fleet") -> Launch:
     if settings is None:
         raise ProblemFaults([f"{WHERE}: is missing, got nothing; `orchestrrl check-config --print-example` has one"])
     hands_over = fleet.kv_transfer is not None and fleet.kv_transfer.connector is not None
+    simulated = settings.engine is Product.SIMULATED
     return Launch(
-        python=settings.python,
-        model=settings.model,
+        python=settings.python or (sys.executable if simulated else "python3"),
+        model=settings.model or "simulated",
+        engine=settings.engine,
         device=settings.device,
         host=settings.host,
         served_model_name=settings.served_model_name or "",
         nodes=settings.nodes,
         per_node=fleet.gpus.per_node if fleet.gpus is not None else 8,
         first_port=settings.ports[0],
+        last_port=settings.ports[1],
         cores_per_gpu=settings.cores_per_gpu,
         arguments=settings.arguments,
         environment=settings.environment,
@@ -172,6 +177,8 @@ def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
     if not isinstance(section, dict):
         return []
     faults = []
+    if section.get("model") is None and section.get("engine") != Product.SIMULATED:
+        faults.append(f"{WHERE}.model: is missing, got nothing")
     own = section.get("configurations")
     for name in own if isinstance(own, dict) else ():
         if name not in known:

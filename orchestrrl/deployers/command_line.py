@@ -24,12 +24,18 @@ from orchestrrl.deployers.layout_flags import (
     parallel_flags,
     shares,
 )
+from orchestrrl.deployers.simulator_flags import SIMULATED_DECIDED, SIMULATED_PROGRAM, simulated_values
 from orchestrrl.deployers.user_arguments import SET, UNSET, Argument, Owned, read_arguments, replaced
 from orchestrrl.engines import handover
 from orchestrrl.errors import ProblemFaults, shorten
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Product(StrEnum):
+    VLLM = "vllm"
+    SIMULATED = "simulated"
 
 
 class Device(StrEnum):
@@ -41,14 +47,16 @@ class Device(StrEnum):
 class Launch:
     """What engines have in common. Paths are those on the engines' machines."""
 
-    python: str  # of vLLM's own environment
+    python: str  # of the engines' own environment
     model: str  # a name or a folder
+    engine: Product = Product.VLLM
     device: Device = Device.CUDA
     host: str = "127.0.0.1"  # that they listen on
     served_model_name: str = ""  # by default the model's
     nodes: tuple[str, ...] = ()  # addresses; node n has the GPUs from n * per_node
     per_node: int = 8
     first_port: int = 8100  # each GPU of a node has its own four from there: an engine uses those of its lowest GPU
+    last_port: int = 0  # those that are left up to here are spare; 0: any port is
     cores_per_gpu: int = 0  # CPU alone: GPU g stands for so many cores from g * cores_per_gpu; 0: not bound
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +108,8 @@ class CommandLine:
 
 def render(spec: EngineSpec, launch: Launch) -> tuple[CommandLine, ...]:
     """The processes of one engine, the one that answers requests first. Raises ProblemFaults with every fault."""
+    if launch.engine is Product.SIMULATED:
+        return (_render_simulated(spec, launch),)
     misplaced = _layout_faults(spec, launch)
     given, faults = _given(spec, launch)
     faults += _environment_faults(spec, launch)
@@ -125,6 +135,29 @@ def url_of(spec: EngineSpec, launch: Launch) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{_http_port(spec, group)}"
 
 
+def _render_simulated(spec: EngineSpec, launch: Launch) -> CommandLine:
+    """One process, whatever the layout, and no GPU in fact. Raises ProblemFaults."""
+    given, faults = _given(spec, launch)
+    group = _groups(spec, launch)[0]
+    kv_directory = str(_kv_folder(spec, launch)) if launch.kv_directory else ""
+    values = simulated_values(spec.parallelism, launch.host, _http_port(spec, group), kv_directory)
+    usual = {"--model-name": launch.served_model_name or launch.model}
+    if spec.max_sequences is not None:
+        usual["--max-num-seqs"] = str(spec.max_sequences)
+    words, more = Owned(values, {}, SIMULATED_DECIDED, spec.configuration).merge(given, usual)
+    faults = [*_gpu_faults(spec), *faults, *_environment_faults(spec, launch), *more]
+    if faults:
+        raise ProblemFaults(list(dict.fromkeys(faults)))
+    return CommandLine(
+        role=Role.SERVER,
+        node=group.parts[0].node,
+        gpus=tuple(sorted(spec.gpus)),
+        environment={**launch.environment, **spec.environment},
+        program=(launch.python, *SIMULATED_PROGRAM),
+        arguments=tuple(words),
+    )
+
+
 def _layout_faults(spec: EngineSpec, launch: Launch) -> list[str]:
     p, name = spec.parallelism, spec.configuration
     faults = []
@@ -142,13 +175,20 @@ def _layout_faults(spec: EngineSpec, launch: Launch) -> list[str]:
             faults.append(f"{name}.pp: must be 1 under AFD, got {p.pp}")
         if launch.device is Device.CPU:
             faults.append(f"{launch.where}.device: must be cuda for {name}, which is AFD, got 'cpu'")
-    if spec.gpus and (len(set(spec.gpus)), len(spec.gpus)) != (p.gpus, p.gpus):
-        faults.append(f"{spec.engine}.gpus: must be {p.gpus} different GPUs for {name}, got {shorten(list(spec.gpus))}")
-    if any(gpu < 0 for gpu in spec.gpus):
-        faults.append(f"{spec.engine}.gpus: must be >= 0, got {shorten(list(spec.gpus))}")
+    faults += _gpu_faults(spec)
     if not spec.gpus and p.afd:
         faults.append(f"{spec.engine}.gpus: must be named for {name}, which is AFD, got none")
     return faults if faults or not spec.gpus else _placement_faults(spec, launch)
+
+
+def _gpu_faults(spec: EngineSpec) -> list[str]:
+    wanted, faults = spec.parallelism.gpus, []
+    if spec.gpus and (len(set(spec.gpus)), len(spec.gpus)) != (wanted, wanted):
+        wish = f"must be {wanted} different GPUs for {spec.configuration}"
+        faults.append(f"{spec.engine}.gpus: {wish}, got {shorten(list(spec.gpus))}")
+    if any(gpu < 0 for gpu in spec.gpus):
+        faults.append(f"{spec.engine}.gpus: must be >= 0, got {shorten(list(spec.gpus))}")
+    return faults
 
 
 def _placement_faults(spec: EngineSpec, launch: Launch) -> list[str]:
@@ -196,7 +236,8 @@ def _environments(spec: EngineSpec, launch: Launch) -> tuple[tuple[str, Mapping[
 
 
 def _groups(spec: EngineSpec, launch: Launch) -> tuple[Group, ...]:
-    return groups(spec.parallelism, spec.gpus, launch.per_node, launch.nodes, launch.first_port)
+    layout = spec.parallelism if launch.engine is Product.VLLM else Parallelism()
+    return groups(layout, spec.gpus, launch.per_node, launch.nodes, launch.first_port)
 
 
 def _command_line(
@@ -219,7 +260,7 @@ def _command_line(
         values |= {"--enable-dbo": SET} if spec.parallelism.micro_batches > 1 else {}
         values[ADDITIONAL], given, faults = additional_config(group.afd, given)
     if launch.kv_directory and group.roles[0] is Role.SERVER:
-        flag, config = handover.vllm_arguments(Path(launch.kv_directory) / quote(spec.configuration, safe="+"))
+        flag, config = handover.vllm_arguments(_kv_folder(spec, launch))
         values[flag] = config
     by = spec.configuration if group.afd is None else f"{spec.configuration}'s {group.afd['role']} side"
     may_decide = DECIDED if group.afd is None else {**DECIDED, "--enable-dbo": UNSET}
@@ -233,6 +274,10 @@ def _command_line(
         arguments=tuple(words),
     )
     return line, faults + more
+
+
+def _kv_folder(spec: EngineSpec, launch: Launch) -> Path:
+    return Path(launch.kv_directory) / quote(spec.configuration, safe="+")
 
 
 def _http_port(spec: EngineSpec, group: Group) -> int:
@@ -256,7 +301,7 @@ def _usual(spec: EngineSpec, launch: Launch) -> dict[str, str]:
 def _pinned(gpus: Sequence[GpuId], launch: Launch) -> dict[str, str]:
     """What binds a process to its GPUs, numbered as its node does."""
     local = [gpu % launch.per_node for gpu in sorted(gpus)]
-    if not local or (launch.device is Device.CPU and not launch.cores_per_gpu):
+    if not local or launch.engine is Product.SIMULATED or (launch.device is Device.CPU and not launch.cores_per_gpu):
         return {}
     if launch.device is Device.CUDA:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, local))}

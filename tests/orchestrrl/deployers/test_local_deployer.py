@@ -1,0 +1,22 @@
+"""Engines as processes that outlive who started them: the contract, on a stub that serves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrrl.clock import WallClock
+from orchestrrl.deployers.base import Deployer, FleetIdentity
+from orchestrrl.deployers.conformance import DeployerConformance, stub_launch
+from orchestrrl.deployers.local import LocalDeployer
+
+
+class TestLocalDeployer(DeployerConformance):
+    @pytest.fixture(autouse=True)
+    def _in_folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+        self.launch = stub_launch(tmp_path)
+
+    async def make_deployer(self, fleet: str) -> Deployer:
+        options: dict[str, Any] = {"grace_s": 0.5}
+        return LocalDeployer(self.launch, FleetIdentity(fleet, str(self.folder / fleet)), options, WallClock())

@@ -15,6 +15,7 @@ from orchestrrl.config import parse_address
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent
 from orchestrrl.reports import GatePhase
+from orchestrrl.switch_metrics import SwitchMetrics
 from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState
 
 _CONTENT_TYPE = "text/plain; version=0.0.4"
@@ -25,6 +26,7 @@ class PlaneCollector(Collector):
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
+        self._switches = SwitchMetrics()
 
     def collect(self) -> Iterable[Metric]:
         snapshot = self._plane.state.snapshot(self._plane.clock.now_s())
@@ -41,6 +43,8 @@ class PlaneCollector(Collector):
         yield from self._decisions(snapshot.now_s)
         yield from self._plans()
         yield from self._profile()
+        if self._plane.switching is not None:
+            yield from self._switches.collect(self._plane.switching.history(0))
 
     def _engine_states(
         self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich import box
@@ -33,9 +33,15 @@ def print_json(value: Any) -> None:
 
 
 def print_table(
-    title: str, columns: Sequence[str], rows: Iterable[Iterable[object]], *, optional: Collection[str] = ()
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Iterable[object]],
+    *,
+    optional: Collection[str] = (),
+    left: Collection[str] = (),
 ) -> None:
-    """A table for people. Cells are shown as they are, right-aligned but for the first column: numbers read best so.
+    """A table for people. Cells are shown as they are, right-aligned but for the first column and those of words, named
+    in `left`: numbers read best so.
 
     None shows as `-`; an `optional` column without any value is left out.
     """
@@ -47,7 +53,8 @@ def print_table(
     ]
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index in shown:
-        table.add_column(columns[index], justify="left" if index == 0 else "right", no_wrap=index == 0)
+        justify: Literal["left", "right"] = "left" if index == 0 or columns[index] in left else "right"
+        table.add_column(columns[index], justify=justify, no_wrap=index == 0)
     for row in cells:
         table.add_row(*(Text("-" if row[index] is None else str(row[index]), overflow="fold") for index in shown))
     stdout.print(table)

@@ -41,7 +41,7 @@ def history(
     elif not found["switches"]:
         print_lines(["no switch has been made yet"])
     else:
-        print_table("Switches", COLUMNS, map(_row, found["switches"]), optional={"plan", "why"})
+        print_table("Switches", COLUMNS, map(_row, found["switches"]), optional={"plan", "why"}, left={"why", "change"})
 
 
 def _one(daemon: str, switch_id: str, as_json: bool) -> None:
@@ -53,7 +53,7 @@ def _one(daemon: str, switch_id: str, as_json: bool) -> None:
         print_json(report)
         return
     print_lines([words.begun(report), f"began {_moment(report['created_unix_s'])}", *words.outcome(report)])
-    print_table("Engines", words.ENGINE_COLUMNS, words.engine_rows(report))
+    print_table("Engines", words.ENGINE_COLUMNS, words.engine_rows(report), left=words.WORDY)
     if report["steps"]:
         stdout.print(words.time_line(report, time.time()))
 

@@ -135,10 +135,10 @@ def _end(report: dict[str, Any], as_json: bool) -> None:
         print_json(report)
     else:
         _print_taken(report)
-        print_lines(words.outcome(report))
+        print_lines(words.outcome({**report, "detail": ""}))
     if report["state"] != "done":
         because = report["detail"] or "no reason given"
-        fail(f"switch {report['switch_id']}: {words.state_words(report)}: {because}")
+        fail(f"switch {report['switch_id']} is {words.state_words(report)}: {because}")
 
 
 def _show(report: dict[str, Any], as_json: bool) -> None:
@@ -158,16 +158,17 @@ def _show_draft(report: dict[str, Any], as_json: bool) -> None:
         print_json(report)
         return
     print_lines([words.begun(report)])
-    print_table("Engines", words.ENGINE_COLUMNS, words.engine_rows(report))
+    print_table("Engines", words.ENGINE_COLUMNS, words.engine_rows(report), left=words.WORDY)
     if not report["steps"]:
         print_lines(["the fleet is so already: there is nothing to do"])
         return
-    print_table("Steps", words.PLAN_COLUMNS, words.plan_rows(report), optional={"side by side"})
+    print_table("Steps", words.PLAN_COLUMNS, words.plan_rows(report), optional={"side by side"}, left=words.WORDY)
     print_lines(["stages follow each other; within one, engines go on side by side, each through its steps in order"])
 
 
 def _print_taken(report: dict[str, Any]) -> None:
-    print_table("Steps", words.TAKEN_COLUMNS, words.taken_rows(report), optional={"slowest", "remark"})
+    rows = words.taken_rows(report)
+    print_table("Steps", words.TAKEN_COLUMNS, rows, optional={"slowest", "remark"}, left=words.WORDY)
 
 
 def _cancel(daemon: str, switch_id: str, reason: str, as_json: bool) -> None:

@@ -16,7 +16,9 @@ from orchestrrl.cli.formats import UNKNOWN, bar, count, duration, ranges, time_o
 ENGINE_COLUMNS = ("engine", "", "configuration", "GPUs")
 PLAN_COLUMNS = ("stage", "step", "engines", "side by side", "each within")
 TAKEN_COLUMNS = ("stage", "step", "engines", "state", "took", "slowest", "remark")
+WORDY = {"", "configuration", "GPUs", "step", "engines", "state", "slowest", "remark"}  # columns that are read as words
 
+FATES = ("leaves", "stays", "comes")
 NAMED = 4  # engines, before only their number is told
 ENGINES_SHOWN = 24  # rows, beyond which engines of a kind share one
 BARS_SHOWN = 48  # of a time line, beyond which the steps of a kind in a stage share one
@@ -79,11 +81,10 @@ def outcome(report: dict[str, Any]) -> list[str]:
     if report["state"] == "degraded":
         lines.append(escape(f"serving: {_named(report['engine_ids']) or 'nothing'}"))
     still = report["closed_s"]
-    closed = "was not closed to them" if still is None else f"stood still for at most {duration(still)}"
-    moved, parked = count(report["requests_moved"]), count(report["requests_parked"])
-    if still is not None or report["requests_moved"] or report["requests_parked"]:
-        subject = f"requests {closed}" if still is not None else "requests"
-        lines.append(f"{subject}: {moved} moved, {parked} kept by their gateway meanwhile")
+    moved, parked = report["requests_moved"], report["requests_parked"]
+    if still is not None or moved or parked:
+        stood = "" if still is None else f" of engines that left stood still for at most {duration(still)}"
+        lines.append(f"requests{stood}: {count(moved)} moved, {count(parked)} kept by their gateway meanwhile")
     return lines
 
 
@@ -121,6 +122,8 @@ def engine_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
     fated += [("stays", engine) for engine in report["new_engines"] if engine["engine_id"] in old]
     fated += [("comes", engine) for engine in report["new_engines"] if engine["engine_id"] not in old]
     each = len(fated) <= ENGINES_SHOWN
+    if not each:
+        fated.sort(key=lambda pair: (FATES.index(pair[0]), _kind(pair[1])))
     for _, alike in groupby(fated, key=lambda pair: pair[1]["engine_id"] if each else (pair[0], _kind(pair[1]))):
         group = list(alike)
         fate, first = group[0]
@@ -171,10 +174,11 @@ class Steps:
 
     @property
     def state_words(self) -> str:
+        if len({step["state"] for step in self.steps}) == 1:
+            return self.state
         done = sum(step["state"] == "done" for step in self.steps)
-        if self.state in ("running", "failed") and len(self.steps) > 1:
-            return f"{self.state}, {done} of {len(self.steps)} done"
-        return self.state
+        told = f"{self.state}, " if self.state in ("running", "failed") else ""
+        return f"{told}{done} of {len(self.steps)} done"
 
     @property
     def began_s(self) -> float | None:
@@ -235,9 +239,11 @@ def plan_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
 
 
 def taken_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
-    """What was done, in seconds."""
+    """What was done, in seconds; of a switch that has ended, what began."""
     shown = ""
     for group in together(report):
+        if report["state"] != "running" and group.began_s is None:
+            continue
         stage, slowest = _stage(group), group.slowest
         yield (
             stage if stage != shown else "",
@@ -306,7 +312,7 @@ def _news_of(group: Steps) -> str:
     back = " back" if group.direction == "back" else ""
     engines = f" {_named(group.engines)}" if group.engines else ""
     start = f"{time_of_day(began_s)} " if began_s is not None else ""
-    line = f"{start}{words(group.kind)}{back}{engines}: {group.state_words}"
+    line = f"{start}{words(group.kind)}{back}{engines}: {group.state}"
     took = _took(group)
     if group.state in ("done", "failed") and took:
         line += f" after {took}" if group.state == "failed" else f" in {took}"
@@ -321,15 +327,9 @@ def _news_of(group: Steps) -> str:
 def time_line(report: dict[str, Any], now_s: float) -> Table:
     """A bar for each step that began, from the beginning of the switch to its end or `now_s`."""
     began_s = float(report["created_unix_s"])
-    groups = together(report)
-    each = sum(len(group.steps) for group in groups) <= BARS_SHOWN
-    bars = [
-        piece
-        for group in groups
-        for piece in (
-            [Steps(group.stage, group.kind, group.direction, (step,)) for step in group.steps] if each else [group]
-        )
-    ]
+    bars = [Steps(step["stage"], step["kind"], step["direction"], (step,)) for step in report["steps"]]
+    if sum(piece.began_s is not None for piece in bars) > BARS_SHOWN:
+        bars = together(report)
     ends = [end for end in (piece.ended_s(now_s) for piece in bars) if end is not None]
     end_s = max([*ends, report["ended_unix_s"] or (now_s if report["state"] == "running" else began_s)])
     scale = f"0 s{duration(end_s - began_s):>{LINE_WIDTH - 3}}"
@@ -354,7 +354,7 @@ def time_line(report: dict[str, Any], now_s: float) -> Table:
     if (closed := _closed(report)) is not None:
         low_s, high_s = closed[0] - began_s, closed[1] - began_s
         line = _span(low_s, high_s, end_s - began_s)
-        table.add_row("", "requests still", "", f"[yellow]{line}[/yellow]", duration(high_s - low_s))
+        table.add_row("", "requests stand still", "", f"[yellow]{line}[/yellow]", duration(high_s - low_s))
     return table
 
 

@@ -9,6 +9,7 @@ from orchestrrl.clock import Clock
 from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.switch import (
+    Chain,
     Direction,
     Stage,
     StepKind,
@@ -26,6 +27,8 @@ from orchestrrl.switch import (
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism, PlanId
 
 GPUS = 16
+# Against the pace.
+SLOWNESS = {StepKind.READY: 8.0, StepKind.START: 2.0, StepKind.STOP: 2.0, StepKind.LOAD: 3.0}
 WIDTHS = {"tp1": 1, "tp2": 2, "tp4": 4, "tp8": 8}
 
 
@@ -54,6 +57,7 @@ class FakeSwitching:
         self.reports: dict[SwitchId, SwitchReport] = {}
         self.watchers = 0
         self._called_off = ""
+        self._fenced_s: float | None = None
         self._changed = asyncio.Condition()
         self._running: asyncio.Task[None] | None = None
 
@@ -89,7 +93,7 @@ class FakeSwitching:
 
     def begin(self, wish: SwitchWish) -> SwitchId:
         switch, stages = self.draft(wish)
-        self._called_off = ""
+        self._called_off, self._fenced_s = "", None
         steps = tuple(StepReport(step, Direction.FORWARD) for step in steps_in(stages))
         engines = tuple(engine.engine for engine in switch.old)
         self.reports[switch.id] = SwitchReport(
@@ -172,29 +176,37 @@ class FakeSwitching:
 
     async def _direction(self, switch: Switch, direction: Direction, stages: Sequence[Stage]) -> str:
         """Why it does not go on."""
-        fenced_s: float | None = None
-        for step in steps_in(stages):
+        for stage in stages:
+            whys = await asyncio.gather(*(self._chain(switch, direction, chain) for chain in stage))
+            for why in filter(None, whys):
+                return why
+        return ""
+
+    async def _chain(self, switch: Switch, direction: Direction, chain: Chain) -> str:
+        for step in chain:
             await self.held.wait()
             if self._called_off and direction is Direction.FORWARD:
                 return self._called_off
             began_s = self.clock.now_s()
-            fenced_s = began_s if step.kind is StepKind.FENCE else fenced_s
+            self._fenced_s = began_s if step.kind is StepKind.FENCE else self._fenced_s
             self._step(switch.id, StepReport(step, direction, StepState.RUNNING, "", began_s))
             await self._tell()
-            await self.clock.sleep(self.pace_s)
+            await self.clock.sleep(self.pace_s * SLOWNESS.get(step.kind, 1.0))
             took_s = self.clock.now_s() - began_s
-            fault = self.failing.get((direction, step.kind), "")
+            # Of the engines that are worked on side by side, the first one has the fault.
+            first = step.engine is None or step.engine in (switch.coming[0].engine, switch.old[0].engine)
+            fault = self.failing.get((direction, step.kind), "") if first else ""
             state = StepState.FAILED if fault else StepState.DONE
             self._step(switch.id, StepReport(step, direction, state, fault, began_s, took_s))
+            await self._tell()
             if fault:
                 return f"{step.kind} of {step.engine or 'the fleet'}: {fault}"
             if step.kind is StepKind.EVACUATE:
                 report = self.reports[switch.id]
                 parked = report.requests_parked + 3
                 self._set(switch.id, requests_moved=report.requests_moved + 1, requests_parked=parked)
-            if step.kind is StepKind.ADMIT and fenced_s is not None:
-                self._set(switch.id, closed_s=self.clock.now_s() - fenced_s)
-            await self._tell()
+            if step.kind is StepKind.ADMIT and direction is Direction.FORWARD and self._fenced_s is not None:
+                self._set(switch.id, closed_s=self.clock.now_s() - self._fenced_s)
         return ""
 
     def _skipped(self, id: SwitchId) -> tuple[StepReport, ...]:

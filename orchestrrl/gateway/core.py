@@ -10,6 +10,7 @@ from typing import Any
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError
 from orchestrrl.gateway.ask import Ask
+from orchestrrl.gateway.expected import Expected
 from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.gate import Gate
 from orchestrrl.gateway.groups import Groups
@@ -225,10 +226,10 @@ class Gateway:
         self.cancelled_total[reason if reason in COUNTED_REASONS else "other"] += 1
         return True
 
-    def set_routes(self, routes: Iterable[Route]) -> list[str]:
+    def set_routes(self, routes: Iterable[Route], expected: Expected | None = None) -> list[str]:
         known = {slot.id: slot for slot in self.fleet}
         routes = tuple(routes)
-        faults = self.fleet.set_routes(routes)
+        faults = self.fleet.set_routes(routes, expected)
         for slot in self.fleet:
             if known.get(slot.id) is not slot:
                 self.gate.meet(slot)
@@ -260,11 +261,14 @@ class Gateway:
         if relay is None:
             detail = "finished before the move" if self.knows(move.request) else "no such request"
             return ItemResult(move.request, False, detail)
-        held = move.hold_s > 0 and (target is None or not target.usable)
+        to_come = target is None or not target.usable
+        held = to_come and (move.hold_s > 0 or move.to_engine in self.fleet.expected)
         if target is None and not held:
             return ItemResult(move.request, False, f"engine {move.to_engine!r} is not in the routes")
-        if relay.record.engine != move.from_engine:
+        if (relay.record.engine or "") != move.from_engine:
             return ItemResult(move.request, False, f"is on {relay.record.engine or 'no engine'} by now")
+        if not move.from_engine:
+            return relay.redirect(move.to_engine, move.hold_s)
         if held:
             return relay.hold_for(move.to_engine, move.hold_s)
         assert target is not None

@@ -10,13 +10,14 @@ from typing import Any
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Capabilities, Engine
 from orchestrrl.errors import OrchestrRLError
+from orchestrrl.gateway.expected import Expected
 from orchestrrl.gateway.ledger import Record
 from orchestrrl.gateway.queue import Queue, Waiter, Waits
 from orchestrrl.gateway.routing import Newcomer, Routing
 from orchestrrl.gateway.routing.prefix_affinity import prefix_of
 from orchestrrl.gateway.slot import Slot
 from orchestrrl.operations import Route
-from planner.model import EngineId
+from planner.model import EngineHealth, EngineId
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Fleet:
         self._slots: dict[EngineId, Slot] = {}
         self.kv_versions: Counter[str] = Counter()  # how many engines have each
         self._contexts: set[float] = set()  # tokens that the contexts of engines in the routes hold
+        self._expected = Expected()  # as last told
+        self._unexpecting: asyncio.Task[None] | None = None  # waits for the end of that
         self._retired: list[Slot] = []  # old houses of engines, with what still runs there
         self._gate_open = True
         self.policy_version: int | None = None  # newest that was told
@@ -84,10 +87,19 @@ class Fleet:
     def get(self, engine: EngineId | None) -> Slot | None:
         return None if engine is None else self._slots.get(engine)
 
-    def set_routes(self, routes: Iterable[Route]) -> list[str]:
+    @property
+    def expected(self) -> frozenset[EngineId]:
+        """Engines that are being started and cannot be used yet."""
+        expected = self._expected.at(self._clock.now_s())
+        if not expected:  # the usual case
+            return expected
+        return expected.difference(slot.id for slot in self if slot.usable)
+
+    def set_routes(self, routes: Iterable[Route], expected: Expected | None = None) -> list[str]:
         """Replace the routing table. Returns what was wrong with it, entry by entry; the rest is taken."""
         faults = []
         named = set()
+        came = self._expect(expected or Expected())
         for route in routes:
             slot = self._slots.get(route.engine)
             if slot is not None and route.url and route.url.rstrip("/") != slot.engine.url.rstrip("/"):
@@ -102,6 +114,9 @@ class Fleet:
                 self._slots[route.engine] = slot
             slot.follow(route)
             named.add(route.engine)
+            if slot.id in came and route.health is not EngineHealth.GONE:
+                # Whatever it was before, the daemon has seen it start.
+                slot.suspect_because = ""
             if slot.suspect_because:
                 self._recheck(slot)
         for slot in list(self._slots.values()):
@@ -110,6 +125,26 @@ class Fleet:
                 self.forget_if_empty(slot)
         self.announce()
         return faults
+
+    def _expect(self, expected: Expected) -> frozenset[EngineId]:
+        """Returns those that are not expected any longer: they have come, or never will."""
+        before, self._expected = self._expected, expected
+        if expected != before:
+            if self._unexpecting is not None:
+                self._unexpecting.cancel()
+            self._unexpecting = None
+            if expected.at(self._clock.now_s()):
+                self._unexpecting = self.in_background(self._unexpect(expected))
+        return before.engines - expected.engines
+
+    async def _unexpect(self, expected: Expected) -> None:
+        """Their time is over, and nobody came to say how it ended."""
+        while (left_s := expected.until_s - self._clock.now_s()) > 0:
+            await self._clock.sleep(left_s)
+        late = sorted(expected.engines.difference(slot.id for slot in self if slot.usable))
+        if late:
+            logger.warning("nobody waits any longer for %s, to be started by now", ", ".join(late))
+        self.announce()
 
     def announce(self) -> None:
         """An engine may have become usable. Everybody who waits now wakes; whoever comes later waits for the next
@@ -147,7 +182,7 @@ class Fleet:
         (`give_back`). `avoiding`: only where there is no other engine. `again`: before those who are new.
 
         Raises NoEngine after `patience_s` without an engine that it could go to; time in a queue does not count, nor
-        while the gate is closed.
+        while the gate is closed, nor while an engine is expected that it could go to.
         """
         if self._gate_open and not self._placed and not avoiding:  # the usual case, without what waiting takes
             found = self.choose(self._newcomer(record), without)
@@ -201,7 +236,7 @@ class Fleet:
         self.queue.join(waiter)
         self.dispatch()
         if waiter in self._placed:
-            self._note_if_alone(waiter, waiter.since_s)
+            self._note_if_alone(waiter, waiter.since_s, self.expected)
             if patience_s < float("inf") and not self._giving_up:
                 self._giving_up = True
                 self.in_background(self._give_up_on_those_alone())
@@ -263,12 +298,13 @@ class Fleet:
     def _usability_changed(self) -> None:
         """An engine may have become usable, or is no longer: who has one to wait for, and who has none?"""
         self._usable_slots = None
-        now_s = self._clock.now_s()
+        now_s, expected = self._clock.now_s(), self.expected
         for waiter in self.queue:
-            self._note_if_alone(waiter, now_s)
+            self._note_if_alone(waiter, now_s, expected)
 
-    def _note_if_alone(self, waiter: Waiter, now_s: float) -> None:
-        if not self._gate_open or any(slot.id not in waiter.without for slot in self._usable()):
+    def _note_if_alone(self, waiter: Waiter, now_s: float, expected: frozenset[EngineId]) -> None:
+        there = any(slot.id not in waiter.without for slot in self._usable())
+        if there or not self._gate_open or not expected <= waiter.without:
             waiter.alone_since_s = None
         elif waiter.alone_since_s is None:
             waiter.alone_since_s = now_s
@@ -321,9 +357,9 @@ class Fleet:
         if self._placed:
             self.dispatch()
 
-    async def changed(self) -> None:
-        """Return when an engine may have become usable."""
-        await self._changed.wait()
+    def changed(self) -> Coroutine[Any, Any, bool]:
+        """Ends when an engine may have become usable since this was called."""
+        return self._changed.wait()
 
     async def capabilities(self, slot: Slot) -> Capabilities:
         """What the engine offers, asked once; raises what the engine raises."""
@@ -343,11 +379,12 @@ class Fleet:
         wanted = min(tokens, max(self._contexts))
         return frozenset(slot.id for slot in self if slot.context_limit_tokens < wanted)
 
-    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something that nobody waits for; it is cancelled by `close`."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def abort(self, slot: Slot, attempt_id: str) -> None:
         """Stop an attempt, best effort: its connection is closed already, which stops it too."""

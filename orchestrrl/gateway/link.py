@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from orchestrrl import __version__
 from orchestrrl.clock import Clock
 from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.expected import Expected
 from orchestrrl.operations import (
     CancelRequests,
     CloseGate,
@@ -65,8 +66,8 @@ class GatewayLink:
     async def perform(self, operation: Operation) -> OperationResult:
         """Carry out one operation of the daemon."""
         match operation.action:
-            case SetRoutes(routes):
-                faults = self._gateway.set_routes(routes)
+            case SetRoutes(routes, expected, expected_until_s):
+                faults = self._gateway.set_routes(routes, Expected(frozenset(expected), expected_until_s))
                 status = OperationStatus.PARTIAL if faults else OperationStatus.DONE
                 return OperationResult(operation.id, self._gateway.node, status, "; ".join(faults))
             case MoveRequests(moves):

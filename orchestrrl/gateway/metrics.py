@@ -78,7 +78,15 @@ class GatewayCollector(Collector):
             f"{PREFIX}_queue_seconds", "How long requests waited here before they were sent to an engine, each time."
         )
         waits.add_metric((), fleet.waits.buckets(), sum_value=fleet.waits.sum_s)
-        yield from (queued, waits)
+        kept = GaugeMetricFamily(
+            f"{PREFIX}_requests_kept",
+            "Requests that are kept here for an engine that is being started, by that.",
+            labels=("engine",),
+        )
+        counts = Counter(relay.kept_for for relay in self._gateway.relays.values())
+        for engine in sorted({*self._gateway.fleet.expected, *counts} - {None}, key=str):
+            kept.add_metric((str(engine),), counts[engine])
+        yield from (queued, waits, kept)
 
     def _engines(self) -> Iterator[Metric]:
         usable = GaugeMetricFamily(

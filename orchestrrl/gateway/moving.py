@@ -50,7 +50,7 @@ class Moving:
         self._forget_count()
         self.result.set_result(ItemResult(self._record.id, False, detail, 0, now_s - self._cut_s))
 
-    def arrived(self, now_s: float, in_background: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    def arrived(self, now_s: float, in_background: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         """The target has made a token for it, or ended it."""
         # What is loaded or computed again yields the next token, which a step would have made anyway.
         duration_s = max(0.0, now_s - self._cut_s - self._step_s)

@@ -44,6 +44,15 @@ class Limits:
     on_stale: OnStale = OnStale.ABORT
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """The engine that a request on none is to go to, which may be yet to come."""
+
+    engine: EngineId
+    until_s: float  # for so long it is waited for where it is not expected
+    expected: bool  # it was, when this was ordered
+
+
 class Relay:
     """Runs one record. `grown` is called when the record has ended, and when one that is streamed has grown."""
 
@@ -60,8 +69,9 @@ class Relay:
         self._pump_task: asyncio.Task[bool] | None = None
         self._move: Moving | None = None
         self._back_to: Slot | None = None  # where a refused move came from
-        self._awaited: tuple[EngineId, float] | None = None  # the engine that the request is held for, until when
+        self._awaited: Awaited | None = None
         self._seeker: asyncio.Task[Any] | None = None  # waits for the engine of the next attempt
+        self._interruptions = 0  # of the seeker, by us, that it has not seen yet
         self._restarting = False  # the answer so far is to be forgotten
         self._refused_by: set[EngineId] = set()
         self._hung_on: set[EngineId] = set()
@@ -88,14 +98,19 @@ class Relay:
         """Where it runs; None: it is on no engine."""
         return self._slot
 
+    @property
+    def kept_for(self) -> EngineId | None:
+        """The engine that it waits for, by order, on none."""
+        return self._awaited.engine if self._awaited is not None and self._slot is None else None
+
     def end(self, finish_reason: str, stop_reason: str) -> bool:
         """The answer ends here, with what it has. False: it has ended already."""
         if self.record.done:
             return False
         self.record.finish(finish_reason, stop_reason, self._now_s())
-        for task in (self._seeker, self._pump_task):
-            if task is not None:
-                task.cancel()
+        self._interrupt()
+        if self._pump_task is not None:
+            self._pump_task.cancel()
         return True
 
     def withdraw(self) -> bool:
@@ -142,7 +157,7 @@ class Relay:
         )
         if computed and usable(self._attempted.left, order, self._slot, target):
             move.load_from(self._attempted.left)
-        self._move = move
+        self._move, self._awaited = move, None
         self._pump_task.cancel()
         predicted_s = min(2 * order.predicted_s, self._limits.slow_move_answer_s)
         patience = asyncio.create_task(self._sleep(max(self._limits.move_answer_s, predicted_s)))
@@ -156,18 +171,51 @@ class Relay:
         return await move.result
 
     def hold_for(self, engine: EngineId, hold_s: float) -> ItemResult:
-        """Stop the request where it runs and keep it until it can go on at an engine that is yet to come; any other
-        will do if that has not come by then."""
+        """Stop the request where it runs and keep it until it can go on at an engine that is yet to come: for as long
+        as that is expected, or for `hold_s` where it is not. Any other will do then."""
         target = self._fleet.get(engine)
         because = self._not_movable() or (self._ends_early_on(target) if target is not None else "")
         if because:
             return ItemResult(self.record.id, False, because)
         assert self._pump_task is not None
         tokens = self.record.context_tokens if self.record.state is RequestState.RUNNING else 0
-        self._awaited = (engine, self._now_s() + hold_s)
+        self._await(engine, hold_s)
         self.record.moves += 1
         self._pump_task.cancel()
         return ItemResult(self.record.id, True, "", tokens, method=MoveMethod.RECOMPUTE if tokens else None)
+
+    def redirect(self, engine: EngineId, hold_s: float) -> ItemResult:
+        """A request that is on no engine, whatever it waits for, goes to this one: at once where that takes requests,
+        else it is kept for it as by `hold_for`."""
+        target = self._fleet.get(engine)
+        because = self._not_redirectable(engine) or (self._ends_early_on(target) if target is not None else "")
+        may_wait = hold_s > 0 or engine in self._fleet.expected
+        if not because and not may_wait and (target is None or not target.usable):
+            because = _takes_none(engine, target)
+        if because:
+            return ItemResult(self.record.id, False, because)
+        self._await(engine, hold_s)
+        self._delay_s = 0.0
+        self._interrupt()
+        return ItemResult(self.record.id, True)
+
+    def _await(self, engine: EngineId, hold_s: float) -> None:
+        self._awaited = Awaited(engine, self._now_s() + hold_s, engine in self._fleet.expected)
+
+    def _interrupt(self) -> None:
+        """Have the seeker look again."""
+        if self._seeker is not None:
+            self._interruptions += 1
+            self._seeker.cancel()
+
+    def _not_redirectable(self, engine: EngineId) -> str:
+        if self.record.done:
+            return "finished before the move"
+        if self._slot is not None or self._move is not None:
+            return "is between two engines"
+        if engine in self._refused_by:
+            return f"was refused by {engine}"
+        return ""
 
     def _not_movable_to(self, target: Slot) -> str:
         if because := self._not_movable():
@@ -175,7 +223,7 @@ class Relay:
         if target is self._slot:
             return f"is on {target.id} already"
         if not target.usable:
-            return f"{target.id} takes no requests: {target.suspect_because or 'it is draining or not in the routes'}"
+            return _takes_none(target.id, target)
         return self._ends_early_on(target)
 
     def _ends_early_on(self, target: Slot) -> str:
@@ -230,12 +278,17 @@ class Relay:
         cancelled_before = task.cancelling()
         self._seeker = task
         try:
-            return await self._seek_slot()
-        except asyncio.CancelledError:
-            # Cancelled by `end`, and by nobody else: as asyncio's own timeouts tell it.
-            if self.record.done and task.uncancel() <= cancelled_before:
-                return None
-            raise
+            while not self.record.done:
+                try:
+                    return await self._seek_slot()
+                except asyncio.CancelledError:
+                    # Interrupted by us, and by nobody else: as asyncio's own timeouts tell it.
+                    ours, self._interruptions = self._interruptions, 0
+                    for _ in range(ours):
+                        task.uncancel()
+                    if not ours or task.cancelling() > cancelled_before:
+                        raise
+            return None
         finally:
             self._seeker = None
 
@@ -249,29 +302,35 @@ class Relay:
         if self._move is not None and not self._move.submitted:
             self._move.submitted = True
             return self._move.target
-        if self._awaited is not None and (slot := await self._wait_for_awaited()) is not None:
-            return slot
+        if self._awaited is not None:
+            slot = await self._wait_for(self._awaited)
+            self._awaited = None  # not where this was interrupted: there is a newer one
+            if slot is not None:
+                return slot
         back, self._back_to = self._back_to, None
         if back is not None and back.usable and self._fleet.gate_open:
             return back
         return await self._wait_for_slot()
 
-    async def _wait_for_awaited(self) -> Slot | None:
-        """The engine that the request is held for; None where it did not come in time."""
-        assert self._awaited is not None
-        (engine, until_s), self._awaited = self._awaited, None
-        deadline = asyncio.create_task(self._sleep(until_s - self._now_s()))
+    async def _wait_for(self, awaited: Awaited) -> Slot | None:
+        """The engine that the request is held for; None where it did not come in time, or is of no use."""
+        deadline = asyncio.create_task(self._sleep(awaited.until_s - self._now_s()))
+        was_expected = awaited.expected
         try:
             while True:
-                slot = self._fleet.get(engine)
-                if slot is not None and slot.usable and self._fleet.gate_open and not self._ends_early_on(slot):
-                    return slot
-                if deadline.done():
+                slot = self._fleet.get(awaited.engine)
+                expected = awaited.engine in self._fleet.expected
+                if slot is not None and slot.usable:  # a gate that is closed opens again
+                    if self._fleet.gate_open or self._ends_early_on(slot):
+                        return None if self._ends_early_on(slot) else slot
+                elif not expected and (was_expected or deadline.done()):
                     return None
+                was_expected = was_expected or expected
                 self.record.hold()
                 changed = asyncio.create_task(self._fleet.changed())
+                waited_for: set[asyncio.Task[Any]] = {changed} if deadline.done() else {changed, deadline}
                 try:
-                    await asyncio.wait({changed, deadline}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     changed.cancel()
         finally:
@@ -469,3 +528,8 @@ class Relay:
         self._hung_on.add(slot.id)
         self._stalled = True
         task.cancel()
+
+
+def _takes_none(engine: EngineId, target: Slot | None) -> str:
+    suspected = "" if target is None else target.suspect_because
+    return f"{engine} takes no requests: {suspected or 'it is draining or not in the routes'}"

@@ -239,10 +239,12 @@ class Server:
     # --- operation ---------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
-        """200 while a request would find an engine."""
-        engines = self._gateway.usable_engines()
-        status = 200 if engines and not self._draining else 503
+        """200 while a request would find an engine, or waits for one that is being started."""
+        engines, expected = self._gateway.usable_engines(), sorted(self._gateway.fleet.expected)
+        status = 200 if (engines or expected) and not self._draining else 503
         told: dict[str, Any] = {"engines": engines, "draining": self._draining}
+        if expected:
+            told["expected"] = expected
         if self._gateway.store is not None:  # a client that finds it gone may wait for its answer to come back with it
             told["ledger"] = True
         return web.json_response(told, status=status)

@@ -139,9 +139,12 @@ def operation_to_pb(operation: Operation) -> agent_pb2.Operation:
         operation_id=operation.id, generation=operation.generation, valid_until_unix_s=operation.valid_until_s
     )
     match operation.action:
-        case SetRoutes(routes):
+        case SetRoutes(routes, expected, expected_until_s):
             message.set_routes.SetInParent()
             message.set_routes.routes.extend(route_to_pb(route) for route in routes)
+            message.set_routes.expected_engine_ids.extend(expected)
+            if expected_until_s:
+                message.set_routes.expected_until_unix_s = expected_until_s
         case MoveRequests(moves):
             message.move_requests.SetInParent()
             message.move_requests.moves.extend(
@@ -198,7 +201,11 @@ def operation_from_pb(message: agent_pb2.Operation) -> Operation:
 def _action_from_pb(message: agent_pb2.Operation) -> Action:
     match message.WhichOneof("action"):
         case "set_routes":
-            return SetRoutes(tuple(route_from_pb(route) for route in message.set_routes.routes))
+            return SetRoutes(
+                tuple(route_from_pb(route) for route in message.set_routes.routes),
+                tuple(EngineId(engine) for engine in message.set_routes.expected_engine_ids),
+                message.set_routes.expected_until_unix_s,
+            )
         case "move_requests":
             return MoveRequests(tuple(_move_from_pb(move) for move in message.move_requests.moves))
         case "pause_engine":
@@ -238,7 +245,7 @@ def _action_from_pb(message: agent_pb2.Operation) -> Action:
 def _move_from_pb(move: agent_pb2.RequestMove) -> RequestMove:
     return RequestMove(
         RequestId(required("request_id", move.request_id)),
-        EngineId(required("from_engine_id", move.from_engine_id)),
+        EngineId(move.from_engine_id),  # none: the gateway holds it
         EngineId(required("to_engine_id", move.to_engine_id)),
         move.hold_s,
         _METHOD_FROM_PB.get(move.method, MoveMethod.RECOMPUTE),

@@ -95,13 +95,13 @@ routes = st.builds(
     newest_policy_version=optional(totals),
 )  # fmt: skip
 moves = st.builds(
-    RequestMove, requests, engines, engines, numbers, st.sampled_from(MoveMethod), predicted_s=numbers, other_s=numbers,
+    RequestMove, requests, st.just(EngineId("")) | engines, engines, numbers, st.sampled_from(MoveMethod), predicted_s=numbers, other_s=numbers,
 )  # fmt: skip
 items = st.builds(
     ItemResult, words, st.booleans(), words, counts, numbers, optional(st.sampled_from(MoveMethod)), counts, numbers,
 )  # fmt: skip
 actions = st.one_of(
-    st.builds(SetRoutes, tuples(routes)),
+    st.builds(SetRoutes, tuples(routes), tuples(engines), numbers),
     st.builds(MoveRequests, tuples(moves)),
     st.builds(PauseEngine, engines, st.sampled_from(PauseMode)),
     st.builds(ResumeEngine, engines),

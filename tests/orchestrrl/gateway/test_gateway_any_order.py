@@ -1,5 +1,6 @@
 """All parts of the gateway at once, in any order: asks, clients that leave and come back, engines, moves, routes,
-gates, policy versions, groups, queue and ledger, and a gateway that ends and is started again on the same ledger."""
+engines that are expected, gates, policy versions, groups, queue and ledger, and a gateway that ends and is started
+again on the same ledger."""
 
 import asyncio
 import gc
@@ -21,6 +22,7 @@ from orchestrrl.errors import Permanent
 from orchestrrl.gateway import store as store_module
 from orchestrrl.gateway.ask import read_ask
 from orchestrrl.gateway.core import Gateway, Job
+from orchestrrl.gateway.expected import Expected
 from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.ledger import DuplicateRequest, Record
 from orchestrrl.gateway.metrics import GatewayCollector
@@ -96,6 +98,7 @@ acts = st.one_of(
     st.tuples(st.just("mend"), engines),
     st.tuples(st.just("move"), some, engines, st.sampled_from((0.0, 0.0, 5.0))),
     st.tuples(st.just("routes"), st.tuples(*[st.sampled_from(("in", "in", "in", "draining", "out", "house"))] * 3)),
+    st.tuples(st.just("expect"), st.frozensets(engines), st.sampled_from((0.0, 5.0, 60.0))),
     st.tuples(st.just("close"), st.sampled_from(PauseMode), st.sampled_from(FrozenRequests)),
     st.tuples(st.just("open"), st.none() | st.integers(0, 4), st.sampled_from(((), (), ("e0",))), st.booleans()),
     st.tuples(st.just("renew")),
@@ -140,6 +143,7 @@ class Story:
         self.urls: dict[str, str] = {}
         self.draining: set[str] = set()
         self.out: set[str] = set()
+        self.expected = Expected()
         for name in ENGINES:
             self.build(name)
         self.clients: list[Client] = []
@@ -211,7 +215,7 @@ class Story:
             for name in ENGINES
             if name not in self.out
         ]
-        assert not self.gateway.set_routes(told)
+        assert not self.gateway.set_routes(told, self.expected)
 
     # --- acts ---
 
@@ -331,6 +335,10 @@ class Story:
         for name, state in zip(ENGINES, states, strict=True):
             if state == "house":
                 self.build(name)
+        self.route()
+
+    async def act_expect(self, names: frozenset[str], seconds: float) -> None:
+        self.expected = Expected(frozenset(map(EngineId, names)), self.clock.now_s() + seconds)
         self.route()
 
     async def act_close(self, mode: PauseMode, frozen: FrozenRequests) -> None:

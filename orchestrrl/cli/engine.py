@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +52,33 @@ def simulated(
     kv_bytes_per_token: Annotated[float, typer.Option(help="KV of a token.")] = _DEFAULT.kv_bytes_per_token,
     kv_gbps: Annotated[float, typer.Option(help="Rate at which KV comes.")] = _DEFAULT.kv_gbps,
     kv_latency_s: Annotated[float, typer.Option(help="What every transfer of KV waits.")] = _DEFAULT.kv_latency_s,
+    weights: Annotated[
+        Path | None, typer.Option(help="Folder of weights to begin with, instead of those of the seed.")
+    ] = _DEFAULT.weights,
+    tensor_parallel_size: Annotated[int, typer.Option(help="As it says that it is laid out.")] = (
+        _DEFAULT.tensor_parallel_size
+    ),
+    pipeline_parallel_size: Annotated[int, typer.Option(help="The same.")] = _DEFAULT.pipeline_parallel_size,
+    data_parallel_size: Annotated[
+        int, typer.Option(help="Replicas: each has the seats, KV and rates that are named here.")
+    ] = _DEFAULT.data_parallel_size,
+    enable_expert_parallel: Annotated[bool, typer.Option("--enable-expert-parallel", help="As it says.")] = False,
+    enable_sleep_mode: Annotated[bool, typer.Option("--enable-sleep-mode", help="It can sleep and wake up.")] = False,
+    enable_elastic_ep: Annotated[
+        bool, typer.Option("--enable-elastic-ep", help="It can go on with other numbers of replicas.")
+    ] = False,
+    load_s: Annotated[float, typer.Option(help="Virtual seconds to load weights.")] = _DEFAULT.load_s,
+    sleep_s: Annotated[float, typer.Option(help="To fall asleep, and to wake up.")] = _DEFAULT.sleep_s,
+    scale_s: Annotated[float, typer.Option(help="To go on with another number of replicas.")] = _DEFAULT.scale_s,
+    start_delay_s: Annotated[float, typer.Option(help="Listen so many virtual seconds later.")] = 0.0,
+    fail_start: Annotated[bool, typer.Option("--fail-start", help="Fault: end with an error instead.")] = False,
+    hang: Annotated[bool, typer.Option("--hang", help="Fault: listen, and never answer.")] = False,
+    wrong_answers: Annotated[
+        bool, typer.Option("--wrong-answers", help="Fault: answer out of other weights than it has.")
+    ] = False,
+    misreport: Annotated[
+        list[str] | None, typer.Option(metavar="tp|pp|dp|ep=N", help="Fault: say that it is laid out so; repeat it.")
+    ] = None,
     speed: Annotated[float, typer.Option(help="Virtual seconds per second.")] = _DEFAULT.speed,
     tick_s: Annotated[float, typer.Option(help="Seconds between looks at the clock.")] = _DEFAULT.tick_s,
 ) -> None:
@@ -75,6 +103,23 @@ def simulated(
         "kv_bytes_per_token": kv_bytes_per_token,
         "kv_gbps": kv_gbps,
         "kv_latency_s": kv_latency_s,
+        "weights": weights,
+        "tensor_parallel_size": tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "data_parallel_size": data_parallel_size,
+        "enable_expert_parallel": enable_expert_parallel,
+        "enable_sleep_mode": enable_sleep_mode,
+        "enable_elastic_ep": enable_elastic_ep,
+        "load_s": load_s,
+        "sleep_s": sleep_s,
+        "scale_s": scale_s,
+        "faults": {
+            "start_delay_s": start_delay_s,
+            "fail_start": fail_start,
+            "hang": hang,
+            "wrong_answers": wrong_answers,
+            "misreport": dict(_pair(words) for words in misreport or ()),
+        },
         "speed": speed,
         "tick_s": tick_s,
     }
@@ -91,21 +136,31 @@ def _read_yaml(path: Path) -> Any:
         raise ProblemFaults([f"lengths: cannot be read: {error}"]) from error
 
 
+def _pair(words: str) -> tuple[str, str]:
+    name, _, value = words.partition("=")
+    return name, value
+
+
 def _options(given: dict[str, Any]) -> SimulatedOptions:
     try:
         return SimulatedOptions.model_validate(given)
     except ValidationError as error:
-        raise ProblemFaults(faults_of(error)) from error
+        raise ProblemFaults([fault.removeprefix("faults.") for fault in faults_of(error)]) from error
 
 
 async def _serve(options: SimulatedOptions, host: str, port: int) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    serving = asyncio.create_task(_until_cancelled(options, host, port))
+    for number in (signal.SIGTERM, signal.SIGINT):  # also while it has not begun to listen
+        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+    with suppress(asyncio.CancelledError):
+        await serving
+
+
+async def _until_cancelled(options: SimulatedOptions, host: str, port: int) -> None:
     try:
         async with SimulatedServer(options, host=host, port=port) as server:
             typer.echo(server.url)
-            await stop.wait()
+            await asyncio.Event().wait()
     except OSError as error:
         raise Permanent(f"cannot listen on {host}:{port}: {error}") from error
 

@@ -46,6 +46,7 @@ class Ask:
     token_ids: bool
     top_logprobs: int | None  # alternatives per token; None: no log-probabilities at all
     handover: Wish | None = None  # of KV, to and from other engines
+    prompt_logprobs: int | None = None  # of the prompt's own tokens, and so many alternatives; None: none at all
 
 
 class _StreamOptions(BaseModel):
@@ -71,6 +72,7 @@ class _Body(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     echo: bool = False
+    prompt_logprobs: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -142,7 +144,17 @@ def read_ask(endpoint: Endpoint, body: Any, served: Served) -> Ask:
         token_ids=bool(read.return_token_ids),
         top_logprobs=top_logprobs,
         handover=_handover(read),
+        prompt_logprobs=_prompt_logprobs(read),
     )
+
+
+def _prompt_logprobs(body: _Body) -> int | None:
+    asked = body.prompt_logprobs
+    if asked is not None and not 0 <= asked <= MOST_LOGPROBS:
+        raise refusal(f"prompt_logprobs must lie in 0..{MOST_LOGPROBS}, got {asked}.", "prompt_logprobs")
+    if asked and body.stream:
+        raise refusal("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+    return asked
 
 
 def _handover(body: _Body) -> Wish | None:

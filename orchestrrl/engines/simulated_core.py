@@ -171,6 +171,13 @@ class Scheduler:
         self.paused = False
         self.now_s = max(self.now_s, at_s)
 
+    def reshape(self, shape: EngineShape) -> None:
+        """Go on with other seats, KV and step times. Raises ValueError where what runs does not fit."""
+        free_blocks = self._free_blocks + shape.blocks - self.shape.blocks
+        if free_blocks < 0 or len(self.running) > shape.max_num_seqs or shape.block_tokens != self.shape.block_tokens:
+            raise ValueError(f"{len(self.running)} running sequences do not fit into {shape}")
+        self.shape, self._free_blocks, self._step_s = shape, free_blocks, None
+
     def advance(self, until_s: float) -> list[Progress]:
         """Complete every whole step that ends by `until_s`; the tokens made per sequence, in order of admission."""
         made: dict[RequestId, int] = {}

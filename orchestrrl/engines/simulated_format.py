@@ -63,7 +63,24 @@ class Formatter:
             answer["prompt_token_ids"] = self._prompt_ids
         else:
             choice |= {"text": text, "prompt_token_ids": self._prompt_ids}
+        if self._ask.prompt_logprobs is not None:
+            (answer if self._chat else choice)["prompt_logprobs"] = self._prompt_logprobs(self._ask.prompt_logprobs)
         return answer
+
+    def _prompt_logprobs(self, alternatives: int) -> list[dict[str, Any] | None]:
+        """Nothing for the first token. Of alternatives there is the likeliest, however many are asked for."""
+        context = self._ask.prompt_ids
+        rows: list[dict[str, Any] | None] = [None]
+        told = self._model.prompt_logprobs(context, self._ask.seed)
+        for token, (logprob, first, first_logprob) in zip(context[1:], told, strict=True):
+            row = {str(token): self._ranked(token, logprob, 1 if token == first else 2)}
+            if alternatives:
+                row.setdefault(str(first), self._ranked(first, first_logprob, 1))
+            rows.append(row)
+        return rows
+
+    def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": self._model.detokenize([token])}
 
     def _text(self, part: Part) -> str:
         """What the tokens say; a stop token is told by its id, not in the text."""
@@ -112,7 +129,7 @@ def _event(value: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
-def metrics_page(runtime: Runtime, model_name: str) -> str:
+def metrics_page(runtime: Runtime, model_name: str, asleep: bool = False) -> str:
     """`/metrics` with vLLM's names and labels, as far as this engine has the numbers."""
     scheduler = runtime.scheduler
     shape = scheduler.shape
@@ -126,6 +143,7 @@ def metrics_page(runtime: Runtime, model_name: str) -> str:
         ({**labels, "source": EXTERNAL_SOURCE}, loaded),
     ]
     finished = [({**labels, "finished_reason": reason}, n) for reason, n in runtime.finished_total.items()]
+    sleep = {"awake": not asleep, "weights_offloaded": asleep, "discard_all": False}
     families: list[tuple[str, str, Sequence[tuple[Mapping[str, object], float]]]] = [
         ("num_requests_running", "gauge", [(labels, runtime.running)]),
         ("num_requests_waiting", "gauge", [(labels, waiting)]),
@@ -136,6 +154,7 @@ def metrics_page(runtime: Runtime, model_name: str) -> str:
         ("prompt_tokens_by_source_total", "counter", by_source),
         ("generation_tokens_total", "counter", [(labels, scheduler.generated_tokens_total)]),
         ("request_success_total", "counter", finished),
+        ("engine_sleep_state", "gauge", [({**labels, "sleep_state": state}, now) for state, now in sleep.items()]),
         ("cache_config_info", "gauge", [(config, 1)]),
     ]
     lines = []

@@ -122,7 +122,7 @@ class Runtime:
         self.prompt_tokens_total = 0
         self.loaded_tokens_total = 0  # of those
         self.finished_total = dict.fromkeys(("stop", "length", "abort"), 0)
-        self._model = model
+        self.model = model
         self._clock = clock
         self._speed = speed
         self._tick_s = tick_s
@@ -150,7 +150,7 @@ class Runtime:
 
     def submit(self, ask: Ask, engine_id: str) -> Answer:
         """Queue a request."""
-        generation = self._model.begin(ask.prompt_ids, ask.seed)
+        generation = self.model.begin(ask.prompt_ids, ask.seed)
         request_id = RequestId(f"{engine_id}#{next(self._numbers)}")
         answer = Answer(request_id, engine_id, ask, generation, ending_of(ask, generation))
         self._answers[request_id] = answer
@@ -221,6 +221,20 @@ class Runtime:
         held, self._held = self._held, []
         for answer in held:
             self._enqueue(answer)
+        self._work.set()
+
+    def take_weights(self, model: TokenModel) -> None:
+        """What runs goes on under these."""
+        self._advance()
+        self.model = model
+        for answer in self._answers.values():
+            answer.generation.follow(model, answer.ask.seed)
+
+    def reshape(self, shape: EngineShape) -> None:
+        """Go on with other seats, KV and step times; what runs is prefilled again."""
+        self._advance()
+        self._preempt_running()
+        self.scheduler.reshape(shape)
         self._work.set()
 
     async def run(self) -> None:

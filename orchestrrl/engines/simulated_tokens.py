@@ -18,6 +18,7 @@ _NORMAL = NormalDist()
 
 BYTE_TOKENS = 256  # token ids 0..255 are the bytes of UTF-8
 EOS, TURN_START, TURN_END = 256, 257, 258
+MOST_BEHIND = 24  # nats that an unlikely token is behind the likeliest
 FIRST_WORD = 260  # ids from here on are words; only these are generated
 
 
@@ -93,6 +94,11 @@ class Generation:
         self.position += 1
         return token, -(out >> 40) / (1 << 24)
 
+    def follow(self, model: "TokenModel", seed: int) -> None:
+        """Go on under other weights; how long it will be stays."""
+        self.model = model
+        self.seed_hash = model.seed_hash(seed)
+
 
 def _advance(state: int, token: int) -> int:
     return ((state ^ (token + 1)) * _PRIME + 0x9E3779B97F4A7C15) & _MASK
@@ -112,7 +118,7 @@ class TokenModel:
 
     def begin(self, context: Sequence[int], seed: int = 0) -> Generation:
         """Read a context (prompt, or prompt and partial answer) and stand ready to go on."""
-        seed_hash = _mix(seed * _PRIME + self.weights_seed + 1 & _MASK)
+        seed_hash = self.seed_hash(seed)
         words = self.vocab_size - FIRST_WORD
         state = group_hash = prompt_hash = 0xCBF29CE484222325
         prompt_tokens = 0
@@ -125,6 +131,25 @@ class TokenModel:
             group_hash ^ self.weights_seed, prompt_hash ^ self.weights_seed, seed
         )
         return Generation(self, state, seed_hash, len(context) - prompt_tokens, answer_tokens)
+
+    def seed_hash(self, seed: int) -> int:
+        return _mix(seed * _PRIME + self.weights_seed + 1 & _MASK)
+
+    def prompt_logprobs(self, context: Sequence[int], seed: int = 0) -> list[tuple[float, int, float]]:
+        """Of each token but the first: its log-probability, the token that would have been generated, and that one's.
+
+        Of a context that was generated they are those of the generation.
+        """
+        seed_hash, words = self.seed_hash(seed), self.vocab_size - FIRST_WORD
+        state = _advance(0xCBF29CE484222325, context[0])
+        told = []
+        for token in context[1:]:
+            out = _mix(state ^ seed_hash)
+            first, first_logprob = FIRST_WORD + out % words, -(out >> 40) / (1 << 24)
+            behind = 0 if token == first else min((token - first) % words or MOST_BEHIND, MOST_BEHIND)
+            told.append((first_logprob - behind, first, first_logprob))
+            state = _advance(state, token)
+        return told
 
     def tokenize(self, text: str) -> list[int]:
         """UTF-8 bytes as ids; words are never produced from text."""

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from orchestrrl.deploying import DeployerSettings, deployer_faults
 from orchestrrl.documents import (
     Name,
     NonNegativeFloat,
@@ -226,6 +227,7 @@ class Fleet(Section):
     configurations: tuple[ConfigurationSettings, ...] = Field(default=(), strict=False)  # beside the profile's
     engines: tuple[EngineSettings, ...] = Field(default=(), strict=False)
     launch: LaunchSettings | None = None  # None: engines are started by somebody else
+    deployer: DeployerSettings | None = None  # None: and nobody changes them
     _profile: "Profile | None" = None  # what the file said when the configuration was read
 
     def profile_value(self) -> "Profile | None":
@@ -333,6 +335,7 @@ def _cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[s
             path = f"fleet.engines[{index}].configuration"
             faults.append(f"{path}: is not one of fleet.configurations (known: {listing}), got {wanted!r}")
     faults += launch_faults(fleet, known)
+    faults += deployer_faults(fleet)
     return faults + _gpu_faults(fleet, engines)
 
 
@@ -406,7 +409,14 @@ class Reloadable:
 
 def _fixed_changes(old: Config, new: Config) -> list[str]:
     """Sections that are bound to sockets, files and devices, where the two differ."""
-    return [name for name in ("listen", "journal", "metrics", "ocs") if getattr(old, name) != getattr(new, name)]
+    fixed = [name for name in ("listen", "journal", "metrics", "ocs") if getattr(old, name) != getattr(new, name)]
+    if old.fleet.deployer != new.fleet.deployer:
+        fixed.append("fleet.deployer")
+    if old.fleet.deployer is not None:  # it starts engines by these
+        fixed += [
+            f"fleet.{name}" for name in ("launch", "gpus") if getattr(old.fleet, name) != getattr(new.fleet, name)
+        ]
+    return fixed
 
 
 EXAMPLE = """\
@@ -484,7 +494,8 @@ fleet:
     - {id: e1, url: "http://127.0.0.1:8001", configuration: tp2, gpus: [2, 3], max_sequences: 256}
   # How engines are started: `orchestrrl plan render` prints their command lines. There is none by default.
   launch:
-    python: python3             # of vLLM's own environment
+    engine: vllm                # simulated: `orchestrrl engine simulated`, which needs no GPU and no model
+    python: null                # of the engines' own environment; by default python3, and ours for simulated ones
     model: Qwen/Qwen2.5-14B-Instruct   # a name or a folder; there is no default
     served_model_name: null     # by default the model's
     device: cuda                # cpu: vLLM's CPU build, where a GPU's id stands for cores_per_gpu cores; 0: not bound
@@ -492,10 +503,25 @@ fleet:
     host: 127.0.0.1             # that they listen on
     ports: [8100, 8199]         # each GPU of a node has its own four; an engine uses those of its lowest GPU
     nodes: []                   # addresses, in the order of GPUs; engines over several nodes need them
-    arguments: []               # for vLLM, e.g. [--max-model-len, "16384"]; what contradicts a layout is a fault
+    arguments: []               # for engines, e.g. [--max-model-len, "16384"]; what contradicts a layout is a fault
     environment: {}
     configurations: {}          # more for one of them, or otherwise: {tp4: {arguments: [...], environment: {...}}}
     kv_directory: null          # where kv_transfer has a connector: a folder in it for each configuration
+  # Who starts and stops engines: `orchestrrl switch`, and the planner in mode act. There is none by default.
+  deployer:
+    product: local              # processes of this machine; ray and kubernetes are extras, see docs/deployers.md
+    options: {}                 # the product's own
+    name: orchestrrl            # whose engines are whose, on machines that fleets share
+    folder: orchestrrl-engines  # for records and logs
+    standby: stop               # keep: replaced engines that can sleep are kept, for a later switch to wake
+    drain_within_s: 30.0        # limits of a switch's steps: for requests that cannot move to finish
+    stop_within_s: 60.0
+    start_within_s: 60.0
+    ready_within_s: 600.0       # from its start until an engine answers
+    load_within_s: 300.0        # weights
+    check_within_s: 120.0       # warm-up, verification
+    compare_tokens: 16          # a new engine must find likely what the old ones answer, over so many tokens,
+    compare_nats: 0.05          # but for this mean difference of log-probabilities
 
 # Optical circuit switches; there are none by default.
 ocs:

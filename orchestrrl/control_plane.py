@@ -8,11 +8,11 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestrrl.balance import BalanceDecision, Situation, balance_problem, decide_balance
 from orchestrrl.clock import Clock
@@ -20,6 +20,7 @@ from orchestrrl.config import Config
 from orchestrrl.engine_facts import engine_facts
 from orchestrrl.errors import OrchestrRLError
 from orchestrrl.execute.cancel import Canceller
+from orchestrrl.execute.deploy import Switching
 from orchestrrl.execute.enrolment import Enrolment
 from orchestrrl.execute.gate import GateKeeper
 from orchestrrl.execute.moves import MovesOutcome, checked_move, run_moves
@@ -35,6 +36,7 @@ from orchestrrl.plans import Deployment, DeploymentOutcome, PlanBook
 from orchestrrl.reports import EngineReport, GatewayReport, NodeHello, NodeKind, ReportAck
 from orchestrrl.restraint import LastMoves
 from orchestrrl.state import State, Step
+from orchestrrl.switch import Weights
 from planner.model import (
     Act,
     ConfigurationId,
@@ -49,14 +51,12 @@ from planner.model import (
 )
 from planner.plan import History
 
-if TYPE_CHECKING:
-    from orchestrrl.rpc.switch_service import Switching
-
 logger = logging.getLogger(__name__)
 
 QUIET_POLL_S = 0.25
 MOVES_SHOWN = 64  # of those that ended last
 
+WatchDeployed = Callable[[Mapping[EngineId, str]], None]
 Offload = Callable[[Callable[[], Plan]], Awaitable[Plan]]
 
 
@@ -104,7 +104,8 @@ class ControlPlane:
         self.balance: BalanceDecision | None = None
         self.latest_moves: deque[MovedRequest] = deque(maxlen=MOVES_SHOWN)
         self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
-        self.switching: Switching | None = None  # who carries switches out; None: no deployer is configured
+        self.switching: Switching | None = None  # the same, for operators
+        self.watch_deployed: WatchDeployed | None = None  # who reads engines that no agent does
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
         self.step_began = asyncio.Event()  # set with each new step, for who waits for one
         self._offload = offload
@@ -270,6 +271,38 @@ class ControlPlane:
         snapshot = self.state.snapshot(self.clock.now_s())
         return await self._move((checked_move(snapshot, request, to_engine),), snapshot)
 
+    # --- what a switch of the deployment asks of it
+
+    def plan_named(self, plan: str) -> Plan:
+        return self.plans.get(PlanId(plan))
+
+    def current_weights(self) -> Weights:
+        return Weights(self.gate.state.newest, getattr(self.gate.state, "newest_source", ""))
+
+    def switch_hold(self) -> str:
+        """Why engines must not be changed now; empty: they may be."""
+        lease = self.gate.state.lease
+        return "" if lease is None else f"the gate is closed: {lease}"
+
+    async def move_for_switch(self, moves: Sequence[RequestMove]) -> MovesOutcome:
+        return await self._move(moves, self.state.snapshot(self.clock.now_s()))
+
+    def weights_told(self, engines: Sequence[EngineId], weights: Weights) -> None:
+        if weights.version is not None and engines:
+            self.gate.set_version(engines, weights.version, "brought by a switch of the deployment")
+
+    def engines_deployed(self) -> None:
+        """Whom a deployer has started has changed."""
+        if self.watch_deployed is not None and self.switching is not None:
+            self.watch_deployed({id: up.url for id, up in self.switching.deployed.items() if up.url and not up.lent})
+        self.routes.send(self.state.engines(self.clock.now_s()))
+
+    def switch_ended(self, plan: PlanId, outcome: DeploymentOutcome) -> None:
+        self.planning.costs.started(outcome.starts)
+        self.plans.deployment_ended(plan, outcome)
+        if plan:
+            self.plans.acted(plan, outcome.done, outcome.detail)
+
     def set_mode(self, mode: Mode, reason: str) -> Mode:
         """The mode from now on, also after a restart while the configured one stays the same; returns the previous."""
         previous = self.mode
@@ -284,6 +317,8 @@ class ControlPlane:
         configured, self.config = self.config.mode, config
         self.routes.config = self.enrolment.config = config
         self.state.set_facts(engine_facts(config))
+        if self.switching is not None:
+            self.switching.configurations = {each.id: each for each in config.fleet.configuration_values()}
         self.planning.reconfigure(config, self.state.snapshot(self.clock.now_s()), self.journal)
         self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
         self.routes.send(self.state.engines(self.clock.now_s()))
@@ -361,11 +396,9 @@ class ControlPlane:
         assert self.deployment is not None, "the gate lets nothing through that nobody can carry out"
         try:
             outcome = await self.deployment.carry_out(plan, snapshot)
-        except OrchestrRLError as error:
+        except OrchestrRLError as error:  # nothing was begun
             outcome = DeploymentOutcome(False, str(error), self.clock.now_s())
-        self.planning.costs.started(outcome.starts)
-        self.plans.deployment_ended(plan.id, outcome)
-        self.plans.acted(plan.id, outcome.done, outcome.detail)
+        self.switch_ended(plan.id, outcome)
 
     def _acted(self, task: asyncio.Task[None]) -> None:
         self._acting.discard(task)

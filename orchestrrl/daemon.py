@@ -10,6 +10,7 @@ from pathlib import Path
 from orchestrrl.clock import Clock
 from orchestrrl.config import Config, Reloadable
 from orchestrrl.control_plane import ControlPlane
+from orchestrrl.deploying import switching_of
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.journal import Journal
 from orchestrrl.loops import run_loops
@@ -36,6 +37,10 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
     async with AsyncExitStack() as stack:
         journal = stack.enter_context(Journal(Path(config.journal.path), clock.now_s(), config.journal.max_entries))
         plane = ControlPlane(config, journal, clock, offload=asyncio.to_thread)
+        plane.deployment = plane.switching = switching = switching_of(config, plane, clock)
+        if switching is not None:
+            stack.push_async_callback(switching.close)
+            await switching.recover()
         switches = SwitchesService(drivers, journal, clock, {entry.id: entry.driver for entry in config.ocs})
         stack.push_async_callback(switches.close)
         switches.recover()
@@ -50,6 +55,8 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(switches.run())
             tasks.create_task(run_loops(plane, clock))
+            if switching is not None:
+                tasks.create_task(switching.tend())
 
 
 def _with_mode(config: Config, mode: Mode | None) -> Config:

@@ -2,8 +2,8 @@
 
 One process writes (a lock file beside the journal sees to it), any number read meanwhile. An entry is on disk for good
 once `append` returns, as far as a killed process goes; a power cut may take the last few, never a generation. The
-oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations, and the latest control,
-calibration, change of the deployment, mode, routes, gate and roster of engines.
+oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations and switches, and the latest
+control, calibration, change of the deployment, mode, routes, gate and roster of engines.
 """
 
 import asyncio
@@ -45,6 +45,9 @@ class Kind(StrEnum):
     PLAN_CONTROL = "plan.control"
     DEPLOYMENT_BEGAN = "deployment.began"
     DEPLOYMENT_ENDED = "deployment.ended"
+    SWITCH_BEGAN = "switch.began"
+    SWITCH_STEP = "switch.step"
+    SWITCH_ENDED = "switch.ended"
     ENGINE_STARTED = "engine.started"
     ENGINE_STOPPED = "engine.stopped"
     PROFILE_REFITTED = "profile.refitted"
@@ -78,6 +81,7 @@ CREATE TABLE IF NOT EXISTS entries (
 );
 CREATE INDEX IF NOT EXISTS entries_by_kind ON entries (kind, sequence);
 CREATE INDEX IF NOT EXISTS results_by_subject ON entries (subject) WHERE kind = '{Kind.OPERATION_RESULT}';
+CREATE INDEX IF NOT EXISTS switches_by_subject ON entries (subject) WHERE kind = '{Kind.SWITCH_ENDED}';
 CREATE INDEX IF NOT EXISTS circuits_by_subject ON entries (subject) WHERE kind = '{Kind.CIRCUITS_RESULT}';
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
@@ -85,7 +89,11 @@ PRAGMA user_version = {SCHEMA_VERSION};
 
 _COLUMNS = "sequence, at_s, generation, kind, subject, body"
 
-_RESULT_OF = {Kind.OPERATION_INTENT: Kind.OPERATION_RESULT, Kind.CIRCUITS_INTENT: Kind.CIRCUITS_RESULT}
+_RESULT_OF = {
+    Kind.OPERATION_INTENT: Kind.OPERATION_RESULT,
+    Kind.CIRCUITS_INTENT: Kind.CIRCUITS_RESULT,
+    Kind.SWITCH_BEGAN: Kind.SWITCH_ENDED,
+}
 
 
 def _open(intent: Kind) -> str:
@@ -99,6 +107,7 @@ _RECOVERED_FROM_LATEST = (
     Kind.PLAN_CONTROL,
     Kind.PLAN_CALIBRATION,
     Kind.DEPLOYMENT_ENDED,
+    Kind.SWITCH_ENDED,
     Kind.MODE,
     Kind.ROUTES,
     Kind.ENGINES,
@@ -235,6 +244,8 @@ class Journal(JournalReader):
         self._until_prune = PRUNE_EVERY
         kept = ", ".join("?" * len(_RECOVERED_FROM_LATEST))
         still_open = " OR ".join(_open(intent) for intent in _RESULT_OF)
+        switches = f"SELECT subject FROM entries WHERE {_open(Kind.SWITCH_BEGAN)}"
+        still_open += f" OR (kind = '{Kind.SWITCH_STEP}' AND subject IN ({switches}))"
         with _naming(self.path):
             self._db.execute(
                 f"DELETE FROM entries WHERE sequence <= ? AND NOT ({still_open}) AND sequence NOT IN"

@@ -66,7 +66,7 @@ class Deployment(Protocol):
         """A change is under way."""
 
     async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
-        """Bring the fleet to `plan.instances`, requests included. Raises OrchestrRLError."""
+        """Bring the fleet to `plan.instances`, requests included. Raises OrchestrRLError where nothing was begun."""
 
 
 def never_still(from_s: float, to_s: float) -> float:

@@ -250,7 +250,8 @@ def _coming(spec: EngineSpec, asleep: Collection[EngineId]) -> list[tuple[StepKi
 def _numbered(
     plan: Iterable[Iterable[Iterable[tuple[StepKind, EngineId | None]]]], limits: Limits
 ) -> tuple[Stage, ...]:
-    number, stages = 0, []
+    number = 0
+    stages: list[Stage] = []
     for stage in plan:
         chains = []
         for chain in stage:

@@ -1,187 +1,472 @@
-"""Carry out a plan that changes engines: requests leave or wait at their gateway, engines stop, others start.
+"""Change which engines there are: one switch at a time, for the planner's plans and for operators.
 
-The order is what keeps the fleet whole: nobody is sent to an engine that is about to stop, no engine stops while it
-holds a request that its gateway would not take back, no engine starts on GPUs that are taken. Wherever it breaks off,
-what still runs goes on, and the gateway sends a request that has waited too long to where there is room.
+Here is who owns the deployment, over restarts of the daemon too: `recover` finds the engines that run, ends those that
+belong to nobody, and takes up a switch that was cut short. A switch itself is deploy_run.py's, what its steps do
+deploy_steps.py's, where engines go deploy_targets.py's.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from orchestrrl.clock import Clock
-from orchestrrl.deployers.base import Deployed, Deployer
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.execute.moves import run_moves
-from orchestrrl.execute.routes import Routes
-from orchestrrl.execute.runner import Runner
+from orchestrrl.deployers.base import Deployed, Deployer, Life
+from orchestrrl.deployers.command_line import EngineSpec
+from orchestrrl.engines.managed import ManagedEngine
+from orchestrrl.errors import OrchestrRLError, Permanent
+from orchestrrl.execute import deploy_steps
+from orchestrrl.execute.deploy_checks import Tolerance
+from orchestrrl.execute.deploy_records import (
+    HISTORY,
+    Fleet,
+    read_fleet,
+    read_history,
+    read_open,
+    write_end,
+)
+from orchestrrl.execute.deploy_run import SwitchRun
+from orchestrrl.execute.deploy_steps import Hands
+from orchestrrl.execute.deploy_targets import Standing, Wanted, wanted_by_plan, wanted_by_targets
 from orchestrrl.journal import Journal, Kind
-from orchestrrl.operations import RequestMove
 from orchestrrl.plans import DeploymentOutcome, EngineStart
-from orchestrrl.state import EngineFacts, State
-from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlannedInstance, Snapshot
+from orchestrrl.switch import (
+    Limits,
+    Stage,
+    StepKind,
+    StepState,
+    Switch,
+    SwitchId,
+    SwitchReport,
+    SwitchState,
+    SwitchWish,
+    Weights,
+    check,
+    stages_of,
+)
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlanId, Snapshot
 
-START_ATTEMPTS = 3
-# A gateway keeps a request for an engine that is to start at least this long, and twice the time that this should take.
-HOLD_S = 30.0
+logger = logging.getLogger(__name__)
+
+TEND_S = 2.0  # between looks at what the deployer has
+STOPPED_STATES = frozenset({StepKind.STOP, StepKind.RETIRE})
 
 
-class Plane(Protocol):
-    """What a deployment needs of the control plane."""
+class Plane(deploy_steps.Plane, Protocol):
+    """What the owner of the deployment needs of the control plane."""
 
-    runner: Runner
-    state: State
     journal: Journal
-    clock: Clock
-    routes: Routes
+
+    def plan_named(self, plan: str) -> Plan:
+        """Raises Permanent for one that is not remembered."""
+
+    def current_weights(self) -> Weights: ...
+
+    def switch_hold(self) -> str:
+        """Why nothing may be changed now; empty: it may."""
+
+    def switch_ended(self, plan: PlanId, outcome: DeploymentOutcome) -> None: ...
 
 
-class FleetDeployment:
-    """One change at a time. `configurations` are those that may be deployed, for what is known of a new engine."""
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How switches are done."""
+
+    limits: Limits = field(default_factory=Limits)
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    keep_asleep: bool = False  # engines that can sleep are kept for a later switch, instead of stopped
+
+
+class Switching:
+    """One change at a time. `make_spec` says what an engine of a configuration on those GPUs is started with, and
+    raises ProblemFaults; `gpus_count` and `per_node` are of the fleet."""
 
     def __init__(
         self,
         plane: Plane,
         deployer: Deployer,
+        connect: Callable[[str], ManagedEngine],
         configurations: Mapping[ConfigurationId, Configuration],
-        move_expiry_s: float = 10.0,
+        make_spec: Callable[[EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec],
+        *,
+        gpus_count: int,
+        per_node: int,
+        policy: Policy | None = None,
     ) -> None:
+        self.policy = policy or Policy()
         self._plane = plane
         self._deployer = deployer
-        self._configurations = configurations
-        self._move_expiry_s = move_expiry_s
-        self._busy = False
+        self._connect = connect
+        self.configurations = configurations
+        self._make_spec = make_spec
+        self._gpus_count = gpus_count
+        self._per_node = per_node
+        self._running: dict[EngineId, Deployed] = {}
+        self._fleet = read_fleet(plane.journal)  # None: nothing has been switched here
+        self._history = read_history(plane.journal)
+        self._ids = itertools.count(1)
+        self._run: SwitchRun | None = None
+        self._task: asyncio.Task[DeploymentOutcome] | None = None
+        self._starting = False
+        self._watchers: dict[SwitchId, set[asyncio.Queue[SwitchReport]]] = {}
+
+    # --- the engines that there are
+
+    @property
+    def deployed(self) -> Mapping[EngineId, Deployed]:
+        return self._running
+
+    async def recover(self) -> None:
+        """Before anything else: adopt what runs, end what is nobody's, take up what was cut short."""
+        await self._look()
+        opened = read_open(self._plane.journal)
+        ours = self._ours() if opened is None else (*opened.switch.old, *opened.switch.new, *opened.switch.asleep)
+        if ours is not None:
+            await self._end_strangers({spec.engine for spec in ours})
+        if opened is None:
+            await self._end_dead()
+            self._adopt()
+            return
+        logger.warning("switch %s was cut short by the end of its daemon", opened.switch.id)
+        self._adopt()
+        hands = self._hands(opened.switch)
+        self._run = run = SwitchRun(opened.switch, hands, self._plane.journal, self._plane.clock, self._changed)
+        self._task = asyncio.create_task(self._carry(run, run.resume(opened.steps)))
+
+    async def tend(self) -> None:
+        """Notice engines that end by themselves; until cancelled."""
+        while True:
+            await self._plane.clock.sleep(TEND_S)
+            if self.busy:
+                continue
+            try:
+                before = set(self._running)
+                await self._look()
+            except OrchestrRLError as error:
+                logger.warning("the deployer does not say what runs: %s", error)
+                continue
+            for engine, deployed in self._running.items():
+                if deployed.life is Life.ENDED and engine in before:
+                    await self._bury(deployed)
+
+    async def _bury(self, deployed: Deployed) -> None:
+        """An engine went by itself: its GPUs are freed, and nobody is sent there."""
+        logger.error("engine %s has ended: %s", deployed.engine, deployed.detail)
+        try:
+            await self._deployer.stop(deployed.engine)
+        except OrchestrRLError as error:
+            logger.error("what is left of %s cannot be cleared: %s", deployed.engine, error)
+            return
+        self._running.pop(deployed.engine, None)
+        self._plane.state.remove_engine(deployed.engine)
+        self._note_stopped(deployed.engine, done=True, detail=deployed.detail)
+        self._plane.engines_deployed()
+
+    async def _look(self) -> None:
+        found = {deployed.engine: deployed for deployed in await self._deployer.list_engines()}
+        self._running.clear()
+        self._running.update(found)
+
+    def _ours(self) -> tuple[EngineSpec, ...] | None:
+        """None where that is not known: all that is found is adopted then."""
+        return None if self._fleet is None else (*self._fleet.serving, *self._fleet.asleep)
+
+    async def _end_strangers(self, ours: set[EngineId]) -> None:
+        for engine in [engine for engine in self._running if engine not in ours]:
+            logger.warning("engine %s belongs to no deployment and is ended", engine)
+            await self._deployer.stop(engine)
+            del self._running[engine]
+            self._note_stopped(engine, done=True, detail="belonged to no deployment")
+
+    async def _end_dead(self) -> None:
+        for deployed in [deployed for deployed in self._running.values() if deployed.life is Life.ENDED]:
+            await self._bury(deployed)
+
+    def _adopt(self) -> None:
+        """Requests may go to what runs, as its last word was."""
+        hands = self._hands(None)
+        for deployed in self._running.values():
+            if deployed.life is Life.ALIVE and deployed.url and not deployed.lent:
+                if deployed.configuration in self.configurations:
+                    self._plane.state.add_engine(hands.facts(deployed))
+                else:
+                    logger.error(
+                        "engine %s runs as %s, which is not configured", deployed.engine, deployed.configuration
+                    )
+        self._plane.engines_deployed()
+
+    def _standing(self) -> Standing:
+        drained = {view.id for view in self._plane.state.engines(self._plane.clock.now_s()) if view.draining}
+        specs = {spec.engine: spec for spec in self._ours() or ()}
+        serving: list[EngineSpec] = []
+        asleep: list[EngineSpec] = []
+        lost: list[EngineId] = []
+        for engine, deployed in sorted(self._running.items()):
+            spec = deployed.spec or specs.get(engine) or self._spec_of(deployed)
+            if deployed.life is Life.UNKNOWN:
+                lost.append(engine)
+            (asleep if deployed.lent else serving).append(spec)
+        owned = set(self._running)
+        others = {
+            gpu: view.id
+            for view in self._plane.state.engines(self._plane.clock.now_s())
+            if view.id not in owned
+            for gpu in view.gpus
+        }
+        return Standing(
+            serving=tuple(serving),
+            asleep=tuple(asleep),
+            alive=frozenset(e for e, deployed in self._running.items() if deployed.life is Life.ALIVE),
+            drained=frozenset(drained),
+            lost=frozenset(lost),
+            others=others,
+            gpus_count=self._gpus_count,
+            per_node=self._per_node,
+        )
+
+    def _spec_of(self, deployed: Deployed) -> EngineSpec:
+        """Of an engine whose record was lost: as it would be started now."""
+        return self._make_spec(deployed.engine, deployed.configuration, deployed.gpus)
+
+    # --- what is wanted
+
+    def draft(self, wish: SwitchWish) -> tuple[Switch, tuple[Stage, ...]]:
+        """What would be done. Raises ProblemFaults with every fault of the wish, Permanent where it cannot be now."""
+        standing = self._standing()
+        id = SwitchId(f"s{self._plane.journal.generation}-{next(self._ids)}")
+        if wish.plan and not wish.targets:
+            wanted = self._wanted(self._plane.plan_named(wish.plan), standing)
+        else:
+            wanted = wanted_by_targets(wish, id, standing, self.configurations, self._make_spec)
+        switch = self._switch(id, PlanId(wish.plan), wish.reason or "an operator's wish", standing, wanted)
+        return switch, stages_of(switch)
+
+    def _wanted(self, plan: Plan, standing: Standing) -> Wanted:
+        return wanted_by_plan(plan, standing, self._make_spec)
+
+    def _switch(self, id: SwitchId, plan: PlanId, reason: str, standing: Standing, wanted: Wanted) -> Switch:
+        weights = self._plane.current_weights()
+        coming = {spec.engine for spec in wanted.new} - {spec.engine for spec in standing.serving}
+        woken = {spec.engine for spec in standing.asleep} & coming
+        if coming - woken and weights.version is not None and not weights.source:
+            raise Permanent(
+                f"engines that are started need the weights of version {weights.version}, and nobody has told where"
+                f" they are: `orchestrrl gate set-version {weights.version} --weights FOLDER`"
+            )
+        switch = Switch(
+            id=id,
+            plan=plan,
+            reason=reason,
+            created_s=self._plane.clock.now_s(),
+            old=standing.serving,
+            new=wanted.new,
+            asleep=standing.asleep,
+            can_sleep=self._can_sleep(standing, wanted.new),
+            keep_asleep=self.policy.keep_asleep,
+            destinations=wanted.destinations,
+            weights=weights,
+            limits=self.policy.limits,
+        )
+        check(switch, stages_of(switch))
+        return switch
+
+    def _can_sleep(self, standing: Standing, new: Sequence[EngineSpec]) -> frozenset[EngineId]:
+        if not self._deployer.can_lend:
+            return frozenset()
+        wanted = {spec.engine for spec in new}
+        offers = self._plane.state.capabilities
+        return frozenset(
+            spec.engine
+            for spec in standing.serving
+            if spec.engine not in wanted
+            and spec.engine in standing.alive
+            and (told := offers(spec.engine)) is not None
+            and told.sleep
+        )
+
+    # --- one at a time
 
     @property
     def busy(self) -> bool:
-        return self._busy
-
-    async def adopt(self) -> None:
-        """Learn of the engines that run already, e.g. after a restart in the middle of a change."""
-        for deployed in await self._deployer.observe():
-            if deployed.url:
-                self._plane.state.add_engine(self._facts(deployed))
-        self._tell_routes()
+        return self._starting or (self._task is not None and not self._task.done())
 
     async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
-        """Bring the fleet to `plan.instances`. Raises Permanent before anything is done, never in the middle."""
-        if self._busy:
-            raise Permanent("another change of the deployment is under way")
-        self._busy = True
+        """Bring the fleet to `plan.instances`. Raises Permanent or ProblemFaults before anything is done, never in the
+        middle."""
+        self._check_free()
+        self._starting = True
         try:
-            return await self._change(plan)
+            await self._look()
+            standing = self._standing()
+            id = SwitchId(f"s{self._plane.journal.generation}-{next(self._ids)}")
+            wanted = self._wanted(plan, standing)
+            switch = self._switch(id, plan.id, plan.verdict.detail, standing, wanted)
+            self._begin(switch, tell=False)
         finally:
-            self._busy = False
+            self._starting = False
+        assert self._task is not None
+        return await asyncio.shield(self._task)
 
-    async def _change(self, plan: Plan) -> DeploymentOutcome:
-        wanted = {instance.id: instance for instance in plan.instances}
-        running = {deployed.engine: deployed for deployed in await self._deployer.observe()}
-        # Those that an operator drains are no part of the plan, and their requests finish.
-        drained = {view.id for view in self._plane.state.engines(self._plane.clock.now_s()) if view.draining}
-        leaving = [engine for engine in running if engine not in wanted and engine not in drained]
-        starting = [instance for instance in plan.instances if instance.id not in running]
-        body = {"stop": leaving, "start": [instance.id for instance in starting]}
-        self._plane.journal.append(self._plane.clock.now_s(), Kind.DEPLOYMENT_BEGAN, plan.id, body)
-        self._plane.routes.draining.update(leaving)
-        self._tell_routes()
-        try:
-            moved = await self._move(plan, leaving, starting)
-            began_s = self._plane.clock.now_s()
-            stopped = await self._stop(leaving)
-        finally:
-            self._plane.routes.draining.difference_update(leaving)
-        blocked = {gpu for engine in leaving if engine not in stopped for gpu in running[engine].gpus}
-        results = await asyncio.gather(*(self._start(instance, blocked, began_s) for instance in starting))
-        failed = [result for result in results if isinstance(result, str)]
-        starts = tuple(result for result in results if isinstance(result, EngineStart))
-        detail = f"{len(stopped)} engines stopped, {len(starting) - len(failed)} started, {moved} requests moved"
-        detail = "; ".join([detail, *failed])
-        done = not failed and len(stopped) == len(leaving)
-        return DeploymentOutcome(done, detail, self._plane.clock.now_s(), starts)
+    def begin(self, wish: SwitchWish) -> SwitchId:
+        """Start what `draft` shows; it then goes on by itself."""
+        self._check_free()
+        if because := self._plane.switch_hold():
+            raise Permanent(because)
+        switch, _ = self.draft(wish)
+        if not switch.leaving and not switch.coming:
+            raise Permanent("the fleet is as it is wanted: there is nothing to switch")
+        self._begin(switch)
+        return switch.id
 
-    async def _move(self, plan: Plan, leaving: Sequence[EngineId], starting: Sequence[PlannedInstance]) -> int:
-        """The plan's moves, as the fleet is now: who was not foreseen on an engine that stops goes where least is."""
-        now = self._plane.state.snapshot(self._plane.clock.now_s())
-        planned = {move.request: move.destination for move in plan.moves}
-        load = {instance.id: instance.requests_count for instance in plan.instances}
-        fresh = {instance.id: HOLD_S + 2 * instance.switch_s for instance in starting}
-        moves = []
-        for request in now.requests:
-            destination = planned.get(request.id)
-            if request.engine is None or not request.movable or destination == request.engine:
-                continue
-            if destination is None and request.engine in leaving:
-                destination = min(load, key=lambda engine: (load[engine], engine))
-                load[destination] += 1
-            if destination is not None:
-                moves.append(RequestMove(request.id, request.engine, destination, fresh.get(destination, 0.0)))
-        if not moves:
-            return 0
-        outcome = await run_moves(self._plane.runner, moves, self._plane.state.gateway_of, self._move_expiry_s)
-        return sum(item.done for item in outcome.items)
+    def _check_free(self) -> None:
+        if self.busy:
+            which = f" ({self._run.switch.id})" if self._run is not None else ""
+            raise Permanent(f"another change of the deployment is under way{which}")
 
-    async def _stop(self, leaving: Sequence[EngineId]) -> set[EngineId]:
-        """Those that are gone. What a gateway has still there goes on elsewhere, as after a crash."""
-        results = await asyncio.gather(*(self._stop_one(engine) for engine in leaving))
-        self._tell_routes()
-        return {engine for engine, gone in zip(leaving, results, strict=True) if gone}
+    def _begin(self, switch: Switch, *, tell: bool = True) -> None:
+        """`tell` the control plane how it ends, where the caller does not."""
+        self._run = run = SwitchRun(switch, self._hands(switch), self._plane.journal, self._plane.clock, self._changed)
+        self._task = asyncio.create_task(self._carry(run, run.run(), tell=tell))
+        self._task.add_done_callback(_log_defect)
 
-    async def _stop_one(self, engine: EngineId) -> bool:
-        detail = ""
-        try:
-            await self._deployer.stop(engine)
-        except OrchestrRLError as error:
-            detail = str(error)
-        gone = not detail or engine not in {deployed.engine for deployed in await self._deployer.observe()}
-        if gone:
-            self._plane.state.remove_engine(engine)
-        self._note(Kind.ENGINE_STOPPED, engine, {"done": gone, "detail": detail})
-        return gone
-
-    async def _start(self, instance: PlannedInstance, blocked: set[GpuId], began_s: float) -> EngineStart | str:
-        """What it took since `began_s`, or why it could not be started."""
-        if blocked.intersection(instance.gpus):
-            return f"{instance.id} was not started: its GPUs are not free"
-        fault = ""
-        for _ in range(START_ATTEMPTS):
-            try:
-                up = await self._deployer.start(instance.id, instance.configuration, instance.gpus)
-            except Retryable as error:
-                fault = str(error)
-                await self._plane.clock.sleep(error.after_s)
-            except OutcomeUnknown as error:  # starting again is harmless, and tells
-                fault = str(error)
-            except Permanent as error:
-                fault = str(error)
-                break
-            else:
-                self._plane.state.add_engine(self._facts(up))
-                start = EngineStart(
-                    instance.configuration,
-                    self._plane.clock.now_s() - began_s,
-                    self._configurations[instance.configuration].switch_s,
-                )
-                body = {"done": True, "url": up.url, "gpus": list(up.gpus), **asdict(start)}
-                self._note(Kind.ENGINE_STARTED, instance.id, body)
-                self._tell_routes()
-                return start
-        self._note(Kind.ENGINE_STARTED, instance.id, {"done": False, "detail": fault})
-        return f"{instance.id} was not started: {fault}"
-
-    def _facts(self, deployed: Deployed) -> EngineFacts:
-        configuration = self._configurations[deployed.configuration]
-        return EngineFacts(
-            deployed.engine,
-            deployed.url,
-            deployed.configuration,
-            deployed.gpus,
-            configuration.max_sequences,
-            configuration.kv_capacity_tokens,
+    def _hands(self, switch: Switch | None) -> Hands:
+        blank = Switch(SwitchId(""), PlanId(""), "", 0.0, (), ())
+        return Hands(
+            self._plane,
+            self._deployer,
+            self._connect,
+            self.configurations,
+            self._running,
+            self.policy.tolerance,
+            switch or blank,
         )
 
-    def _tell_routes(self) -> None:
-        self._plane.routes.send(self._plane.state.engines(self._plane.clock.now_s()))
+    async def _carry(self, run: SwitchRun, work: Awaitable[None], *, tell: bool = True) -> DeploymentOutcome:
+        await work
+        await self._look()
+        report = run.report()
+        specs = {spec.engine: spec for spec in (*run.switch.asleep, *run.switch.old, *run.switch.new)}
+        there = [(specs[e], d) for e, d in sorted(self._running.items()) if e in specs and d.life is Life.ALIVE]
+        self._fleet = Fleet(
+            serving=tuple(spec for spec, deployed in there if not deployed.lent),
+            asleep=tuple(spec for spec, deployed in there if deployed.lent),
+        )
+        self._remember(report)
+        write_end(self._plane.journal, self._plane.clock.now_s(), report, self._fleet)
+        outcome = DeploymentOutcome(
+            report.state is SwitchState.DONE, _words(report), self._plane.clock.now_s(), self._starts(run)
+        )
+        self._note_engines(run, report)
+        if tell:
+            self._plane.switch_ended(run.switch.plan, outcome)
+        self._changed()
+        return outcome
 
-    def _note(self, kind: Kind, engine: EngineId, body: Mapping[str, object]) -> None:
-        self._plane.journal.append(self._plane.clock.now_s(), kind, engine, body)
+    def _starts(self, run: SwitchRun) -> tuple[EngineStart, ...]:
+        """What configurations take to come up, for who estimates it."""
+        return tuple(
+            EngineStart(spec.configuration, took_s, self.configurations[spec.configuration].switch_s)
+            for spec in run.switch.coming
+            if (took_s := run.took_s(spec.engine)) is not None
+        )
+
+    def _note_engines(self, run: SwitchRun, report: SwitchReport) -> None:
+        specs = {spec.engine: spec for spec in (*run.switch.old, *run.switch.new)}
+        for told in report.steps:
+            engine = told.step.engine
+            if engine is None or told.state not in (StepState.DONE, StepState.FAILED):
+                continue
+            done = told.state is StepState.DONE
+            if told.step.kind in STOPPED_STATES:
+                self._note_stopped(engine, done=done, detail=told.detail)
+            elif told.step.kind is StepKind.VERIFY or not done:
+                body: dict[str, object] = {"done": done, "detail": told.detail}
+                took_s = run.took_s(engine)
+                if done and took_s is not None and engine in {spec.engine for spec in run.switch.coming}:
+                    spec = specs[engine]
+                    expected_s = self.configurations[spec.configuration].switch_s
+                    body |= {"configuration": spec.configuration, "gpus": list(spec.gpus)}
+                    body |= {"took_s": took_s, "expected_s": expected_s}
+                self._plane.journal.append(self._plane.clock.now_s(), Kind.ENGINE_STARTED, engine, body)
+
+    def _note_stopped(self, engine: EngineId, *, done: bool, detail: str) -> None:
+        body = {"done": done, "detail": detail}
+        self._plane.journal.append(self._plane.clock.now_s(), Kind.ENGINE_STOPPED, engine, body)
+
+    # --- told
+
+    def report(self, id: str = "") -> SwitchReport:
+        """The one under way, or that was last, or the one of that id. Raises Permanent where there is none."""
+        if self._run is not None and id in ("", self._run.switch.id):
+            return self._run.report()
+        if not id and self._history:
+            return next(reversed(self._history.values()))
+        if SwitchId(id) in self._history:
+            return self._history[SwitchId(id)]
+        raise Permanent(f"there is no switch {id!r} among the {HISTORY} newest" if id else "nothing was switched yet")
+
+    def history(self, limit: int = 0) -> list[SwitchReport]:
+        """Newest first; 0: all that are remembered."""
+        reports = dict(self._history)
+        if self._run is not None:
+            reports[self._run.switch.id] = self._run.report()
+        newest = list(reversed(reports.values()))
+        return newest[:limit] if limit else newest
+
+    async def watch(self, id: str) -> AsyncIterator[SwitchReport]:
+        """The switch as it stands, then whenever it changes, until it has ended."""
+        report = self.report(id)
+        queue: asyncio.Queue[SwitchReport] = asyncio.Queue()
+        watchers = self._watchers.setdefault(report.id, set())
+        watchers.add(queue)
+        try:
+            yield report
+            while report.state is SwitchState.RUNNING:
+                report = await queue.get()
+                while not queue.empty():  # only the newest matters
+                    report = queue.get_nowait()
+                yield report
+        finally:
+            watchers.discard(queue)
+
+    def cancel(self, id: str, reason: str) -> SwitchReport:
+        """Go back to the engines from before. Raises Permanent where nothing can be called off."""
+        if not self.busy or self._run is None or id not in ("", self._run.switch.id):
+            raise Permanent(f"switch {id} is not under way" if id else "no switch is under way")
+        self._run.call_off(f"called off: {reason or 'by an operator'}")
+        return self._run.report()
+
+    async def close(self) -> None:
+        """The daemon ends: a switch under way is left for the next one to take up."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._deployer.close()
+
+    def _changed(self) -> None:
+        assert self._run is not None
+        report = self._run.report()
+        for queue in self._watchers.get(report.id, ()):
+            queue.put_nowait(report)
+
+    def _remember(self, report: SwitchReport) -> None:
+        self._history[report.id] = report
+        for old in list(self._history)[:-HISTORY]:
+            del self._history[old]
+
+
+def _words(report: SwitchReport) -> str:
+    forward = [told for told in report.steps if told.state is StepState.DONE]
+    stopped = sum(told.step.kind in (StepKind.STOP, StepKind.SLEEP) for told in forward)
+    started = sum(told.step.kind is StepKind.VERIFY for told in forward)
+    moved = report.requests_moved + report.requests_parked
+    said = f"{stopped} engines stopped, {started} started, {moved} requests moved"
+    if report.state is SwitchState.DONE:
+        return "; ".join(filter(None, [said, report.detail]))
+    return f"{report.state.replace('_', ' ')}: {report.detail} ({said})"
+
+
+def _log_defect(task: "asyncio.Task[DeploymentOutcome]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a switch broke off: %s", error, exc_info=error)

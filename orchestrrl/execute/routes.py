@@ -20,6 +20,7 @@ class Routes:
     ) -> None:
         self.config = config
         self.draining: set[EngineId] = set()  # engines that are about to be stopped: gateways send them nothing new
+        self.expected: dict[EngineId, float] = {}  # engines that are being started, each until a time
         self.load_index: Mapping[EngineId, float | None] = {}  # as the fast loop last found it
         self._state = state
         self._nodes = nodes

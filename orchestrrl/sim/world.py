@@ -14,9 +14,10 @@ from orchestrrl.clock import VirtualClock
 from orchestrrl.config import Config
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.deployers.base import Deployed
+from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.deployers.simulated import SimulatedDeployer
 from orchestrrl.errors import Permanent, Retryable
-from orchestrrl.execute.deploy import FleetDeployment
+from orchestrrl.execute.deploy import Switching
 from orchestrrl.gateway.routing import Routing
 from orchestrrl.journal import Journal
 from orchestrrl.loops import run_loops
@@ -24,10 +25,11 @@ from orchestrrl.nodes import Attachment
 from orchestrrl.reports import EngineReport, NodeHello, NodeKind
 from orchestrrl.sim.engines import EngineKind, Placement, VirtualEngine
 from orchestrrl.sim.gateway import CountedRecord, VirtualGateway
+from orchestrrl.sim.managed import VirtualManaged
 from orchestrrl.sim.network import Network, Node
 from orchestrrl.sim.scenario import FaultSection, Scenario
 from orchestrrl.sim.workload import SimRequest
-from planner.model import ConfigurationId, EngineId, NodeId, RequestId
+from planner.model import ConfigurationId, EngineId, GpuId, NodeId, RequestId
 
 GATEWAY = NodeId("gateway")
 STREAM = 1
@@ -105,22 +107,36 @@ class World:
         # Deciding takes no simulated time, and its measured time would differ from run to run.
         self.plane = ControlPlane(config, self.journal, self.clock, stopwatch=lambda: 0.0)
         configurations = {configuration.id: configuration for configuration in config.fleet.configuration_values()}
-        self.deployment = FleetDeployment(self.plane, self.deployer, configurations)
-        self.plane.deployment = self.deployment
+        layouts = config.fleet.layouts()
+
+        def make_spec(engine: EngineId, configuration: ConfigurationId, gpus: Sequence[GpuId]) -> EngineSpec:
+            return EngineSpec(engine, configuration, layouts[configuration], tuple(gpus))
+
+        self._make_spec = make_spec
+        self.deployment = Switching(
+            self.plane,
+            self.deployer,
+            lambda url: VirtualManaged(url, self._answering),
+            configurations,
+            make_spec,
+            gpus_count=config.fleet.gpus.count if config.fleet.gpus else 0,
+            per_node=self.per_node,
+        )
+        self.plane.deployment = self.plane.switching = self.deployment
         self.steps: list[StepRecord] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     def deploy(self, configuration: ConfigurationId, fleet: Sequence[Placement]) -> None:
         """Engines that are there from the beginning."""
         for placement in fleet:
-            self.deployer.place(placement.engine, configuration, placement.gpus)
+            self.deployer.place(self._make_spec(placement.engine, configuration, placement.gpus))
 
     def know(self, output_tokens: Mapping[RequestId, int]) -> None:
         """Let the planner know how long every answer will be."""
         self.plane.planning.known_output_tokens = output_tokens
 
     async def __aenter__(self) -> "World":
-        await self.deployment.adopt()
+        await self.deployment.recover()
         attachment = self.plane.attach(NodeHello(GATEWAY, NodeKind.GATEWAY, tuple(self.engines), "sim"))
         self._tasks = [
             asyncio.create_task(work)
@@ -137,6 +153,7 @@ class World:
             transfer.cancel()
         self.network.close()
         await self.plane.close(0.0)
+        await self.deployment.close()
         await self.gateway.fleet.close()
         self.journal.close()
         for outcome in outcomes:
@@ -181,6 +198,14 @@ class World:
 
     def _engine_at(self, url: str) -> VirtualEngine:
         return self._by_url[url]
+
+    def _answering(self, url: str) -> VirtualEngine | None:
+        """Brought up to date, as if it had been asked over a socket."""
+        engine = self._by_url.get(url)
+        if engine is None or engine.stopped_s is not None:
+            return None
+        self._catch_up(engine, self.clock.now_s())
+        return engine
 
     def _engine_started(self, deployed: Deployed) -> None:
         kind = self.kinds[deployed.configuration]
@@ -358,7 +383,7 @@ class World:
         if fault.back_after_s is not None:
             await self.clock.sleep(fault.back_after_s)
             with suppress(Permanent):  # its GPUs may serve another engine by now
-                self.deployer.place(engine.id, engine.kind.id, engine.gpus)
+                self.deployer.place(self._make_spec(engine.id, engine.kind.id, engine.gpus))
 
 
 def _url(engine: EngineId) -> str:

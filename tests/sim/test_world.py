@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.errors import Permanent
 from orchestrrl.journal import JournalReader
 from orchestrrl.sim.controlled import ControlledRun
@@ -15,7 +16,7 @@ from orchestrrl.sim.results import SeedRun
 from orchestrrl.sim.run import NotKnowing, run_scenario, steps_of
 from orchestrrl.sim.scenario import FaultSection, NetworkSection, Scenario, load_scenario
 from orchestrrl.sim.world import World
-from planner.model import ConfigurationId, EngineId, GpuId
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 from tests.sim.builders import kinds, scenario
 
 
@@ -142,7 +143,9 @@ async def test_two_engines_never_hold_one_gpu(tmp_path: Path) -> None:
     world.deploy(ConfigurationId("narrow"), homogeneous(kinds(of)[ConfigurationId("narrow")], 8, 4))
     async with world:
         with pytest.raises(Permanent, match="in use: 0 by e0"):
-            await world.deployer.start(EngineId("x"), ConfigurationId("wide"), tuple(map(GpuId, range(4))))
+            await world.deployer.start(
+                EngineSpec(EngineId("x"), ConfigurationId("wide"), Parallelism(tp=4), tuple(map(GpuId, range(4))))
+            )
 
 
 @pytest.mark.parametrize(("kind", "starts"), [("narrow", list(range(8))), ("wide", [0, 4])])

@@ -1,0 +1,54 @@
+"""Whether an engine is what a switch wanted: its layout, its KV, its answers. Pure."""
+
+import math
+from dataclasses import dataclass
+
+from orchestrrl.engines.managed import EngineLayout, Excerpt
+from planner.model import Parallelism
+
+# A prompt of ids that every vocabulary has. What it says does not matter: all engines are asked the same.
+CANARY_IDS = tuple(3 + 7 * place % 200 for place in range(16))
+# Plans count on the configured capacity; what graphs and fragments cost beyond this share would break them.
+CAPACITY_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far an engine's answers may be from its predecessor's. Other layouts sum in another order, so that logits
+    differ in their last bits; wrong weights differ by far more."""
+
+    tokens: int = 16
+    mean_nats: float = 0.05  # mean |difference| of log-probabilities
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or not self.mean_nats > 0:
+            raise ValueError(f"tokens must be >= 1 and mean_nats > 0, got {self.tokens}, {self.mean_nats}")
+
+
+def layout_fault(said: EngineLayout, wanted: Parallelism) -> list[str]:
+    """What the engine says of itself against what it was started for. What it does not say is not held against it."""
+    pairs = [("TP", said.tp, wanted.tp), ("PP", said.pp, wanted.pp), ("DP", said.dp, wanted.dp)]
+    if not wanted.afd:
+        pairs.append(("EP", said.ep, wanted.ep > 1))
+    wrong = [f"{name} {got} instead of {want}" for name, got, want in pairs if got is not None and got != want]
+    return [f"is laid out otherwise: {', '.join(wrong)}"] if wrong else []
+
+
+def capacity_fault(has_tokens: int, planned_tokens: int) -> list[str]:
+    if has_tokens >= CAPACITY_SHARE * planned_tokens:
+        return []
+    return [f"has KV for {has_tokens} tokens, and plans count on {planned_tokens}"]
+
+
+def answers_fault(reference: Excerpt, scores: tuple[float, ...], tolerance: Tolerance) -> list[str]:
+    """Whether it gives another's words the probabilities that the other gave them."""
+    if len(scores) != len(reference.logprobs) or not all(map(math.isfinite, scores)):
+        return [f"gave {len(scores)} log-probabilities for {len(reference.logprobs)} tokens, or such as are none"]
+    differences = [abs(one - other) for one, other in zip(scores, reference.logprobs, strict=True)]
+    mean = math.fsum(differences) / len(differences)
+    if mean <= tolerance.mean_nats:
+        return []
+    return [
+        f"answers otherwise than the engines before: log-probabilities differ by {mean:.3g} nats a token, limit"
+        f" {tolerance.mean_nats:g}"
+    ]

@@ -1,0 +1,82 @@
+"""Switches and the fleet that they left, in the journal: written and read in one form."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrrl.deployers.command_line import EngineSpec
+from orchestrrl.journal import Entry, Journal, JournalReader, Kind
+from orchestrrl.switch import Switch, SwitchId, SwitchReport
+from planner.model import EngineId
+
+logger = logging.getLogger(__name__)
+
+SWITCH = TypeAdapter(Switch)
+REPORT = TypeAdapter(SwitchReport)
+_SPECS = TypeAdapter(tuple[EngineSpec, ...])
+
+HISTORY = 256  # switches that are remembered
+MOST_STEPS = 100_000  # entries of one switch
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The engines as the last switch left them: those that serve, and those that sleep."""
+
+    serving: tuple[EngineSpec, ...] = ()
+    asleep: tuple[EngineSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSwitch:
+    """One whose daemon did not live to end it, and what it wrote of its steps."""
+
+    switch: Switch
+    steps: tuple[Entry, ...]
+
+
+def write_end(journal: Journal, at_s: float, report: SwitchReport, fleet: Fleet) -> None:
+    body = {
+        "report": REPORT.dump_python(report, mode="json"),
+        "serving": _SPECS.dump_python(fleet.serving, mode="json"),
+        "asleep": _SPECS.dump_python(fleet.asleep, mode="json"),
+    }
+    journal.append(at_s, Kind.SWITCH_ENDED, report.id, body)
+
+
+def read_fleet(journal: JournalReader) -> Fleet | None:
+    """None: no switch has ended here."""
+    latest = journal.latest(Kind.SWITCH_ENDED)
+    if latest is None:
+        return None
+    return Fleet(_SPECS.validate_python(latest.body["serving"]), _SPECS.validate_python(latest.body["asleep"]))
+
+
+def read_open(journal: JournalReader) -> OpenSwitch | None:
+    """The latest that was not ended: there is one at a time."""
+    opened = journal.open_operations(Kind.SWITCH_BEGAN)
+    if not opened:
+        return None
+    begun = opened[-1]
+    switch = SWITCH.validate_python(begun.body["switch"])
+    steps = [
+        entry for entry in journal.since(begun.sequence, (Kind.SWITCH_STEP,), MOST_STEPS) if entry.subject == switch.id
+    ]
+    return OpenSwitch(switch, tuple(steps))
+
+
+def read_history(journal: JournalReader) -> dict[SwitchId, SwitchReport]:
+    """Oldest first."""
+    reports = {}
+    for entry in journal.tail(HISTORY, (Kind.SWITCH_ENDED,)):
+        try:
+            reports[SwitchId(entry.subject)] = REPORT.validate_python(entry.body["report"])
+        except (ValidationError, KeyError):
+            logger.warning("switch %s is left out: another version wrote it", entry.subject)
+    return reports
+
+
+def specs_by_id(fleet: Fleet) -> Mapping[EngineId, EngineSpec]:
+    return {spec.engine: spec for spec in (*fleet.serving, *fleet.asleep)}

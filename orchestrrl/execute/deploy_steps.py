@@ -1,0 +1,386 @@
+"""What each step of a switch does to the fleet. Doing one twice is harmless: it looks first.
+
+The order of steps is `orchestrrl/switch.py`'s; journalling them and going back is deploy_run.py's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from orchestrrl.clock import Clock
+from orchestrrl.deployers.base import Deployed, Deployer, Life
+from orchestrrl.deployers.command_line import EngineSpec
+from orchestrrl.engines.managed import Excerpt, ManagedEngine
+from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.execute.deploy_checks import CANARY_IDS, Tolerance, answers_fault, capacity_fault, layout_fault
+from orchestrrl.execute.moves import MovesOutcome
+from orchestrrl.execute.routes import Routes
+from orchestrrl.operations import RequestMove
+from orchestrrl.state import EngineFacts, State
+from orchestrrl.switch import Step, StepKind, Switch, Weights
+from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestView
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+POLL_S = 0.1
+# A gateway that hears no more of the switch keeps a request for its engine at least this long, and twice the time that
+# this should take; then it goes elsewhere.
+HOLD_S = 30.0
+# After an order a gateway has this long to tell where its requests are; then what is still there is ordered again.
+TOLD_WITHIN_S = 1.5
+
+
+class Plane(Protocol):
+    """What steps need of the control plane."""
+
+    state: State
+    clock: Clock
+    routes: Routes
+
+    async def move_for_switch(self, moves: Sequence[RequestMove]) -> MovesOutcome:
+        """Carry them out, whatever the mode."""
+
+    def weights_told(self, engines: Sequence[EngineId], weights: Weights) -> None:
+        """These engines have those weights; version None: they have what they were started with."""
+
+    def engines_deployed(self) -> None:
+        """Whom a deployer started has changed: watch these, and tell gateways."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of requests."""
+
+    moved: set[RequestId] = field(default_factory=set)
+    parked: set[RequestId] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Hands:
+    """For one switch. `running` is what the deployer has, kept by whoever owns the fleet."""
+
+    plane: Plane
+    deployer: Deployer
+    connect: Callable[[str], ManagedEngine]
+    configurations: Mapping[ConfigurationId, Configuration]
+    running: dict[EngineId, Deployed]
+    tolerance: Tolerance
+    switch: Switch
+    tally: Tally = field(default_factory=Tally)
+    capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
+    waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
+
+    @property
+    def _clock(self) -> Clock:
+        return self.plane.clock
+
+    def _spec(self, engine: EngineId) -> EngineSpec:
+        specs = (*self.switch.new, *self.switch.old, *self.switch.asleep)
+        return next(spec for spec in specs if spec.engine == engine)
+
+    async def forward(self, step: Step) -> str:
+        """Do it; a word on it for the report. Raises OrchestrRLError."""
+        if step.engine is None:
+            match step.kind:
+                case StepKind.FENCE:
+                    return self._fence(step)
+                case StepKind.ADMIT:
+                    return self._admit([spec.engine for spec in self.switch.coming])
+                case _:
+                    return ""
+        return await self._of_engine(step.kind, step.engine)
+
+    async def back(self, step: Step) -> str:
+        """The same, on the way back."""
+        if step.engine is None:
+            if step.kind is not StepKind.ADMIT:
+                return ""
+            there = [spec.engine for spec in self.switch.old if spec.engine in self.running]
+            return self._admit([engine for engine in there if self.running[engine].life is Life.ALIVE])
+        return await self._of_engine(step.kind, step.engine)
+
+    async def reference(self) -> Excerpt | None:
+        """How an engine that serves now answers; None where none can be asked."""
+        for spec in self.switch.old:
+            deployed = self.running.get(spec.engine)
+            if deployed is None or deployed.life is not Life.ALIVE or not deployed.url:
+                continue
+            try:
+                return await self._asking(spec.engine, lambda engine: engine.excerpt(CANARY_IDS, self.tolerance.tokens))
+            except OrchestrRLError as error:
+                logger.warning("%s gave no excerpt to compare with: %s", spec.engine, error)
+        return None
+
+    async def look(self) -> set[EngineId]:
+        """What is there now, of all that the deployer has."""
+        found = {deployed.engine: deployed for deployed in await self.deployer.list_engines()}
+        self.running.clear()
+        self.running.update(found)
+        return set(found)
+
+    async def discard(self, engine: EngineId) -> None:
+        await self._stop(engine)
+
+    # --- of the fleet
+
+    def _fence(self, step: Step) -> str:
+        leaving = [spec.engine for spec in self.switch.leaving]
+        self.plane.routes.draining.update(leaving)
+        limits = self.switch.limits
+        until_s = self._clock.now_s() + limits.drain_s + limits.stop_s + limits.start_s + limits.ready_s
+        self.plane.routes.expected.update({spec.engine: until_s for spec in self.switch.coming})
+        self.plane.engines_deployed()
+        return f"{len(leaving)} engines take nothing new"
+
+    def _admit(self, engines: Sequence[EngineId]) -> str:
+        """Requests go to these; nobody is fenced or expected any longer."""
+        self.plane.weights_told(engines, self.switch.weights)
+        for engine in engines:
+            self.plane.state.add_engine(self.facts(self.running[engine]))
+        of_switch = {spec.engine for spec in (*self.switch.old, *self.switch.new)}
+        self.plane.routes.draining.difference_update(of_switch)
+        for engine in of_switch:
+            self.plane.routes.expected.pop(engine, None)
+        self.plane.engines_deployed()
+        return f"requests go to {len(engines)} engines"
+
+    def facts(self, deployed: Deployed) -> EngineFacts:
+        configuration = self.configurations[deployed.configuration]
+        return EngineFacts(
+            deployed.engine,
+            deployed.url,
+            deployed.configuration,
+            deployed.gpus,
+            configuration.max_sequences,
+            self.capacity_tokens.get(deployed.engine, configuration.kv_capacity_tokens),
+        )
+
+    # --- of an engine
+
+    async def _of_engine(self, kind: StepKind, engine: EngineId) -> str:
+        match kind:
+            case StepKind.EVACUATE:
+                return await self._evacuate(engine)
+            case StepKind.STOP | StepKind.RETIRE:
+                return await self._stop(engine)
+            case StepKind.SLEEP:
+                return await self._sleep(engine)
+            case StepKind.START:
+                return await self._start(engine)
+            case StepKind.WAKE:
+                return await self._wake(engine)
+            case StepKind.READY:
+                return await self._until_ready(engine)
+            case StepKind.LOAD:
+                return await self._asking(engine, lambda client: self._load(engine, client))
+            case StepKind.WARM_UP:
+                return await self._asking(engine, self._warm_up)
+            case StepKind.VERIFY:
+                return await self._asking(engine, lambda client: self._verify(engine, client))
+            case _:
+                raise AssertionError(f"{kind} is of the whole fleet")
+
+    async def _evacuate(self, engine: EngineId) -> str:
+        """Until neither a gateway nor the engine itself knows of a request there."""
+        ordered: dict[RequestId, float] = {}
+        took = 0
+        while True:
+            now_s = self._clock.now_s()
+            snapshot = self.plane.state.snapshot(now_s)
+            here = [request for request in snapshot.requests if request.engine == engine]
+            moves = self._moves_of([r for r in here if r.movable and ordered.get(r.id, 0.0) <= now_s])
+            for move in moves:
+                ordered[move.request] = now_s + TOLD_WITHIN_S
+            if moves:
+                outcome = await self.plane.move_for_switch(moves)
+                for move, item in zip(moves, outcome.items, strict=True):
+                    if item.done:
+                        took += 1
+                        parks = move.to_engine in self.plane.routes.expected
+                        (self.tally.parked if parks else self.tally.moved).add(move.request)
+            stuck = [r for r in here if not r.movable]
+            if not stuck and await self._empty(engine):
+                return f"{took} requests left" if took else "nothing was there"
+            why = f", {len(stuck)} of them cannot move: {stuck[0].movable_detail}" if stuck else ""
+            self.waits_for[engine] = f"{len(here)} requests are still there{why}"
+            await self._clock.sleep(POLL_S)
+
+    def _moves_of(self, requests: Sequence[RequestView]) -> list[RequestMove]:
+        """Where the plan wants each, as far as that engine is yet to serve; the others where least is."""
+        coming = {spec.engine for spec in self.switch.coming}
+        open_to = {spec.engine: len(spec.gpus) or 1 for spec in self.switch.new}
+        load = dict.fromkeys(open_to, 0.0)
+        for request in self.plane.state.snapshot(self._clock.now_s()).requests:
+            if request.engine in load:
+                load[request.engine] += 1
+        for planned in self.switch.destinations.values():
+            if planned in load:
+                load[planned] += 1
+        moves = []
+        for request in requests:
+            assert request.engine is not None
+            destination: EngineId | None = self.switch.destinations.get(request.id)
+            if destination not in open_to and open_to:
+                destination = min(load, key=lambda engine: (load[engine] / open_to[engine], engine))
+                load[destination] += 1
+            if destination is not None and destination in open_to:
+                hold_s = 0.0
+                if destination in coming:
+                    hold_s = HOLD_S + 2 * self.configurations[self._spec(destination).configuration].switch_s
+                moves.append(RequestMove(request.id, request.engine, destination, hold_s))
+        return moves
+
+    async def _empty(self, engine: EngineId) -> bool:
+        deployed = self.running.get(engine)
+        if deployed is None or deployed.life is not Life.ALIVE or not deployed.url:
+            return True
+        try:
+            metrics = await self._asking(engine, lambda client: client.metrics())
+        except OrchestrRLError:
+            # One that cannot be asked is as good as stopped: gateways take their requests back from it.
+            return await self.deployer.status(engine) is None
+        return metrics.running + metrics.waiting == 0
+
+    async def _stop(self, engine: EngineId) -> str:
+        await self.deployer.stop(engine)
+        self.running.pop(engine, None)
+        self.plane.state.remove_engine(engine)
+        self.plane.engines_deployed()
+        return ""
+
+    async def _sleep(self, engine: EngineId) -> str:
+        await self._asking(engine, self._put_to_sleep)
+        await self.deployer.lend(engine, True)
+        self.running[engine] = replace(self.running[engine], lent=True)
+        self.plane.state.remove_engine(engine)
+        self.plane.engines_deployed()
+        return ""
+
+    @staticmethod
+    async def _put_to_sleep(client: ManagedEngine) -> None:
+        if not await client.asleep():
+            await client.sleep()
+
+    async def _wake(self, engine: EngineId) -> str:
+        async def wake(client: ManagedEngine) -> None:
+            if await client.asleep():
+                await client.wake()
+
+        await self.deployer.lend(engine, False)
+        await self._asking(engine, wake)
+        self.running[engine] = replace(self.running[engine], lent=False)
+        return ""
+
+    async def _start(self, engine: EngineId) -> str:
+        spec = self._spec(engine)
+        if self.switch.weights.source:
+            spec = replace(spec, weights=self.switch.weights.source)
+        before = await self.deployer.status(engine)
+        if before is not None and before.life is Life.ENDED:
+            await self.deployer.stop(engine)
+        while True:
+            try:
+                self.running[engine] = await self.deployer.start(spec)
+            except (Retryable, OutcomeUnknown) as error:  # starting again is harmless, and tells
+                self.waits_for[engine] = str(error)
+                await self._clock.sleep(error.after_s if isinstance(error, Retryable) else POLL_S)
+            else:
+                return self.running[engine].url
+
+    async def _until_ready(self, engine: EngineId) -> str:
+        """A real completion is the proof: an engine can be healthy before it can generate."""
+        while True:
+            deployed = await self.deployer.status(engine)
+            if deployed is None or deployed.life is Life.ENDED:
+                raise Permanent(
+                    f"{engine} ended while it started: {deployed.detail if deployed else 'nothing is left'}"
+                )
+            self.running[engine] = deployed
+            if deployed.url:
+                try:
+                    took_s = await self._asking(engine, _first_token)
+                except OrchestrRLError as error:
+                    self.waits_for[engine] = str(error)
+                else:
+                    return f"a token in {took_s:.3g} s"
+            await self._clock.sleep(POLL_S)
+
+    async def _load(self, engine: EngineId, client: ManagedEngine) -> str:
+        wanted = self.switch.weights
+        if wanted.version is None:
+            return "nobody has named weights: it keeps its own"
+        has = await client.weight_version()
+        if has == wanted.version:
+            return f"has version {has}"
+        deployed = self.running[engine]
+        if wanted.source and deployed.spec is not None and deployed.spec.weights == wanted.source:
+            await client.name_weights(wanted.version)
+            return f"was started with version {wanted.version}"
+        if not wanted.source:
+            raise Permanent(
+                f"nobody has told where the weights of version {wanted.version} are, and {engine} has {has}"
+            )
+        await client.load_weights(wanted.source, wanted.version)
+        return f"version {wanted.version}"
+
+    async def _warm_up(self, client: ManagedEngine) -> str:
+        """Its first prompt and its first decode steps, which compile and allocate, are not for a request."""
+        excerpt = await client.excerpt(CANARY_IDS, self.tolerance.tokens)
+        return f"{len(excerpt.token_ids)} tokens"
+
+    async def _verify(self, engine: EngineId, client: ManagedEngine) -> str:
+        spec, faults = self._spec(engine), []
+        layout, metrics = await client.layout(), await client.metrics()
+        version = await client.weight_version()
+        wanted = self.switch.weights.version
+        faults += layout_fault(layout, spec.parallelism)
+        faults += capacity_fault(metrics.kv_capacity_tokens, self.configurations[spec.configuration].kv_capacity_tokens)
+        if wanted is not None and version is not None and version != wanted:
+            faults.append(f"its weights are version {version}, the fleet's {wanted}")
+        reference = self.switch.reference
+        if reference is not None:
+            faults += answers_fault(reference, await client.score(reference), self.tolerance)
+        if faults:
+            raise Permanent(f"{engine}: " + "; ".join(faults))
+        self.capacity_tokens[engine] = metrics.kv_capacity_tokens
+        compared = "" if reference is not None else "; there was no other to compare its answers with"
+        return f"{layout}, KV of {metrics.kv_capacity_tokens} tokens{compared}"
+
+    async def _asking(self, engine: EngineId, ask: Callable[[ManagedEngine], Awaitable[_T]]) -> _T:
+        client = self.connect(self.running[engine].url)
+        try:
+            return await ask(client)
+        finally:
+            await client.close()
+
+
+async def _first_token(client: ManagedEngine) -> float:
+    if not await client.healthy():
+        raise Retryable("is not healthy", POLL_S)
+    return await client.probe()
+
+
+async def within(clock: Clock, limit_s: float, work: Awaitable[_T]) -> _T:
+    """The work's outcome; Permanent when it takes longer: it is cancelled then. As asyncio.timeout, on our clock."""
+    task, expired = asyncio.current_task(), False
+    assert task is not None
+    cancelled_before = task.cancelling()
+
+    async def expire() -> None:
+        nonlocal expired
+        await clock.sleep(limit_s)
+        expired = True
+        task.cancel()
+
+    timer = asyncio.ensure_future(expire())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if expired and task.uncancel() <= cancelled_before:
+            raise Permanent(f"took longer than {limit_s:g} s") from None
+        raise
+    finally:
+        timer.cancel()

@@ -1,0 +1,183 @@
+"""From a plan, or an operator's wish, to the engines that the fleet is to have, each on its GPUs. Pure."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from orchestrrl.deployers.command_line import EngineSpec
+from orchestrrl.errors import Permanent, ProblemFaults, shorten
+from orchestrrl.switch import SwitchWish
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, RequestId
+
+MakeSpec = Callable[[EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The deployment as it is. `serving` are the deployer's engines that do not sleep, dead ones included until they
+    are stopped; `others` are GPUs of engines that somebody else has started."""
+
+    serving: tuple[EngineSpec, ...]
+    asleep: tuple[EngineSpec, ...]
+    alive: frozenset[EngineId]
+    drained: frozenset[EngineId]  # by an operator: they stay, and finish what they have
+    lost: frozenset[EngineId]  # nobody knows how they are: their GPUs count as taken
+    others: Mapping[GpuId, EngineId]
+    gpus_count: int
+    per_node: int
+
+    @property
+    def kept_anyway(self) -> tuple[EngineSpec, ...]:
+        """What no switch touches."""
+        return tuple(spec for spec in self.serving if spec.engine in self.drained | self.lost)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    new: tuple[EngineSpec, ...]
+    destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)
+
+
+def wanted_by_plan(plan: Plan, standing: Standing, make_spec: MakeSpec) -> Wanted:
+    """Raises Permanent where the fleet is no longer the one that the plan was made for."""
+    if not plan.instances:
+        raise Permanent(f"plan {plan.id} names no engines")
+    there = {spec.engine: spec for spec in standing.serving if spec.engine in standing.alive}
+    foreign = set(standing.others.values())
+    new = list(standing.kept_anyway)
+    for instance in plan.instances:
+        if instance.id in there:
+            if instance.id not in {spec.engine for spec in new}:
+                new.append(there[instance.id])
+        elif instance.id not in foreign:
+            if instance.kept:
+                raise Permanent(f"plan {plan.id} keeps engine {instance.id}, which is not there any more")
+            new.append(make_spec(instance.id, instance.configuration, instance.gpus))
+    wanted = {instance.id for instance in plan.instances}
+    if unowned := sorted(foreign - wanted):
+        raise Permanent(
+            f"plan {plan.id} is without {', '.join(unowned)}, which this deployer has not started and does not stop"
+        )
+    _check_gpus(new, standing)
+    destinations = {move.request: move.destination for move in plan.moves}
+    destinations |= {request: instance.id for instance in plan.instances for request in instance.requests}
+    return Wanted(tuple(_with_sleepers(new, standing)), destinations)
+
+
+def wanted_by_targets(
+    wish: SwitchWish,
+    name: str,
+    standing: Standing,
+    configurations: Mapping[ConfigurationId, Configuration],
+    make_spec: MakeSpec,
+) -> Wanted:
+    """Engines of each configuration, those that are there kept as far as they fit in; new ones are called after `name`.
+    Raises ProblemFaults with every fault of the wish."""
+    faults = _target_faults(wish, configurations)
+    if faults:
+        raise ProblemFaults(faults)
+    targets = [(ConfigurationId(target), count) for target, count in wish.targets]
+    for keep in (True, False):
+        new = _filled(targets, name, standing, configurations, make_spec, keep=keep)
+        if new is not None:
+            return Wanted(tuple(_with_sleepers([*standing.kept_anyway, *new], standing)))
+    free = len(_free(standing, standing.kept_anyway))
+    asked = ", ".join(f"{count or 'any'} x {target} of {configurations[target].gpus} GPUs" for target, count in targets)
+    raise ProblemFaults([f"targets: do not fit on the {free} GPUs in nodes of {standing.per_node}, got {asked}"])
+
+
+def _target_faults(wish: SwitchWish, configurations: Mapping[ConfigurationId, Configuration]) -> list[str]:
+    faults = []
+    if wish.plan and wish.targets:
+        faults.append(f"plan_id: cannot go with targets, got {wish.plan!r}")
+    if not wish.targets:
+        faults.append("targets: must name a configuration, got none")
+    known = ", ".join(sorted(configurations)) or "none"
+    for place, (target, count) in enumerate(wish.targets):
+        if target not in configurations:
+            where = f"targets[{place}].configuration"
+            faults.append(f"{where}: is not one of fleet.configurations (known: {known}), got {shorten(target)}")
+        if target in [earlier for earlier, _ in wish.targets[:place]]:
+            faults.append(f"targets[{place}].configuration: is named twice, got {shorten(target)}")
+        if count < 0:
+            faults.append(f"targets[{place}].engines: must be >= 0 (0: as many as fit), got {count}")
+    return faults
+
+
+def _filled(
+    targets: Sequence[tuple[ConfigurationId, int]],
+    name: str,
+    standing: Standing,
+    configurations: Mapping[ConfigurationId, Configuration],
+    make_spec: MakeSpec,
+    *,
+    keep: bool,
+) -> list[EngineSpec] | None:
+    """None where they do not fit. The largest are placed first: small ones find room anywhere."""
+    untouched = {spec.engine for spec in standing.kept_anyway}
+    candidates = [s for s in standing.serving if s.engine in standing.alive and s.engine not in untouched]
+    new: list[EngineSpec] = []
+    left: list[tuple[ConfigurationId, int]] = []
+    for target, count in targets:
+        kept = [spec for spec in candidates if spec.configuration == target] if keep else []
+        new += kept[: count or None]
+        left.append((target, max(0, count - len(kept)) if count else -1))
+    free = _free(standing, [*standing.kept_anyway, *new])
+    place = 0
+    for target, count in sorted(left, key=lambda one: (one[1] < 0, -configurations[one[0]].gpus, one[0])):
+        while count:
+            gpus = _room(free, configurations[target].gpus, standing.per_node)
+            if gpus is None:
+                if count > 0:
+                    return None
+                break
+            free -= set(gpus)
+            new.append(make_spec(EngineId(f"{name}.{place}"), target, gpus))
+            place, count = place + 1, count - 1
+        if count < 0 and not any(spec.configuration == target for spec in new):
+            return None
+    return new
+
+
+def _free(standing: Standing, specs: Iterable[EngineSpec]) -> set[GpuId]:
+    taken = {gpu for spec in specs for gpu in spec.gpus} | set(standing.others)
+    return {GpuId(gpu) for gpu in range(standing.gpus_count)} - taken
+
+
+def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | None:
+    """The lowest GPUs that an engine of this size can have: side by side in one node, aligned where sizes divide it, or
+    whole nodes."""
+    if size > per_node:
+        nodes = -(-size // per_node)
+        starts, rest = range(0, max(free, default=-1) + 1, per_node), size % per_node
+        if rest:
+            return None
+        for start in starts:
+            gpus = tuple(GpuId(gpu) for gpu in range(start, start + nodes * per_node))
+            if free.issuperset(gpus):
+                return gpus
+        return None
+    for start in sorted(free):
+        in_node = start % per_node
+        if in_node + size > per_node or (per_node % size == 0 and in_node % size):
+            continue
+        gpus = tuple(GpuId(gpu) for gpu in range(start, start + size))
+        if free.issuperset(gpus):
+            return gpus
+    return None
+
+
+def _with_sleepers(new: Sequence[EngineSpec], standing: Standing) -> list[EngineSpec]:
+    """Where an engine sleeps that is like a wanted one, on the same GPUs, it is woken instead."""
+    sleeping = {(spec.configuration, spec.gpus): spec for spec in standing.asleep if spec.engine in standing.alive}
+    there = {spec.engine for spec in standing.serving}
+    return [spec if spec.engine in there else sleeping.get((spec.configuration, spec.gpus), spec) for spec in new]
+
+
+def _check_gpus(new: Sequence[EngineSpec], standing: Standing) -> None:
+    """Raises Permanent where engines get in each other's way."""
+    owner: dict[GpuId, EngineId] = dict(standing.others)
+    for spec in new:
+        for gpu in spec.gpus:
+            if gpu in owner:
+                raise Permanent(f"GPU {gpu} is wanted for {spec.engine}, and stays with {owner[gpu]}")
+            owner[gpu] = spec.engine

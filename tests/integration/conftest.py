@@ -10,7 +10,7 @@ import pytest
 
 from orchestrrl.deployers.attended import LocalEngine, start_vllm
 
-pytest.register_assert_rewrite("orchestrrl.engines.conformance")
+pytest.register_assert_rewrite("orchestrrl.engines.conformance", "orchestrrl.engines.managed_conformance")
 
 REPOSITORY = Path(__file__).parents[2]
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
@@ -39,6 +39,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.fail(f"{VLLM_PYTHON} is missing: `make venv-vllm`, or leave these tests out with `make test-fast`")
     directory = tmp_path_factory.mktemp("model") / "tiny"
     made = subprocess.run([VLLM_PYTHON, TINY_MODEL_SCRIPT, directory], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    return directory
+
+
+@pytest.fixture(scope="session")
+def other_weights(tiny_model: Path) -> Path:
+    """Directory of a model that differs from the tiny one in its weights alone."""
+    directory = tiny_model.parent / "other"
+    made = subprocess.run(
+        [VLLM_PYTHON, TINY_MODEL_SCRIPT, directory, "--seed", "1"], capture_output=True, text=True, check=False
+    )
     assert made.returncode == 0, made.stderr
     return directory
 

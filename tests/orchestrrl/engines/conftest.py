@@ -1,3 +1,3 @@
 import pytest
 
-pytest.register_assert_rewrite("orchestrrl.engines.conformance")
+pytest.register_assert_rewrite("orchestrrl.engines.conformance", "orchestrrl.engines.managed_conformance")

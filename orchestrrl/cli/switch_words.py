@@ -280,6 +280,8 @@ def picture(report: dict[str, Any], now_s: float) -> RenderableType:
         table.add_column(column, no_wrap=column in ("stage", "step", "took", "limit"))
     shown = ""
     for group in together(report):
+        if group.state == "skipped":
+            continue
         stage, colour = _stage(group), COLOURS.get(group.state, "")
         done = sum(step["state"] == "done" for step in group.steps)
         table.add_row(

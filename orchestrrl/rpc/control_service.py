@@ -165,7 +165,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ListDeployments(
         self, request: control_pb2.ListDeploymentsRequest, context: Context
     ) -> control_pb2.ListDeploymentsResponse:
-        return await self._switch.list(request, context)
+        return await self._switch.history(request, context)
 
     async def CancelSwitch(
         self, request: control_pb2.CancelSwitchRequest, context: Context

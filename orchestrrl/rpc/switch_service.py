@@ -7,11 +7,11 @@ import grpc
 
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent
+from orchestrrl.execute.deploy_records import read_history
 from orchestrrl.rpc.convert_switch import draft_to_pb, report_to_pb, wish_from_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.refusals import Context, refuse, refusing
 from orchestrrl.switch import Stage, Switch, SwitchId, SwitchReport, SwitchWish
-from orchestrrl.switch_record import recorded
 
 NO_DEPLOYER = (
     "nothing can start engines here: name what shall in fleet.deployer of the daemon's configuration, and how they are "
@@ -40,7 +40,7 @@ class Switching(Protocol):
         ...
 
     def cancel(self, id: str, reason: str) -> SwitchReport:
-        """Raises Permanent where it has ended or can no longer go back."""
+        """Empty: the one under way. Raises Permanent where it has ended or can no longer go back."""
         ...
 
     def history(self, limit: int) -> list[SwitchReport]:
@@ -76,25 +76,27 @@ class SwitchService:
                 return report_to_pb(self._plane.switching.report(request.switch_id))
             except Permanent as error:
                 await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
-        known = recorded(self._plane.journal)
-        found = next((report for report in known if request.switch_id in ("", report.id)), None)
+        found = next((report for report in self._recorded() if request.switch_id in ("", report.id)), None)
         if found is None:
             wanted = f"no switch {request.switch_id!r}" if request.switch_id else "no switch has been made yet"
             await context.abort(grpc.StatusCode.NOT_FOUND, wanted)
         return report_to_pb(found)
 
-    async def list(self, request: pb.ListDeploymentsRequest, context: Context) -> pb.ListDeploymentsResponse:
+    async def history(self, request: pb.ListDeploymentsRequest, context: Context) -> pb.ListDeploymentsResponse:
         if self._plane.switching is not None:
             reports = self._plane.switching.history(request.limit)
         else:
-            reports = recorded(self._plane.journal, request.limit)
+            reports = self._recorded()[: request.limit or None]
         return pb.ListDeploymentsResponse(switches=map(report_to_pb, reports))
 
     async def cancel(self, request: pb.CancelSwitchRequest, context: Context) -> pb.SwitchReport:
         switching = await self._switching(context)
         async with refusing(context):
-            switch = request.switch_id or switching.report().id
-            return report_to_pb(switching.cancel(switch, request.reason))
+            return report_to_pb(switching.cancel(request.switch_id, request.reason))
+
+    def _recorded(self) -> list[SwitchReport]:
+        """Of daemons that had a deployer, newest first."""
+        return list(reversed(read_history(self._plane.journal).values()))
 
     async def _switching(self, context: Context) -> Switching:
         if self._plane.switching is None:

@@ -52,6 +52,7 @@ class FakeSwitching:
         self.failing: dict[tuple[Direction, StepKind], str] = {}
         self.held = asyncio.Event()  # no step begins while it is clear
         self.held.set()
+        self.remembered = 256
         self.wishes: list[SwitchWish] = []
         self.engines = fleet("tp2", GPUS // 2)
         self.reports: dict[SwitchId, SwitchReport] = {}
@@ -126,15 +127,15 @@ class FakeSwitching:
             self.watchers -= 1
 
     def cancel(self, id: str, reason: str) -> SwitchReport:
+        if self._running is None or self._running.done() or id not in ("", self.report().id):
+            raise Permanent(f"switch {id} is not under way" if id else "no switch is under way")
         report = self.report(id)
-        if report.state is not SwitchState.RUNNING:
-            raise Permanent(f"switch {id} has ended ({report.state})")
         self._called_off = f"called off: {reason}"
         self.held.set()
         return report
 
     def history(self, limit: int) -> list[SwitchReport]:
-        newest = list(reversed(self.reports.values()))
+        newest = list(reversed(self.reports.values()))[: self.remembered]
         return newest[:limit] if limit else newest
 
     async def close(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from fake_switching import FakeSwitching
 
@@ -50,7 +51,8 @@ class SwitchHouse:
         clock = WallClock()
         with Journal(self._folder / "journal.sqlite", clock.now_s()) as journal:
             self.plane = ControlPlane(parse_config("mode: act"), journal, clock)
-            self.switching = self.plane.switching = FakeSwitching(clock, self._pace_s)
+            self.switching = FakeSwitching(clock, self._pace_s)
+            self.plane.switching = cast(Any, self.switching)
             server = await Server.start(self.plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
             self.address = server.address
             self._ready.set()

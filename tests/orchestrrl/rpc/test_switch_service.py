@@ -5,16 +5,20 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 from fake_switching import FakeSwitching
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.clock import WallClock
 from orchestrrl.config import Listen, parse_config
 from orchestrrl.control_plane import ControlPlane
+from orchestrrl.execute.deploy_records import Fleet, write_end
 from orchestrrl.journal import Journal
+from orchestrrl.metrics import PlaneCollector
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.pb import control_pb2_grpc
 from orchestrrl.rpc.server import Server
@@ -46,7 +50,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
     with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
         plane = ControlPlane(parse_config("mode: act"), journal, clock)
         switching = FakeSwitching(clock)
-        plane.switching = switching
+        plane.switching = cast(Any, switching)
         server = await Server.start(plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
         async with grpc.aio.insecure_channel(server.address) as channel:
             yield House(plane, switching, channel)
@@ -162,7 +166,7 @@ async def test_it_is_called_off_by_its_name_or_without(house: House) -> None:
             last = [report async for report in reports][-1]
         assert (last.state, last.detail) == ("rolled_back", "called off: wrong one")
     code, details = await refused(house.control.CancelSwitch(pb.CancelSwitchRequest()))
-    assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, "switch s2 has ended (rolled_back)")
+    assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, "no switch is under way")
 
 
 async def test_switches_that_are_not_there(house: House) -> None:
@@ -171,6 +175,21 @@ async def test_switches_that_are_not_there(house: House) -> None:
     code, _ = await refused(house.control.CancelSwitch(pb.CancelSwitchRequest()))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     await house.all_of(TO_TP8)
+    code, details = await refused(house.control.GetSwitch(pb.GetSwitchRequest(switch_id="s7")))
+    assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no switch 's7'")
+
+
+async def test_the_journal_tells_of_switches_where_there_is_no_deployer_any_more(house: House) -> None:
+    last = (await house.all_of(TO_TP8))[-1]
+    await house.all_of(pb.SwitchDeploymentRequest(plan_id="p1"))
+    for report in reversed(house.switching.history(0)):
+        write_end(house.plane.journal, house.plane.clock.now_s(), report, Fleet())
+    house.plane.switching = None
+    listed = (await house.control.ListDeployments(pb.ListDeploymentsRequest())).switches
+    assert [report.switch_id for report in listed] == ["s2", "s1"]
+    assert len((await house.control.ListDeployments(pb.ListDeploymentsRequest(limit=1))).switches) == 1
+    assert await house.control.GetSwitch(pb.GetSwitchRequest(switch_id="s1")) == last
+    assert (await house.control.GetSwitch(pb.GetSwitchRequest())).switch_id == "s2"
     code, details = await refused(house.control.GetSwitch(pb.GetSwitchRequest(switch_id="s7")))
     assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no switch 's7'")
 
@@ -184,3 +203,37 @@ async def test_without_a_deployer_it_says_what_to_configure(house: House) -> Non
     assert not (await house.control.ListDeployments(pb.ListDeploymentsRequest())).switches
     code, details = await refused(house.control.GetSwitch(pb.GetSwitchRequest()))
     assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no switch has been made yet")
+
+
+async def test_metrics_count_each_switch_once_however_few_are_remembered(house: House) -> None:
+    collector = PlaneCollector(house.plane)
+    assert metrics(collector)["orchestrrl_switch_running",] == 0
+    await house.all_of(TO_TP8)
+    house.switching.failing[Direction.FORWARD, StepKind.READY] = "hung"
+    for _ in range(2):
+        await house.all_of(pb.SwitchDeploymentRequest(plan_id="p1", targets=[pb.SwitchTarget(configuration="tp2")]))
+        metrics(collector)
+        seen = metrics(collector)
+        house.switching.remembered = 1
+    assert seen["orchestrrl_switches_total", "done"] == 1
+    assert seen["orchestrrl_switches_total", "rolled_back"] == 2
+    assert seen["orchestrrl_switches_total", "degraded"] == 0
+    assert seen["orchestrrl_switch_step_seconds_count", "evacuate"] == 8 + 2 + 2
+    assert seen["orchestrrl_switch_step_seconds_sum", "evacuate"] > 0
+    assert seen["orchestrrl_switch_steps_failed_total", "ready"] == 2
+    assert seen["orchestrrl_switch_closed_seconds_total",] > 0
+    house.switching.held.clear()
+    call = house.control.SwitchDeployment(TO_TP8)
+    async with asyncio.timeout(DEADLINE_S):
+        await call.read()
+    assert metrics(collector)["orchestrrl_switch_running",] == 1
+    house.plane.switching = None
+    assert ("orchestrrl_switch_running",) not in metrics(collector)
+
+
+def metrics(collector: PlaneCollector) -> dict[tuple[str, ...], float]:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    assert all(family.documentation for family in families)
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}

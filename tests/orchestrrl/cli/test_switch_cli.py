@@ -1,0 +1,247 @@
+"""`orchestrrl switch` and `orchestrrl plan history`: Typer's runner and real processes, real gRPC, a daemon whose
+switches need no engines."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from switch_house import SwitchHouse
+from typer.testing import CliRunner, Result
+
+from orchestrrl.cli.control import DAEMON_VARIABLE
+from orchestrrl.cli.main import application
+from orchestrrl.cli.switch_follow import EXIT_LEFT
+from orchestrrl.switch import Direction, StepKind
+
+DEADLINE_S = 60.0
+READY, BACK = (Direction.FORWARD, StepKind.READY), (Direction.BACK, StepKind.START)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[SwitchHouse]:
+    with SwitchHouse(tmp_path) as served:
+        yield served
+
+
+def run(house: SwitchHouse, *arguments: str) -> Result:
+    return CliRunner().invoke(application(), [*arguments], env={DAEMON_VARIABLE: house.address})
+
+
+def said(result: Result) -> str:
+    assert result.exit_code == 0, result.output
+    return " ".join(result.stdout.split())
+
+
+def object_of(result: Result) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_a_dry_run_prints_who_leaves_and_comes_and_the_steps_by_stage(house: SwitchHouse) -> None:
+    text = said(run(house, "switch", "--to", "tp8=1", "--to", "tp2", "--dry-run"))
+    assert text.startswith("dry run, nothing is done: 8 x tp2 -> 1 x tp8, 4 x tp2")
+    assert "e0 leaves tp2 0-1" in text
+    assert "e4 stays tp2 8-9" in text
+    assert "tp8-0.0 comes tp8 0-7" in text
+    assert "1 fence the fleet - 2 min 00 s" in text
+    assert "2 evacuate e0, e1, e2, e3 4 30 s" in text
+    assert "4 start tp8-0.0 1 60 s ready tp8-0.0 1 10 min 00 s load weights" in text
+    assert "6 commit the fleet" in text
+    assert "e4" not in text.partition("Steps")[2], "who stays is not touched"
+    draft = object_of(run(house, "switch", "--to", "tp8", "--dry-run", "--json"))
+    assert (draft["state"], draft["switch_id"], len(draft["new_engines"])) == ("planned", "", 2)
+    assert {step["began_unix_s"] for step in draft["steps"]} == {None}
+    assert "there is nothing to do" in said(run(house, "switch", "--to", "tp2", "--dry-run"))
+    assert run(house, "switch").exit_code == 1, "nothing was done"
+
+
+def test_a_switch_is_followed_line_by_line_in_a_pipe_and_ends_with_its_seconds(house: SwitchHouse) -> None:
+    result = run(house, "switch", "--to", "tp8", "--reason", "the tail is long")
+    text = said(result)
+    assert text.startswith("switch s1: 8 x tp2 -> 2 x tp8 (the tail is long)")
+    lines = [line.partition(" ")[2] for line in result.stdout.splitlines()]
+    order = ["fence: done", "evacuate e0, e1, e2 and 5 more: done", "ready tp8-0.0, tp8-0.1: done", "commit: done"]
+    places = [next(n for n, line in enumerate(lines) if line.startswith(words)) for words in order]
+    assert places == sorted(places)
+    assert "4 start tp8-0.0, tp8-0.1 done" in text
+    assert "8 moved, 24 kept by their gateway meanwhile" in text
+    assert "requests of engines that left stood still for at most" in text
+    assert house.switching.wishes[-1].reason == "the tail is long"
+    assert house.switching.wishes[-1].targets == (("tp8", 0),)
+
+
+def test_as_json_it_is_one_object_at_the_end_and_progress_goes_beside(house: SwitchHouse) -> None:
+    result = run(house, "switch", "--plan", "p1", "--json")
+    report = object_of(result)
+    assert (result.exit_code, report["state"], report["plan_id"]) == (0, "done", "p1")
+    assert {step["state"] for step in report["steps"]} == {"done"}
+    assert "evacuate" in result.stderr
+
+
+def test_what_goes_back_or_misses_engines_is_status_1_with_the_reason(house: SwitchHouse) -> None:
+    house.switching.failing[READY] = "exited with 1: [out of memory]"
+    back = run(house, "switch", "--to", "tp8")
+    assert back.exit_code == 1
+    assert back.stderr == "switch s1 is rolled back: ready of tp8-0.0: exited with 1: [out of memory]\n"
+    text = " ".join(back.stdout.split())
+    assert "ready tp8-0.0, tp8-0.1: failed after" in text
+    assert "failed, 1 of 2 done" in text
+    assert "1 back stop tp8-0.0, tp8-0.1 done" in text
+    assert "tp8-0.0: exited with 1: [out of memory]" in text
+    assert "rolled back in" in text
+    assert "5 admit" not in text, "what was not begun is left out"
+    house.switching.failing[BACK] = "no such GPU"
+    degraded = run(house, "switch", "--to", "tp8", "--json")
+    assert degraded.exit_code == 1
+    assert object_of(degraded)["state"] == "degraded"
+    assert "no such GPU" in degraded.stderr
+    assert "serving: e1, e2, e3 and 4 more" in said(run(house, "switch"))
+    assert "switch s2: degraded in" in said(run(house, "status"))
+
+
+def test_left_to_itself_looked_at_called_off_and_followed(house: SwitchHouse) -> None:
+    house.do(house.switching.held.clear)
+    text = said(run(house, "switch", "--to", "tp8", "--no-wait"))
+    assert "it runs by itself; watch it with orchestrrl switch --watch --id s1" in text
+    assert "take it back with orchestrrl switch --cancel --id s1" in text
+    for command in (["switch"], ["switch", "--status"], ["switch", "--status", "--id", "s1"]):
+        text = said(run(house, *command))
+        assert "switch s1: 8 x tp2 -> 2 x tp8, running" in text
+    summary = said(run(house, "status"))
+    assert "switch s1: 8 x tp2 -> 2 x tp8, running (0 of 29 steps done, since" in summary
+    assert "switch s1: 8 x tp2" in said(run(house, "top", "--once"))
+    busy = run(house, "switch", "--to", "tp4")
+    assert (busy.exit_code, "s1 is under way" in busy.stderr) == (1, True)
+    text = said(run(house, "switch", "--cancel", "--reason", "wrong one"))
+    assert text == "switch s1 goes back to 8 x tp2; watch it with orchestrrl switch --watch --id s1"
+    ended = run(house, "switch", "--watch")
+    assert ended.exit_code == 1
+    assert "switch s1 is rolled back: called off: wrong one" in ended.stderr
+    late = run(house, "switch", "--cancel")
+    assert (late.exit_code, late.stderr) == (1, "no switch is under way\n")
+    assert "switch" not in said(run(house, "status"))
+
+
+def test_every_fault_of_the_command_line_is_told_at_once(house: SwitchHouse) -> None:
+    wrong = ["--to", "tp2", "--to", "tp2=1", "--to", "tp4=0", "--to", "=3", "--plan", "p1", "--cancel", "--watch"]
+    result = run(house, "switch", *wrong, "--id", "s1", "--dry-run", "--no-wait")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [
+        "--plan: cannot go with --to, got 'p1'",
+        "--watch: cannot go with --to or --plan",
+        "--cancel: cannot go with --to or --plan",
+        "--cancel: cannot go with --watch",
+        "--no-wait: cannot go with --dry-run",
+        "--id: cannot go with --to or --plan, got 's1'",
+        "--to: must name a configuration once, got 'tp2=1' again",
+        "--to: must be CONFIGURATION or CONFIGURATION=N with N of at least 1, got 'tp4=0'",
+        "--to: must be CONFIGURATION or CONFIGURATION=N with N of at least 1, got '=3'",
+    ]
+    aimless = run(house, "switch", "--dry-run", "--reason", "why")
+    assert aimless.stderr.splitlines() == [
+        "--dry-run: needs --to or --plan",
+        "--reason: needs --to, --plan or --cancel, got 'why'",
+    ]
+    for count in ("٣", "-1", "1.5", "9999999999"):
+        assert run(house, "switch", "--to", f"tp2={count}").exit_code == 2
+    assert house.switching.wishes == []
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], ["--no-wait"], []], ids=str)
+def test_every_fault_of_the_wish_comes_from_the_daemon(house: SwitchHouse, flags: list[str]) -> None:
+    result = run(house, "switch", "--to", "tp3", "--to", "tp8=9", *flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [
+        "targets[0].configuration: must be one of tp1, tp2, tp4, tp8, got 'tp3'",
+        "targets[1].engines: take more GPUs than the 16 left, got 9",
+    ]
+
+
+def test_history_has_every_switch_and_one_in_full_over_time(house: SwitchHouse) -> None:
+    assert said(run(house, "plan", "history")) == "no switch has been made yet"
+    run(house, "switch", "--to", "tp8", "--reason", "the [tail]")
+    house.switching.failing[READY] = "hung"
+    run(house, "switch", "--plan", "p1")
+    run(house, "switch", "--to", "tp2")
+    text = said(run(house, "plan", "history"))
+    assert "the [tail] 8 x tp2 -> 2 x tp8 done" in text
+    assert "2 x tp8 -> 8 x tp2 rolled back" in text
+    assert text.index("s2 20") < text.index("s1 20")
+    only = said(run(house, "plan", "history", "--limit", "1"))
+    assert "s1 20" not in only
+    assert [report["switch_id"] for report in object_of(run(house, "plan", "history", "--json"))["switches"]][
+        -1
+    ] == "s1"
+    full = said(run(house, "plan", "history", "--id", "s1"))
+    assert full.startswith("switch s1: 8 x tp2 -> 2 x tp8 (the [tail]) began 20")
+    assert "tp8-0.1 comes tp8 8-15" in full
+    line = full.partition("Time line")[2]
+    assert "4 start tp8-0.0" in line
+    assert "requests stand still" in line
+    assert object_of(run(house, "plan", "history", "--id", "s1", "--json"))["switch_id"] == "s1"
+    missing = run(house, "plan", "history", "--id", "s9")
+    assert (missing.exit_code, missing.stderr) == (1, "no switch 's9'\n")
+
+
+def test_without_a_deployer_it_says_what_to_configure(house: SwitchHouse) -> None:
+    house.plane.switching = None
+    refused = run(house, "switch", "--to", "tp2")
+    assert refused.exit_code == 1
+    assert "fleet.deployer" in refused.stderr
+    assert said(run(house, "plan", "history")) == "no switch has been made yet"
+
+
+# --- a terminal
+
+
+def read_until(terminal: int, words: str) -> str:
+    seen, deadline_s = "", time.monotonic() + DEADLINE_S
+    while words not in seen:
+        assert time.monotonic() < deadline_s, seen
+        if select.select([terminal], [], [], 1.0)[0]:
+            seen += os.read(terminal, 65536).decode(errors="replace")
+    return seen
+
+
+def on_terminal(house: SwitchHouse, *arguments: str) -> tuple[subprocess.Popen[str], int]:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "140", "LINES": "40", DAEMON_VARIABLE: house.address}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "orchestrrl", *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    os.close(theirs)
+    return process, ours
+
+
+def test_interrupted_it_goes_on_and_the_terminal_says_how_to_come_back(house: SwitchHouse) -> None:
+    house.do(house.switching.held.clear)
+    process, terminal = on_terminal(house, "switch", "--to", "tp8")
+    read_until(terminal, "0 of 29 steps done")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    os.close(terminal)
+    assert process.returncode == EXIT_LEFT
+    text = " ".join(errors.split())
+    assert text.startswith("switch s1 goes on by itself; watch it with orchestrrl switch --watch --id s1")
+    assert object_of(run(house, "switch", "--json"))["state"] == "running"
+    process, terminal = on_terminal(house, "switch", "--watch")
+    seen = read_until(terminal, "0 of 29 steps done")
+    house.do(house.switching.held.set)
+    seen += read_until(terminal, "stood still")
+    assert process.wait(DEADLINE_S) == 0
+    os.close(terminal)
+    assert "\x1b[?25l" in seen, "the table is renewed in place"

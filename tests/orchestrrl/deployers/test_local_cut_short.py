@@ -1,0 +1,107 @@
+"""Daemons that are killed in the middle of a start, a stop or a loan: whoever comes next finds what there is, and ends
+it or goes on. Of an engine of two processes, so that one of them may be missing."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from pydantic import TypeAdapter
+
+from orchestrrl.clock import WallClock
+from orchestrrl.deployers.base import Life
+from orchestrrl.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.deployers.conformance import stub_launch, until
+from orchestrrl.deployers.local import LocalDeployer
+from orchestrrl.deployers.local_processes import MARK
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
+from tests.orchestrrl.deployers.cut_short import fleet_at, launch_at
+
+ENGINE = EngineId("e/0")
+TWO_PROCESSES = Parallelism(attention_gpus=1, ffn_gpus=1)
+
+
+def spec(engine: EngineId = ENGINE, gpus: tuple[int, ...] = (0, 1)) -> EngineSpec:
+    return EngineSpec(engine, ConfigurationId("afd"), TWO_PROCESSES, tuple(map(GpuId, gpus)))
+
+
+def cut(folder: Path, change: str, launch: Launch) -> list[str]:
+    """The effects of the change; fleets 0 to their number are left behind, the last one undisturbed."""
+    script = Path(__file__).with_name("cut_short.py")
+    said = [TypeAdapter(kind).dump_json(value).decode() for kind, value in ((Launch, launch), (EngineSpec, spec()))]
+    command = [sys.executable, str(script), str(folder), change, *said]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def processes(fleet: str) -> list[psutil.Process]:
+    """By the test's own look at the environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get(MARK)
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+        if mark is not None and json.loads(mark)["fleet"] == fleet:
+            found.append(process)
+    return found
+
+
+class Killed:
+    """What a killed deployer of one place has left."""
+
+    def __init__(self, folder: Path, launch: Launch, place: int) -> None:
+        self.identity = fleet_at(folder, place)
+        self.deployer = LocalDeployer(launch_at(launch, place), self.identity, {"grace_s": 0.5}, WallClock())
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        return processes(f"{self.identity.name} in {os.path.realpath(self.identity.folder)}")
+
+    async def check_whole(self) -> None:
+        found = await until(self.deployer, ENGINE, Life.ALIVE)
+        assert (found.gpus, found.spec) == ((0, 1), spec())
+        assert len(self.processes) == 2
+
+    async def check_gone(self) -> None:
+        await self.deployer.stop(ENGINE)
+        assert await self.deployer.list_engines() == ()
+        assert self.processes == []
+        other = spec(EngineId("other"))
+        assert (await self.deployer.start(other)).gpus == other.gpus
+        await self.deployer.stop(other.engine)
+        assert self.processes == []
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    return replace(stub_launch(tmp_path), device=Device.CUDA)
+
+
+@pytest.mark.parametrize("then", ["start", "stop"])
+@pytest.mark.parametrize("change", ["start", "stop", "lend"])
+async def test_what_a_killed_deployer_leaves_is_found_and_started_or_ended(
+    tmp_path: Path, launch: Launch, change: str, then: str
+) -> None:
+    effects = cut(tmp_path, change, launch)
+    assert effects.count("os.posix_spawn") == (2 if change == "start" else 0)
+    for place in range(len(effects) + 1):
+        left = Killed(tmp_path, launch, place)
+        there = await left.deployer.list_engines()
+        assert len(there) <= 1
+        if change != "stop" and left.processes:  # whoever has been signalled is about to go
+            assert [each.engine for each in there] == [ENGINE]
+            assert there[0].life is (Life.ALIVE if len(left.processes) == 2 else Life.ENDED)
+        if change == "lend":
+            assert len(left.processes) == 2
+            assert there[0].lent or place < len(effects)
+        if then == "start":
+            started = await left.deployer.start(spec())
+            assert started.life is Life.ALIVE, (place, effects[:place], started)
+            await left.check_whole()
+        await left.check_gone()

@@ -1,0 +1,159 @@
+"""The actor that holds an engine's place in Ray, and runs a process of it. It is sent to Ray's workers as it stands
+here: the standard library and Ray alone, since nothing of ours need be there.
+
+Its process is run by `ray_supervisor.py` and ends with the actor, however that ends.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MARK = "ORCHESTRRL_ENGINE"  # environment variable of every process of an engine: whose it is
+TAIL_LINES = 15
+TAIL_BYTES = 16_384
+POLL_S = 0.05
+
+
+class Keeper:
+    """One for each bundle of an engine; the first of those that make up a process runs it, the others hold GPUs."""
+
+    def __init__(self) -> None:
+        self._port_holder: socket.socket | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._log = Path()
+        self._log_from = 0
+        self._pid: int | None = None
+        self._status: int | None = None
+        self._mark = ""
+
+    def place(self, host: str, port: int) -> dict[str, Any]:
+        """Where this is, which GPUs Ray gave, and a free port of `host`: this one, or where it is taken another.
+        Without a port (0) none is looked for."""
+        import ray
+
+        chosen = self._hold_port(host, port) if port else 0
+        return {"address": ray.util.get_node_ip_address(), "gpus": list(map(str, ray.get_gpu_ids())), "port": chosen}
+
+    def launch(self, supervisor: str, argv: Sequence[str], environment: Mapping[str, str], log: str) -> None:
+        """Run the command line. It has the worker's environment without what Ray put there, and its own on top."""
+        if self._supervisor is not None:
+            return
+        self._log, self._mark = Path(log), environment[MARK]
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_from = self._log.stat().st_size if self._log.exists() else 0
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONBREAKPOINT", "SPT_NOENV"):
+            inherited.pop(name, None)
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-c", supervisor],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**inherited, **environment},
+        )
+        self._tell(json.dumps({"argv": list(argv), "log": log}))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def report(self) -> dict[str, Any]:
+        """How the process is. `running` None: there has been none."""
+        running = self._reader.is_alive() and self._status is None if self._reader is not None else None
+        tail = "" if running is not False else self._tail()
+        return {"running": running, "pid": self._pid, "status": self._status, "log": str(self._log), "tail": tail}
+
+    def end(self, grace_s: float) -> bool:
+        """End the process, by force after the grace. True: nothing is left of it."""
+        if self._reader is not None:
+            self._tell(f"end {grace_s}")
+            self._reader.join(grace_s + 10.0)
+        # What its supervisor told of is gone with it. Without a status it was killed itself.
+        whole = self._status is not None
+        gone = self._reader is None or (not self._reader.is_alive() and (whole or swept(self._mark, 0.0, 10.0)))
+        if gone and self._port_holder is not None:
+            self._port_holder.close()
+        return gone
+
+    def _hold_port(self, host: str, port: int) -> int:
+        """Bound and never listening: others keep away, and a server that sets SO_REUSEADDR, as vLLM does, can bind
+        beside it."""
+        if self._port_holder is not None:
+            return int(self._port_holder.getsockname()[1])
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for candidate in (port, 0):
+            holder = socket.socket(family, socket.SOCK_STREAM)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                holder.bind((host, candidate))
+            except OSError:
+                holder.close()
+                if not candidate:
+                    raise
+                continue
+            self._port_holder = holder
+            return int(holder.getsockname()[1])
+        raise AssertionError("unreachable: the loop returns or raises")
+
+    def _tell(self, line: str) -> None:
+        assert self._supervisor is not None
+        assert self._supervisor.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended: the reader knows
+            self._supervisor.stdin.write(line.encode() + b"\n")
+            self._supervisor.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._supervisor is not None
+        assert self._supervisor.stdout is not None
+        for line in self._supervisor.stdout:
+            said = json.loads(line)
+            self._pid = said.get("pid", self._pid)
+            if "status" in said:
+                self._status = said["status"]
+        self._supervisor.wait()
+
+    def _tail(self) -> str:
+        """The end of what this process wrote: the log is kept, and begins with what others of its name wrote."""
+        try:
+            with self._log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_from, size - TAIL_BYTES))
+                return "\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+        except OSError as error:
+            return f"(its log cannot be read: {error})"
+
+
+def swept(mark: str, patience_s: float, limit_s: float) -> bool:
+    """Whether nothing of an engine is left on this machine. What is still there after `patience_s` is killed; False
+    when that does not help within the limit."""
+    began_s = time.monotonic()
+    while True:
+        left = _marked(mark)
+        waited_s = time.monotonic() - began_s
+        if not left:
+            return True
+        if waited_s > limit_s:
+            return False
+        for pid in left if waited_s >= patience_s else ():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes of others and zombies have no environment that can be read."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return found

@@ -1,0 +1,101 @@
+"""Run one command line, and leave nothing of it behind: the process between an actor of Ray and an engine.
+
+A script of the standard library alone: its text is sent to where it runs, where nothing of ours need be. Its input is
+one JSON object `{"argv": [...], "log": path}`, later perhaps `end SECONDS`, a gentle end with that much grace; the end
+of the input means that the actor is gone: by force, at once. It says `{"pid": n}`, and at last `{"status": n}` as a
+shell counts it (128 + signal).
+
+It goes off by itself (Ray kills an actor's own children), takes in whatever the engine's processes leave behind, and is
+the last to go: once it is gone, nothing of the engine is left. Should it be killed, the engine's first process is too.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+NOT_STARTED = 127
+
+
+def main() -> None:
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    order = json.loads(sys.stdin.buffer.readline() or b"null")
+    if order is None:  # whoever asked was gone first
+        return
+    with open(order["log"], "ab", buffering=0) as log:
+        try:
+            first = subprocess.Popen(
+                order["argv"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+            )
+        except OSError as error:
+            log.write(f"{error}\n".encode())
+            _say({"status": NOT_STARTED})
+            return
+    _say({"pid": first.pid})
+    threading.Thread(target=_listen, args=(first.pid,), daemon=True).start()
+    _say({"status": _outlive(first.pid)})
+
+
+def _listen(group: int) -> None:
+    for line in sys.stdin.buffer:
+        _signal(group, signal.SIGTERM)
+        timer = threading.Timer(float(line.split()[1]), _signal, (group, signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    _signal(group, signal.SIGKILL)
+
+
+def _signal(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _outlive(first: int) -> int:
+    """Reap until the first process has ended, then end all others. Returns the status of the first."""
+    status = 0
+    while True:
+        pid, code = os.waitpid(-1, 0)
+        if pid == first:
+            status = os.waitstatus_to_exitcode(code)
+            break
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            # Those whose parents go become our own children, to be ended in the next round.
+            for child in _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            os.waitpid(-1, 0)
+    return status if status >= 0 else 128 - status
+
+
+def _children() -> list[int]:
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+    return found
+
+
+def _say(what: dict[str, int]) -> None:
+    with contextlib.suppress(OSError):  # nobody listens any more
+        sys.stdout.write(json.dumps(what) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

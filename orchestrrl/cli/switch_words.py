@@ -1,5 +1,6 @@
 """A switch in words and tables: what it would do, how far it is, what took how long, and a time line."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ PLAN_COLUMNS = ("stage", "step", "engines", "side by side", "each within")
 TAKEN_COLUMNS = ("stage", "step", "engines", "state", "took", "slowest", "remark")
 WORDY = {"", "configuration", "GPUs", "step", "engines", "state", "slowest", "remark"}  # columns that are read as words
 
+_NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)")
 FATES = ("leaves", "stays", "comes")
 NAMED = 4  # engines, before only their number is told
 ENGINES_SHOWN = 24  # rows, beyond which engines of a kind share one
 BARS_SHOWN = 48  # of a time line, beyond which the steps of a kind in a stage share one
 LINE_WIDTH = 60
+
+CUT_SHORT = "cut short"  # as the daemon says it of a step that another's failure ended
 
 COLOURS = {
     "pending": "dim",
@@ -140,6 +144,11 @@ def _kind(engine: dict[str, Any]) -> str:
 
 
 def _named(ids: Sequence[str]) -> str:
+    """`e0, x`, and `s17-2.0-3` for four that are numbered so."""
+    numbered = [_NUMBERED.fullmatch(id) for id in ids]
+    found = [match for match in numbered if match is not None]
+    if len(ids) > 2 and len(found) == len(ids) and len({match[1] for match in found}) == 1:
+        return f"{found[0][1]}{ranges(sorted(int(match[2]) for match in found))}"
     if len(ids) <= NAMED:
         return ", ".join(ids)
     return f"{', '.join(ids[: NAMED - 1])} and {len(ids) - NAMED + 1} more"
@@ -200,15 +209,18 @@ class Steps:
 
     @property
     def remark(self) -> str:
-        """What failed goes before what succeeded with a remark."""
+        """What failed goes before what was cut short by it, and that before what succeeded with a remark."""
         told = [step for step in self.steps if step["detail"]]
-        told.sort(key=lambda step: step["state"] != "failed")
+        told.sort(key=lambda step: (step["state"] != "failed", step["detail"] == CUT_SHORT))
         if not told:
             return ""
         first = told[0]
-        named = f"{first['engine_id']}: " if len(self.steps) > 1 and first["engine_id"] else ""
-        more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
-        return f"{named}{first['detail']}{more}"
+        detail: str = first["detail"]
+        others = sum(step["detail"] != detail for step in told)
+        if not others and len(told) == len(self.steps):
+            return detail
+        named = f"{first['engine_id']}: " if first["engine_id"] and not detail.startswith(first["engine_id"]) else ""
+        return f"{named}{detail}{f' (and {others} more)' if others else ''}"
 
 
 def together(report: dict[str, Any]) -> list[Steps]:
@@ -310,17 +322,15 @@ def news(before: dict[str, Any] | None, report: dict[str, Any]) -> Iterator[str]
 
 
 def _news_of(group: Steps) -> str:
-    began_s = group.began_s
     back = " back" if group.direction == "back" else ""
     engines = f" {_named(group.engines)}" if group.engines else ""
-    start = f"{time_of_day(began_s)} " if began_s is not None else ""
-    line = f"{start}{words(group.kind)}{back}{engines}: {group.state}"
-    took = _took(group)
-    if group.state in ("done", "failed") and took:
-        line += f" after {took}" if group.state == "failed" else f" in {took}"
-    if group.remark:
-        line += f": {group.remark}"
-    return escape(line)
+    line = f"{words(group.kind)}{back}{engines}: {group.state}"
+    at_s, took = group.began_s, _took(group)
+    if group.state in ("done", "failed") and at_s is not None:
+        at_s = group.ended_s(at_s)
+        line += f"{' after' if group.state == 'failed' else ' in'} {took}" if took else ""
+        line += f": {group.remark}" if group.remark else ""
+    return escape(line if at_s is None else f"{time_of_day(at_s)} {line}")
 
 
 # --- what took how long, over time

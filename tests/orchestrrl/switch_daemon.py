@@ -1,0 +1,61 @@
+"""A daemon whose switches need no engines, served from a thread of its own: commands run their own event loop."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from fake_switching import FakeSwitching
+
+from orchestrrl.clock import WallClock
+from orchestrrl.config import Listen, parse_config
+from orchestrrl.control_plane import ControlPlane
+from orchestrrl.journal import Journal
+from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.switches import SwitchesService
+
+
+class SwitchDaemon:
+    """`with SwitchDaemon(folder, pace_s) as daemon:` serves at `daemon.address` until the end of the block."""
+
+    def __init__(self, folder: Path, pace_s: float = 0.0) -> None:
+        self._folder = folder
+        self._pace_s = pace_s
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self.address = ""
+
+    def __enter__(self) -> "SwitchDaemon":
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    def do(self, act: Callable[[], object]) -> None:
+        """In the daemon's own thread, before anything that comes later."""
+        done = threading.Event()
+
+        def acting() -> None:
+            act()
+            done.set()
+
+        self._loop.call_soon_threadsafe(acting)
+        assert done.wait(30)
+
+    async def _serve(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        clock = WallClock()
+        with Journal(self._folder / "journal.sqlite", clock.now_s()) as journal:
+            self.plane = ControlPlane(parse_config("mode: act"), journal, clock)
+            self.switching = FakeSwitching(clock, self._pace_s)
+            self.plane.switching = cast(Any, self.switching)
+            server = await Server.start(self.plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
+            self.address = server.address
+            self._ready.set()
+            await self._end.wait()
+            await self.switching.close()
+            await server.stop(0.1)

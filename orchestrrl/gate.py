@@ -62,6 +62,7 @@ class Opened:
     detail: str
     policy_version: int | None = None
     without: tuple[EngineId, ...] = ()
+    weights_source: str = ""  # as it was told with the resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class GateState:
     opened: Opened | None = None  # None: it was never closed
     versions: Mapping[EngineId, int] = field(default_factory=dict)  # of engines' weights, as far as they were told
     newest: int | None = None  # the fleet's; None: nobody has told one
+    newest_source: str = ""  # a folder with these weights that engines can read; empty: nobody has told one
     left_out: tuple[EngineId, ...] = ()  # did not get the newest weights: nothing goes there until a version is told
 
     def __post_init__(self) -> None:
@@ -119,17 +121,20 @@ class GateState:
         policy_version: int | None,
         without: Iterable[EngineId],
         reason: str = "",
+        weights_source: str = "",
     ) -> "GateState":
         """`engines` are all there are; the version, where one is told, is that of all but `without`. Where none is
-        told nobody got other weights, so who was left out before still is."""
+        told nobody got other weights, so who was left out before still is. `weights_source` is where the weights are
+        that engines have now, whatever they are called."""
         lease = self.held(lease_id)
         before = self.left_out if policy_version is None else ()
         left_out = tuple(sorted({*before, *without}))
         holder = lease.holder or "its holder"
         words = f"resumed by {holder}" if lease_id else f"opened by another than {holder}"
         words += f": {reason}" if reason else ""
-        opened = Opened(lease.id, now_s, Ending.RESUMED, words, policy_version, left_out)
-        state = replace(self._open(opened), left_out=left_out)
+        opened = Opened(lease.id, now_s, Ending.RESUMED, words, policy_version, left_out, weights_source)
+        newest = self.newest if policy_version is None else policy_version
+        state = replace(self._open(opened), left_out=left_out, newest_source=self._source(newest, weights_source))
         if policy_version is None:
             return state
         fresh = {engine: policy_version for engine in sorted(engines) if engine not in left_out}
@@ -140,15 +145,16 @@ class GateState:
         lease = self.held(lease_id)
         return self._open(Opened(lease.id, now_s, Ending.GAVE_UP, detail))
 
-    def told(self, engines: Iterable[EngineId], policy_version: int) -> "GateState":
+    def told(self, engines: Iterable[EngineId], policy_version: int, weights_source: str = "") -> "GateState":
         """These have weights of that version, however they got them. It becomes the fleet's when none is left that has
-        the fleet's: those with others wait."""
+        the fleet's: those with others wait. Where the weights are is remembered of the fleet's alone."""
         now = frozenset(engines)
         versions = dict(sorted({**self.versions, **dict.fromkeys(now, policy_version)}.items()))
         left_out = tuple(engine for engine in self.left_out if engine not in now)
         serving = {version for engine, version in versions.items() if engine not in left_out}
         newest = self.newest if self.newest in serving else policy_version
-        return replace(self, versions=versions, left_out=left_out, newest=newest)
+        source = self._source(newest, weights_source if newest == policy_version else "")
+        return replace(self, versions=versions, left_out=left_out, newest=newest, newest_source=source)
 
     def forgotten(self, engines: Collection[EngineId]) -> "GateState":
         """Nobody knows any longer what they have: they were restarted, and have the weights that they were started
@@ -193,6 +199,10 @@ class GateState:
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> "GateState":
         return _STATE.validate_python(body)
+
+    def _source(self, newest: int | None, told: str) -> str:
+        """Where the weights of version `newest` are: where it is told, or where they were if they are the same."""
+        return told or (self.newest_source if newest == self.newest else "")
 
     def _open(self, opened: Opened) -> "GateState":
         return replace(self, lease=None, quiet=False, opened=opened)

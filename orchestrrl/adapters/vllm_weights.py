@@ -38,7 +38,8 @@ def reload_weights(
 
     All stand still meanwhile, so that no request sees two versions on two engines at once; running requests stay, lose
     their KV and go on under the new weights. Needs `VLLM_SERVER_DEV_MODE=1` on the servers. `policy_version` names the
-    weights from then on: without it the gateway takes them for the same ones.
+    weights from then on: without it the gateway takes them for the same ones. The gateway is told where they are, for
+    engines that are started later: keep the folder until other weights have been loaded.
 
     Engines of the gateway that are not among `engine_urls` get no weights, and no requests until their version is told.
     A gateway that cannot be reached is done without.
@@ -108,8 +109,13 @@ class _Gate:
             with suppress(Retryable):  # the next one may come through
                 await _post(self.http, f"{self._url}/renew", {"lease_id": self._lease, "lease_s": self._lease_s})
 
-    async def open(self, policy_version: int | None, without: Sequence[str]) -> None:
-        asked = {"lease_id": self._lease, "policy_version": policy_version, "without_engines": list(without)}
+    async def open(self, policy_version: int | None, without: Sequence[str], weights_source: str = "") -> None:
+        asked = {
+            "lease_id": self._lease,
+            "policy_version": policy_version,
+            "weights_source": weights_source,
+            "without_engines": list(without),
+        }
         await _post(self.http, f"{self._url}/resume", asked)
 
 
@@ -128,7 +134,7 @@ async def _reload_behind(gate: _Gate, urls: Sequence[str], weights_path: str, po
     others = {url for url in gate.ids if url not in urls}
     without = [engine for url in (*torn, *sorted(others)) for engine in gate.ids[url]]
     try:
-        await gate.open(policy_version, without)
+        await gate.open(policy_version, without, weights_path)
     except OrchestrRLError as error:
         raise OutcomeUnknown(f"{weights_path} was loaded, but the gate could not be opened by us: {error}") from error
     if torn:

@@ -31,6 +31,9 @@ _FROZEN = {
     FrozenRequests.RESTART: agent_pb2.FROZEN_REQUESTS_RESTART,
 }
 
+WeightsOption = Annotated[
+    str, typer.Option(metavar="FOLDER", help="Where these weights are: engines that are started later load them there.")
+]
 ReasonOption = Annotated[str, typer.Option(help="Who and why, for the journal.")]
 LeaseSeconds = Annotated[float, typer.Option("--lease-s", min=0.0, help="Seconds until all goes on by itself.")]
 
@@ -105,6 +108,7 @@ def resume(
     policy_version: Annotated[
         int | None, typer.Option(min=0, help="Of the weights that engines have now; left out: the same as before.")
     ] = None,
+    weights: WeightsOption = "",
     without: Annotated[
         list[str] | None, typer.Option(metavar="ENGINE", help="Did not get them, stays at rest; repeat it.")
     ] = None,
@@ -114,12 +118,16 @@ def resume(
 ) -> None:
     """Let requests go on, under the weights that engines have now.
 
-    Example: `orchestrrl gate resume --policy-version 13`
+    Example: `orchestrrl gate resume --policy-version 13 --weights /shared/weights/13`
     """
 
     async def conversation(client: ControlClient) -> dict[str, Any]:
         order = control_pb2.ResumeGateRequest(
-            lease_id=lease, policy_version=policy_version, without_engine_ids=without or [], reason=reason
+            lease_id=lease,
+            policy_version=policy_version,
+            weights_source=weights,
+            without_engine_ids=without or [],
+            reason=reason,
         )
         return await answer(client, client.control.ResumeGate, order)
 
@@ -155,6 +163,7 @@ def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> 
 def set_version(
     policy_version: Annotated[int, typer.Argument(min=0, help="Of the weights.", metavar="N")],
     engine: Annotated[list[str], typer.Option(metavar="ENGINE", help="That has them; repeat it.")],
+    weights: WeightsOption = "",
     reason: ReasonOption = "",
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
@@ -165,7 +174,9 @@ def set_version(
     """
 
     async def conversation(client: ControlClient) -> dict[str, Any]:
-        order = control_pb2.SetPolicyVersionRequest(engine_ids=engine, policy_version=policy_version, reason=reason)
+        order = control_pb2.SetPolicyVersionRequest(
+            engine_ids=engine, policy_version=policy_version, reason=reason, weights_source=weights
+        )
         return await answer(client, client.control.SetPolicyVersion, order)
 
     found = ask(daemon, conversation)
@@ -208,16 +219,21 @@ def gate_lines(gate: dict[str, Any]) -> list[str]:
     """The state in a line or two, e.g. for `orchestrrl status`."""
     version = "" if gate["policy_version"] is None else f", policy version {gate['policy_version']}"
     if gate["phase"] in ("", "open"):
-        lines = [f"gate: open{version}"]
+        lines = [f"gate: open{version}", *_source(gate)]
         return lines if not gate["detail"] else [*lines, f"last opened: {escape(gate['detail'])}"]
     until = time_of_day(gate["lease_until_unix_s"])
     holder = f" for {gate['holder']}" if gate["holder"] else ""
     lines = [
         f"gate: [bold]{gate['phase']}[/bold]{version}, mode {gate['mode']}, frozen requests {gate['frozen']}",
         escape(f"lease {gate['lease_id']}{holder}: all goes on by itself at {until}"),
+        *_source(gate),
     ]
     words = progress(gate)
     return [*lines, words] if words else lines
+
+
+def _source(gate: dict[str, Any]) -> list[str]:
+    return [escape(f"weights are in {gate['weights_source']}")] if gate["weights_source"] else []
 
 
 def progress(gate: dict[str, Any]) -> str:

@@ -230,6 +230,9 @@ class VllmEngine:
     async def load_weights(self, source: str, policy_version: int | None) -> None:
         await self._management.load_weights(source, policy_version)
 
+    async def name_weights(self, policy_version: int) -> None:
+        await self._management.name_weights(policy_version)
+
     async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> Excerpt:
         return await self._management.excerpt(await self._model(), prompt_ids, tokens)
 

@@ -63,6 +63,11 @@ class Management:
             name = answer["weight_version"]
         return int(name) if isinstance(name, str) and name.isdecimal() else None
 
+    async def name_weights(self, policy_version: int) -> None:
+        """A server that takes no names goes on without."""
+        if "/update_weight_version" in await self.paths():
+            await self._name(str(policy_version))
+
     async def load_weights(self, source: str, policy_version: int | None) -> None:
         """It stays paused where it was, and where it may have half of the weights: one whose `reload_weights` failed
         dies at its next step, or answers out of torn weights."""

@@ -219,18 +219,25 @@ class GateKeeper:
         return self._state
 
     async def resume(
-        self, lease_id: str, policy_version: int | None, without: Collection[EngineId], reason: str = ""
+        self,
+        lease_id: str,
+        policy_version: int | None,
+        without: Collection[EngineId],
+        reason: str = "",
+        weights_source: str = "",
     ) -> GateState:
         """Raises ProblemFaults for unknown engines, Permanent when the lease has ended. The same again is answered
         again. A gateway that does not answer opens by itself, and is named in how the gate opened."""
         state, engines = self.state, self._engines()
         if faults := _engine_faults("without_engine_ids", without, engines):
             raise ProblemFaults(faults)
-        if _said_before(state, lease_id, policy_version, without):
+        if _said_before(state, lease_id, policy_version, without, weights_source):
             return state
         if policy_version is not None:  # an engine that was not brought to rest had nothing done to it
             without = {*without, *(engine for engine, item in self._rests.items() if not item.done)}
-        self._take(state.resumed(lease_id, self._clock.now_s(), engines, policy_version, without, reason), "resume")
+        now_s = self._clock.now_s()
+        resumed = state.resumed(lease_id, now_s, engines, policy_version, without, reason, weights_source)
+        self._take(resumed, "resume")
         self._break_off("somebody has opened the gate")
         self._changed()
         opened = self._state.opened
@@ -243,14 +250,16 @@ class GateKeeper:
             self._take(replace(self._state, opened=replace(opened, detail=detail)), "resume")
         return self._state
 
-    def set_version(self, engines: Collection[EngineId], policy_version: int, reason: str = "") -> int:
+    def set_version(
+        self, engines: Collection[EngineId], policy_version: int, reason: str = "", weights_source: str = ""
+    ) -> int:
         """The fleet's newest. Raises ProblemFaults."""
         faults = _engine_faults("engine_ids", engines, self._engines())
         if not engines:
             faults.append("engine_ids: names no engine, got []")
         if faults:
             raise ProblemFaults(faults)
-        self._take(self.state.told(engines, policy_version), "version", reason)
+        self._take(self.state.told(engines, policy_version, weights_source), "version", reason)
         self._changed()
         assert self._state.newest is not None
         return self._state.newest
@@ -354,13 +363,16 @@ class GateKeeper:
         logger.info("gate %s: %s %s", event, state.phase, lease or "")
 
 
-def _said_before(state: GateState, lease_id: str, policy_version: int | None, without: Collection[EngineId]) -> bool:
+def _said_before(
+    state: GateState, lease_id: str, policy_version: int | None, without: Collection[EngineId], weights_source: str
+) -> bool:
     """Whether the lease was resumed in these words already, by whose answer got lost."""
     opened = state.opened
     if state.lease is not None or opened is None or not lease_id:
         return False
-    asked = (lease_id, Ending.RESUMED, policy_version, set(without))
-    return (opened.lease, opened.how, opened.policy_version, set(without) & set(opened.without)) == asked
+    asked = (lease_id, Ending.RESUMED, policy_version, weights_source, set(without))
+    was = (opened.lease, opened.how, opened.policy_version, opened.weights_source, set(without) & set(opened.without))
+    return was == asked
 
 
 def _seconds_faults(name: str, value: float) -> list[str]:

@@ -58,6 +58,7 @@ class Resume(Asked):
 
     lease_id: str = ""
     policy_version: _Version | None = None
+    weights_source: str = ""  # a folder with the weights that engines have now
     without_engines: list[str] = Field(default_factory=list)
     reason: str = ""
 
@@ -68,6 +69,7 @@ class SetVersion(Asked):
     engines: Annotated[list[str], Field(min_length=1)]
     policy_version: _Version
     reason: str = ""
+    weights_source: str = ""
 
 
 class Cancel(Asked):
@@ -96,6 +98,7 @@ class GateFace:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.daemon: Daemon | None = None
+        self._told_source: tuple[int | None, str] = (None, "")  # version and folder; of a gateway that is alone
         self.alone = True  # False, without a daemon: others serve the same port, and nobody could order them
 
     def routes(self) -> list[web.RouteDef]:
@@ -167,11 +170,21 @@ class GateFace:
 
     async def _resume(self, asked: Resume) -> Mapping[str, Any]:
         without = tuple(EngineId(engine) for engine in asked.without_engines)
-        return await self._shown(await self._gateway.gate.open(OpenGate(asked.lease_id, asked.policy_version, without)))
+        items = await self._gateway.gate.open(OpenGate(asked.lease_id, asked.policy_version, without))
+        self._remember(asked.policy_version, asked.weights_source)
+        return await self._shown(items)
 
     async def _set_version(self, asked: SetVersion) -> Mapping[str, Any]:
         await self._gateway.gate.set_version(tuple(map(EngineId, asked.engines)), asked.policy_version)
+        self._remember(asked.policy_version, asked.weights_source)
         return await self._shown()
+
+    def _remember(self, version: int | None, source: str) -> None:
+        """Where weights are is remembered of the newest alone, until they are others."""
+        newest = self._gateway.gate.report().policy_version
+        known_version, known = self._told_source
+        told = source if version in (None, newest) else ""
+        self._told_source = (newest, told or (known if newest == known_version else ""))
 
     async def _cancel(self, asked: Cancel) -> Mapping[str, Any]:
         cancelled = self._gateway.cancel(map(RequestId, asked.requests), asked.groups, asked.reason)
@@ -190,6 +203,7 @@ class GateFace:
             "frozen": None if closed is None else closed.frozen,
             "lease_until_unix_s": None if closed is None else closed.lease_until_s,
             "policy_version": report.policy_version,
+            "weights_source": self._told_source[1],
             "requests": {"running": report.running, "frozen": report.frozen, "held": report.held},
             "engines": [
                 {

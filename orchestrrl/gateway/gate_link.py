@@ -62,13 +62,17 @@ def _call(asked: Asked | None) -> tuple[str, Message, float]:
             resume = control_pb2.ResumeGateRequest(
                 lease_id=asked.lease_id,
                 policy_version=asked.policy_version,
+                weights_source=asked.weights_source,
                 without_engine_ids=asked.without_engines,
                 reason=asked.reason,
             )
             return "ResumeGate", resume, ANSWER_S
         case SetVersion():
             told = control_pb2.SetPolicyVersionRequest(
-                engine_ids=asked.engines, policy_version=asked.policy_version, reason=asked.reason
+                engine_ids=asked.engines,
+                policy_version=asked.policy_version,
+                reason=asked.reason,
+                weights_source=asked.weights_source,
             )
             return "SetPolicyVersion", told, ANSWER_S
         case Cancel():

@@ -22,6 +22,7 @@ def gate_to_pb(keeper: GateKeeper) -> pb.Gate:
     gate = pb.Gate(
         phase=state.phase,
         policy_version=state.newest,
+        weights_source=state.newest_source,
         gateways=[
             pb.GatewayGate(node_id=node, report=report_to_pb(report) if report else None)
             for node, report in keeper.gateways().items()

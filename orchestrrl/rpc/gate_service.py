@@ -27,13 +27,15 @@ class GateService:
         version = request.policy_version if request.HasField("policy_version") else None
         without = [EngineId(engine) for engine in request.without_engine_ids]
         async with refusing(context):
-            await self._plane.gate.resume(request.lease_id, version, without, request.reason)
+            await self._plane.gate.resume(request.lease_id, version, without, request.reason, request.weights_source)
         return self.seen()
 
     async def set_version(self, request: pb.SetPolicyVersionRequest, context: Context) -> pb.SetPolicyVersionResponse:
         engines = [EngineId(engine) for engine in request.engine_ids]
         async with refusing(context):
-            newest = self._plane.gate.set_version(engines, request.policy_version, request.reason)
+            newest = self._plane.gate.set_version(
+                engines, request.policy_version, request.reason, request.weights_source
+            )
         return pb.SetPolicyVersionResponse(policy_version=newest)
 
     async def cancel(self, request: pb.CancelRequestsRequest, context: Context) -> pb.CancelRequestsResponse:

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from orchestrrl.deployers.command_line import Device, EngineSpec, Launch, Product
 from orchestrrl.deployers.layout_flags import PORTS_PER_GPU
+from orchestrrl.deployers.simulator_flags import simulated_costs
 from orchestrrl.documents import Name, NonNegativeInt, PositiveInt, Section
 from orchestrrl.errors import ProblemFaults
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
@@ -119,7 +120,8 @@ def spec_of(
         raise ProblemFaults(
             [f"configuration: is not one of fleet.configurations (known: {known}), got {configuration!r}"]
         )
-    most = {each.id: each.max_sequences for each in fleet.configuration_values()}
+    costs = {each.id: each for each in fleet.configuration_values()}[configuration]
+    simulated = fleet.launch is not None and fleet.launch.engine is Product.SIMULATED
     own = fleet.launch.configurations.get(configuration) if fleet.launch is not None else None
     return EngineSpec(
         engine=engine,
@@ -127,10 +129,11 @@ def spec_of(
         parallelism=layouts[configuration],
         gpus=tuple(gpus),
         port=port,
-        max_sequences=most[configuration],
+        max_sequences=costs.max_sequences,
         weights=weights,
         arguments=own.arguments if own is not None else (),
         environment=own.environment if own is not None else {},
+        usual=simulated_costs(costs, layouts[configuration]) if simulated else {},
     )
 
 

@@ -24,7 +24,7 @@ from orchestrrl.deployers.layout_flags import (
     parallel_flags,
     shares,
 )
-from orchestrrl.deployers.simulator_flags import SIMULATED_DECIDED, SIMULATED_PROGRAM, simulated_values
+from orchestrrl.deployers.simulator_flags import SIMULATED_DECIDED, SIMULATED_PROGRAM, simulated_layout
 from orchestrrl.deployers.user_arguments import SET, UNSET, Argument, Owned, read_arguments, replaced
 from orchestrrl.engines import handover
 from orchestrrl.errors import ProblemFaults, shorten
@@ -77,6 +77,7 @@ class EngineSpec:
     weights: str = ""  # folder of a checkpoint to begin with; empty: the model's own
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    usual: Mapping[str, str] = field(default_factory=dict)  # flags of its own that a user may say otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +140,14 @@ def _render_simulated(spec: EngineSpec, launch: Launch) -> CommandLine:
     """One process, whatever the layout, and no GPU in fact. Raises ProblemFaults."""
     given, faults = _given(spec, launch)
     group = _groups(spec, launch)[0]
-    kv_directory = str(_kv_folder(spec, launch)) if launch.kv_directory else ""
-    values = simulated_values(spec.parallelism, launch.host, _http_port(spec, group), kv_directory)
-    usual = {"--model-name": launch.served_model_name or launch.model}
+    values = {"--host": launch.host, "--port": str(_http_port(spec, group)), **simulated_layout(spec.parallelism)}
+    if spec.weights:
+        values["--weights"] = spec.weights
+    if launch.kv_directory:
+        values["--kv-directory"] = str(_kv_folder(spec, launch))
+    usual = {"--model-name": launch.served_model_name or launch.model, **spec.usual}
     if spec.max_sequences is not None:
-        usual["--max-num-seqs"] = str(spec.max_sequences)
+        usual["--max-num-seqs"] = str(max(1, spec.max_sequences // spec.parallelism.dp))
     words, more = Owned(values, {}, SIMULATED_DECIDED, spec.configuration).merge(given, usual)
     faults = [*_gpu_faults(spec), *faults, *_environment_faults(spec, launch), *more]
     if faults:
@@ -286,9 +290,9 @@ def _http_port(spec: EngineSpec, group: Group) -> int:
 
 def _usual(spec: EngineSpec, launch: Launch) -> dict[str, str]:
     """What a user may say otherwise."""
-    usual = {}
+    usual = dict(spec.usual)
     if spec.weights:
-        usual = {"--tokenizer": launch.model, "--served-model-name": launch.model}
+        usual |= {"--tokenizer": launch.model, "--served-model-name": launch.model}
     if launch.served_model_name:
         usual["--served-model-name"] = launch.served_model_name
     if spec.max_sequences is not None:

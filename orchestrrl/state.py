@@ -40,6 +40,9 @@ from planner.model import (
 FINISHED_REMEMBERED = 65536
 # The newest responses of a step that tell how long responses are. Some jobs never go idle, so their step never ends.
 LENGTHS_REMEMBERED = 65536
+# The stream of who reports an engine while its agent does not: such reports are ordered as they come, and those of an
+# agent among themselves, whatever was reported in its stead.
+STAND_IN = -1
 # Endings that say nothing about how long responses are.
 CUT_SHORT = frozenset({"abort", "error"})
 # The ending of an output that `max_tokens` cut: it only tells that it would have been longer.
@@ -180,9 +183,11 @@ class State:
                 return False
             self._removed.discard(report.engine)
         record = self._engines.setdefault(report.engine, _EngineRecord())
-        if (stream, report.sequence) <= record.order:
-            return False
-        record.order, record.report, record.received_s = (stream, report.sequence), report, received_s
+        if stream != STAND_IN:
+            if (stream, report.sequence) <= record.order:
+                return False
+            record.order = (stream, report.sequence)
+        record.report, record.received_s = report, received_s
         if report.capabilities is not None:
             record.capabilities = report.capabilities
         # The agent's word alone: where it gives no rate, there is none, e.g. while a first prefill lasts.

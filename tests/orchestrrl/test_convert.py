@@ -95,7 +95,8 @@ routes = st.builds(
     newest_policy_version=optional(totals),
 )  # fmt: skip
 moves = st.builds(
-    RequestMove, requests, st.just(EngineId("")) | engines, engines, numbers, st.sampled_from(MoveMethod), predicted_s=numbers, other_s=numbers,
+    RequestMove, requests, st.just(EngineId("")) | engines, engines, numbers, st.sampled_from(MoveMethod),
+    predicted_s=numbers, other_s=numbers,
 )  # fmt: skip
 items = st.builds(
     ItemResult, words, st.booleans(), words, counts, numbers, optional(st.sampled_from(MoveMethod)), counts, numbers,

@@ -118,7 +118,23 @@ async def test_pause_renew_resume(house: House) -> None:
         workers = (await house.control.ListWorkers(pb.ListWorkersRequest())).workers
         assert [worker.policy_version for worker in workers] == [0, 0]
         assert (await house.control.GetStatus(pb.GetStatusRequest())).gate.phase == "open"
+        assert opened.weights_source == ""
     assert [type(order) for order in house.orders] == [CloseGate, CloseGate, OpenGate]
+
+
+async def test_where_the_weights_are_is_remembered_with_their_version(house: House) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        gate = await house.control.PauseGate(pb.PauseGateRequest(holder="trainer"))
+        resume = pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=4, weights_source="/shared/4")
+        for _ in range(2):  # its answer may have got lost
+            assert (await house.control.ResumeGate(resume)).weights_source == "/shared/4"
+        other = pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=4, weights_source="/shared/5")
+        assert (await refused(house.control.ResumeGate(other)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+        told = pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=6, weights_source="/shared/6")
+        await house.control.SetPolicyVersion(told)
+        assert (await house.control.GetGate(pb.GetGateRequest())).weights_source == "/shared/6"
+        await house.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=7))
+        assert (await house.control.GetGate(pb.GetGateRequest())).weights_source == ""
 
 
 async def test_every_fault_of_a_wish_is_told_at_once(house: House) -> None:

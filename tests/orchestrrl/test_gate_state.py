@@ -30,8 +30,15 @@ class Told:
     until_s: float = 0.0
     versions: dict[str, int] = field(default_factory=dict)
     newest: int | None = None
+    source: str = ""
     without: set[str] = field(default_factory=set)
     leases: int = 0
+
+    def brought(self, version: int | None, source: str) -> None:
+        """Weights that the fleet has from now on; None: of the version from before."""
+        if version not in (None, self.newest):
+            self.newest, self.source = version, ""
+        self.source = source or self.source
 
     def pass_time(self, by_s: float) -> None:
         self.now_s += by_s
@@ -46,10 +53,14 @@ WORDS = st.one_of(
     st.tuples(st.just("rest"), st.sampled_from(["mine", "old"])),
     st.tuples(st.just("renew"), st.sampled_from(["mine", "old"]), st.floats(1.0, 60.0)),
     st.tuples(
-        st.just("resume"), st.sampled_from(["mine", "old", ""]), st.one_of(st.none(), st.integers(0, 9)), ENGINE_SETS
+        st.just("resume"),
+        st.sampled_from(["mine", "old", ""]),
+        st.one_of(st.none(), st.integers(0, 9)),
+        ENGINE_SETS,
+        st.sampled_from(["", "/a", "/b"]),
     ),
     st.tuples(st.just("give up"), st.sampled_from(["mine", "old"])),
-    st.tuples(st.just("told"), ENGINE_SETS.filter(bool), st.integers(0, 9)),
+    st.tuples(st.just("told"), ENGINE_SETS.filter(bool), st.integers(0, 9), st.sampled_from(["", "/a", "/b"])),
     st.tuples(st.just("daemon restarts")),
     st.tuples(st.just("engine restarts"), st.sampled_from(ENGINES)),
 )
@@ -88,16 +99,16 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
                 else:
                     with pytest.raises(Permanent):
                         state.renewed(named[whose], told.now_s + lasts_s)
-            case ("resume", str(whose), version, set(without)):
+            case ("resume", str(whose), version, set(without), str(source)):
                 assert version is None or isinstance(version, int)
                 if told.holder and whose != "old":
-                    state = state.resumed(named[whose], told.now_s, ENGINES, version, without)
+                    state = state.resumed(named[whose], told.now_s, ENGINES, version, without, "", source)
                     told.holder = None
+                    told.brought(version, source)
                     if version is None:
                         told.without |= without
                     else:
                         told.without = set(without)
-                        told.newest = version
                         told.versions |= dict.fromkeys(set(ENGINES) - without, version)
                 else:
                     with pytest.raises(Permanent):
@@ -109,13 +120,13 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
                 else:
                     with pytest.raises(Permanent):
                         state.given_up(named[whose], told.now_s, "because")
-            case ("told", set(engines), int(version)):
-                state = state.told(engines, version)
+            case ("told", set(engines), int(version), str(source)):
+                state = state.told(engines, version, source)
                 told.versions |= dict.fromkeys(engines, version)
                 told.without -= engines
                 serving = {v for engine, v in told.versions.items() if engine not in told.without}
-                if told.newest not in serving:
-                    told.newest = version
+                if told.newest not in serving or told.newest == version:
+                    told.brought(version, source)
             case ("engine restarts", str(engine)):
                 state = state.forgotten([EngineId(engine)])
                 told.versions.pop(engine, None)
@@ -126,7 +137,7 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
         assert (state.lease.id if state.lease else None) == told.holder
         assert state.lease is None or (state.lease.until_s == told.until_s and told.now_s < told.until_s)
         assert state.versions == told.versions
-        assert state.newest == told.newest
+        assert (state.newest, state.newest_source) == (told.newest, told.source)
         for engine in ENGINES:
             serves = engine not in told.without and told.versions.get(engine) == told.newest
             assert state.serves(engine) == serves
@@ -182,3 +193,23 @@ def test_weights_that_come_engine_by_engine_wait_for_the_last() -> None:
 def test_a_lease_without_sense_is_refused(lasts_s: float, quiet_s: float) -> None:
     with pytest.raises(ValueError, match="quiet_by_s must be after began_s"):
         lease("a", 0.0, lasts_s, quiet_s)
+
+
+def test_a_state_that_was_written_before_folders_were_told_is_read() -> None:
+    state = GateState().paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, 3, [], "", "/shared/3")
+    body = state.body()
+    assert GateState.from_body(body) == state
+    del body["newest_source"], body["opened"]["weights_source"]
+    old = GateState.from_body(body)
+    assert (old.newest, old.newest_source) == (3, "")
+
+
+def test_the_folder_of_the_fleets_weights_is_kept_while_they_are_the_same() -> None:
+    state = GateState().told(ENGINES, 1, "/shared/1")
+    assert state.told(ENGINES[:1], 1).newest_source == "/shared/1", "an engine that was started later"
+    assert state.told(ENGINES[:1], 2, "/shared/2").newest_source == "/shared/1", "the fleet still has version 1"
+    assert state.told(ENGINES, 2).newest_source == ""
+    state = state.paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, None, [])
+    assert state.newest_source == "/shared/1"
+    state = state.paused(lease("b", 2.0, 60.0)).resumed("b", 3.0, ENGINES, None, [], "", "/shared/1b")
+    assert (state.newest, state.newest_source) == (1, "/shared/1b")

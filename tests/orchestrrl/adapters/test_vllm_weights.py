@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from orchestrrl.adapters.trl import GatewayRollout
@@ -67,6 +68,9 @@ async def test_trainers_weights_go_to_the_engines_before_a_rollout_of_a_new_step
         await asyncio.to_thread(rollout.sync_weights, trainer)
         assert gateway.gate.closed is None
         assert rollout.bypassed == 0
+        (newest,) = tmp_path.iterdir()
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/orchestrrl/gate") as answer:
+            assert (await answer.json())["weights_source"] == str(newest), "engines that start later load them there"
     log = engines[0].log
     for sync, step in enumerate((0, 1, 1)):
         assert_all_loaded(log[6 * sync :], urls, f"weights of step {step}")

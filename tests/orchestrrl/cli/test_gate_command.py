@@ -70,12 +70,12 @@ def test_renew_and_resume(daemon: FakeDaemon) -> None:
     assert (late.exit_code, late.stderr) == (1, "lease g2-1 has ended (expired)\n")
     text = said(run(daemon, "gate", "resume", "g3-1", "--policy-version", "0", "--without", "e1", "--without", "e2"))
     assert text.startswith("gate: open, policy version 12 last opened: resumed by weights of step 12")
-    said(run(daemon, "gate", "resume"))
+    said(run(daemon, "gate", "resume", "--weights", "/shared/12"))
     assert daemon.heard == [
         pb.RenewGateRequest(lease_id="g3-1", lease_s=120.0),
         pb.RenewGateRequest(lease_id="g2-1", lease_s=60.0),
         pb.ResumeGateRequest(lease_id="g3-1", policy_version=0, without_engine_ids=["e1", "e2"]),
-        pb.ResumeGateRequest(),
+        pb.ResumeGateRequest(weights_source="/shared/12"),
     ]
 
 
@@ -98,6 +98,12 @@ def test_the_fleets_status_tells_of_a_gate_only_where_there_is_something_to_tell
     assert gate_summary(None) == []
 
 
+def test_the_folder_of_the_weights_is_shown() -> None:
+    for phase in ("open", "quiet"):
+        gate = plain(pb.Gate(phase=phase, policy_version=4, weights_source="/shared/[x]", lease_until_unix_s=1.0))
+        assert r"weights are in /shared/\[x]" in gate_lines(gate)
+
+
 def test_counts_that_are_older_than_the_quiet_are_not_shown() -> None:
     gate = plain(GATE)
     assert "requests: 0 run, 1,200 frozen, 3 held" in gate_lines(gate)
@@ -108,13 +114,14 @@ def test_counts_that_are_older_than_the_quiet_are_not_shown() -> None:
 
 
 def test_set_version_and_cancel(daemon: FakeDaemon) -> None:
-    assert said(run(daemon, "gate", "set-version", "12", "--engine", "e0", "--engine", "e1")) == (
+    weights = ("--weights", "/shared/12")
+    assert said(run(daemon, "gate", "set-version", "12", "--engine", "e0", "--engine", "e1", *weights)) == (
         "e0, e1: policy version 12, the fleet's is 12"
     )
     text = said(run(daemon, "cancel", "--group", "g", "--request", "r1", "--reason", "reward is known"))
     assert text == "2 requests ended: r1, r2"
     assert daemon.heard == [
-        pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=12),
+        pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=12, weights_source="/shared/12"),
         pb.CancelRequestsRequest(request_ids=["r1"], group_ids=["g"], reason="reward is known"),
     ]
     silent = run(daemon, "cancel", "--group", "slow")

@@ -22,6 +22,18 @@ async def made(house: House) -> int:
     return total
 
 
+async def test_the_folder_of_the_weights_is_told_with_them(house: House) -> None:
+    _, gate = await house.post("/orchestrrl/gate/pause", {"holder": "trainer"})
+    asked = {"lease_id": gate["lease_id"], "policy_version": 7, "weights_source": "/shared/7"}
+    _, gate = await house.post("/orchestrrl/gate/resume", asked)
+    assert gate["weights_source"] == "/shared/7"
+    one = {"engines": ["e0"], "policy_version": 8, "weights_source": "/shared/8"}
+    assert (await house.post("/orchestrrl/gate/set-version", one))[1]["weights_source"] == "/shared/7"
+    _, gate = await house.post("/orchestrrl/gate/pause", {"holder": "trainer"})
+    _, gate = await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "policy_version": 9})
+    assert gate["weights_source"] == ""
+
+
 async def test_weights_change_between_the_tokens_of_an_answer(house: House) -> None:
     _, undisturbed = await house.post("/v1/completions", BODY)
     _, first = await house.post("/orchestrrl/gate/pause", {"holder": "trainer"})

@@ -15,8 +15,9 @@ runs exits by nobody's will) is named in `cannot` with the reason, and its tests
 """
 
 import asyncio
+import secrets
+import socket
 import sys
-import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -78,12 +79,27 @@ while True:
 
 
 def stub_launch(folder: Path, first_port: int = 0) -> Launch:
-    """A launch whose `python` is the stub, written to `folder`. By default its ports are likely to be nobody else's."""
+    """A launch whose `python` is the stub, written to `folder`. By default its ports are nobody's now."""
     program = folder / "stub"
     program.write_text(f"#!{sys.executable} -IS\n{STUB}")
     program.chmod(0o755)
-    first_port = first_port or 20_000 + 100 * (time.time_ns() // 1000 % 100)
-    return Launch(python=str(program), model="stub", device=Device.CPU, first_port=first_port)
+    return Launch(python=str(program), model="stub", device=Device.CPU, first_port=first_port or _free_range())
+
+
+def _free_range(size: int = 100) -> int:
+    while True:
+        first = 20_000 + size * secrets.randbelow(10_000 // size)
+        if all(_is_free(port) for port in range(first, first + size)):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as taker:
+        try:
+            taker.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 class Bench:

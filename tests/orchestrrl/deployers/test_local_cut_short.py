@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,15 +40,15 @@ def cut(folder: Path, change: str, launch: Launch) -> list[str]:
     return done.stdout.splitlines()
 
 
-def processes(fleet: str) -> list[psutil.Process]:
-    """By the test's own look at the environment."""
+def processes(wanted: Callable[[str], bool]) -> list[psutil.Process]:
+    """Of these fleets, by the test's own look at the environment."""
     found = []
     for process in psutil.process_iter():
         try:
             mark = process.environ().get(MARK)
         except (psutil.AccessDenied, psutil.NoSuchProcess):
             continue
-        if mark is not None and json.loads(mark)["fleet"] == fleet:
+        if mark is not None and wanted(json.loads(mark)["fleet"]):
             found.append(process)
     return found
 
@@ -61,7 +62,8 @@ class Killed:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        return processes(f"{self.identity.name} in {os.path.realpath(self.identity.folder)}")
+        mine = f"{self.identity.name} in {os.path.realpath(self.identity.folder)}"
+        return processes(lambda fleet: fleet == mine)
 
     async def check_whole(self) -> None:
         found = await until(self.deployer, ENGINE, Life.ALIVE)
@@ -79,8 +81,10 @@ class Killed:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Launch:
-    return replace(stub_launch(tmp_path), device=Device.CUDA)
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    yield replace(stub_launch(tmp_path), device=Device.CUDA)
+    for process in processes(lambda fleet: str(tmp_path) in fleet):
+        process.kill()
 
 
 @pytest.mark.parametrize("then", ["start", "stop"])

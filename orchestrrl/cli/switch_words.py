@@ -194,11 +194,11 @@ class Steps:
         return min((step["began_unix_s"] for step in self.steps if step["began_unix_s"] is not None), default=None)
 
     def ended_s(self, now_s: float) -> float | None:
-        """Of those that have begun, the last one's end; `now_s` while one runs."""
+        """Of those that have begun, the last one's end; `now_s` while one runs. None: nobody saw it."""
         ends = [
-            now_s if step["took_s"] is None else step["began_unix_s"] + step["took_s"]
+            now_s if step["state"] == "running" else step["began_unix_s"] + step["took_s"]
             for step in self.steps
-            if step["began_unix_s"] is not None
+            if step["state"] == "running" or step["took_s"] is not None
         ]
         return max(ends, default=None)
 
@@ -327,7 +327,7 @@ def _news_of(group: Steps) -> str:
     line = f"{words(group.kind)}{back}{engines}: {group.state}"
     at_s, took = group.began_s, _took(group)
     if group.state in ("done", "failed") and at_s is not None:
-        at_s = group.ended_s(at_s)
+        at_s = group.ended_s(at_s) or at_s
         line += f"{' after' if group.state == 'failed' else ' in'} {took}" if took else ""
         line += f": {group.remark}" if group.remark else ""
     return escape(line if at_s is None else f"{time_of_day(at_s)} {line}")
@@ -353,8 +353,7 @@ def time_line(report: dict[str, Any], now_s: float) -> Table:
         if piece.began_s is None:
             continue
         stage, colour = _stage(piece), COLOURS.get(piece.state, "")
-        till_s = piece.ended_s(now_s)
-        assert till_s is not None
+        till_s = piece.ended_s(now_s) or piece.began_s
         table.add_row(
             stage if stage != shown else "",
             words(piece.kind),

@@ -14,12 +14,16 @@ from orchestrrl.control_plane import ControlPlane
 from orchestrrl.journal import Journal
 from orchestrrl.rpc.server import Server
 from orchestrrl.rpc.switches import SwitchesService
+from orchestrrl.switch import SwitchReport
 
 
 class SwitchDaemon:
     """`with SwitchDaemon(folder, pace_s) as daemon:` serves at `daemon.address` until the end of the block."""
 
-    def __init__(self, folder: Path, pace_s: float = 0.0) -> None:
+    def __init__(self, folder: Path, pace_s: float = 0.0, address: str = "127.0.0.1:0", *known: SwitchReport) -> None:
+        """`known`: switches from before."""
+        self._wanted = address
+        self._known = known
         self._folder = folder
         self._pace_s = pace_s
         self._ready = threading.Event()
@@ -52,10 +56,11 @@ class SwitchDaemon:
         with Journal(self._folder / "journal.sqlite", clock.now_s()) as journal:
             self.plane = ControlPlane(parse_config("mode: act"), journal, clock)
             self.switching = FakeSwitching(clock, self._pace_s)
+            self.switching.reports.update({report.id: report for report in self._known})
             self.plane.switching = cast(Any, self.switching)
-            server = await Server.start(self.plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
+            server = await Server.start(self.plane, Listen(address=self._wanted), SwitchesService({}, journal, clock))
             self.address = server.address
             self._ready.set()
             await self._end.wait()
+            await server.stop(0.0)
             await self.switching.close()
-            await server.stop(0.1)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from typer.testing import CliRunner, Result
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.main import application
 from orchestrrl.cli.switch_follow import EXIT_LEFT
-from orchestrrl.switch import Direction, StepKind
+from orchestrrl.switch import Direction, StepKind, StepState, SwitchState
 
 DEADLINE_S = 60.0
 READY, BACK = (Direction.FORWARD, StepKind.READY), (Direction.BACK, StepKind.START)
@@ -198,6 +199,38 @@ def test_without_a_deployer_it_says_what_to_configure(house: SwitchDaemon) -> No
     assert refused.exit_code == 1
     assert "fleet.deployer" in refused.stderr
     assert said(run(house, "plan", "history")) == "no switch has been made yet"
+
+
+def test_it_is_followed_into_the_next_life_of_its_daemon(tmp_path: Path) -> None:
+    with SwitchDaemon(tmp_path) as first:
+        first.do(first.switching.held.clear)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "orchestrrl", "switch", "--to", "tp8", "--daemon", first.address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        begun = process.stdout.readline()
+        address, reports = first.address, first.switching.reports
+    (report,) = reports.values()
+    step = replace(report.steps[0], state=StepState.FAILED, detail="the daemon ended", began_s=report.created_s)
+    gone_back = replace(
+        report,
+        state=SwitchState.ROLLED_BACK,
+        detail="the daemon ended in the middle of it",
+        ended_s=report.created_s + 7.0,
+        steps=(step, *report.steps[1:]),
+    )
+    with SwitchDaemon(tmp_path, 0.0, address, gone_back) as second:
+        output, errors = process.communicate(timeout=DEADLINE_S)
+        line = said(run(second, "plan", "history", "--id", "s1")).partition("Time line")[2]
+    assert begun.startswith("switch s1: 8 x tp2 -> 2 x tp8")
+    assert "fence: failed: the daemon ended" in output
+    assert "rolled back in 7 s" in output
+    assert process.returncode == 1
+    assert "switch s1 is rolled back: the daemon ended in the middle of it" in errors
+    assert "1 fence the fleet ▏ -" in line, "when the step ended nobody saw"
 
 
 # --- a terminal

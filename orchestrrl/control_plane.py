@@ -277,7 +277,7 @@ class ControlPlane:
         return self.plans.get(PlanId(plan))
 
     def current_weights(self) -> Weights:
-        return Weights(self.gate.state.newest, getattr(self.gate.state, "newest_source", ""))
+        return Weights(self.gate.state.newest, self.gate.state.newest_source)
 
     def switch_hold(self) -> str:
         """Why engines must not be changed now; empty: they may be."""

@@ -133,6 +133,12 @@ class SwitchRun:
 
     async def run(self) -> None:
         """From the beginning to the end."""
+        try:
+            reference = await within(self._clock, self.switch.limits.check_s, self.hands.reference())
+        except OrchestrRLError as error:
+            logger.warning("switch %s: there is nothing to compare answers with: %s", self.switch.id, error)
+            reference = None
+        self.switch = self.hands.switch = replace(self.switch, reference=reference)
         body = {"switch": SWITCH.dump_python(self.switch, mode="json")}
         self._journal.append(self._clock.now_s(), Kind.SWITCH_BEGAN, self.switch.id, body)
         failure = await self._forward()

@@ -5,6 +5,7 @@ The order of steps is `orchestrrl/switch.py`'s; journalling them and going back 
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -71,6 +72,7 @@ class Hands:
     switch: Switch
     tally: Tally = field(default_factory=Tally)
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
+    _given: dict[RequestId, EngineId] = field(default_factory=dict)  # whom the plan does not name
     waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
 
     @property
@@ -137,9 +139,9 @@ class Hands:
 
     def _admit(self, engines: Sequence[EngineId]) -> str:
         """Requests go to these; nobody is fenced or expected any longer."""
-        self.plane.weights_told(engines, self.switch.weights)
         for engine in engines:
             self.plane.state.add_engine(self.facts(self.running[engine]))
+        self.plane.weights_told(engines, self.switch.weights)
         of_switch = {spec.engine for spec in (*self.switch.old, *self.switch.new)}
         self.plane.routes.draining.difference_update(of_switch)
         for engine in of_switch:
@@ -212,20 +214,16 @@ class Hands:
         """Where the plan wants each, as far as that engine is yet to serve; the others where least is."""
         coming = {spec.engine for spec in self.switch.coming}
         open_to = {spec.engine: len(spec.gpus) or 1 for spec in self.switch.new}
-        load = dict.fromkeys(open_to, 0.0)
-        for request in self.plane.state.snapshot(self._clock.now_s()).requests:
-            if request.engine in load:
-                load[request.engine] += 1
-        for planned in self.switch.destinations.values():
-            if planned in load:
-                load[planned] += 1
+        there = {request.id: request.engine for request in self.plane.state.snapshot(self._clock.now_s()).requests}
+        load = Counter({**there, **self.switch.destinations, **self._given}.values())
         moves = []
         for request in requests:
             assert request.engine is not None
             destination: EngineId | None = self.switch.destinations.get(request.id)
             if destination not in open_to and open_to:
-                destination = min(load, key=lambda engine: (load[engine] / open_to[engine], engine))
+                destination = min(open_to, key=lambda engine: (load[engine] / open_to[engine], engine))
                 load[destination] += 1
+                self._given[request.id] = destination
             if destination is not None and destination in open_to:
                 hold_s = 0.0
                 if destination in coming:

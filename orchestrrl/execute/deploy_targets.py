@@ -1,5 +1,6 @@
 """From a plan, or an operator's wish, to the engines that the fleet is to have, each on its GPUs. Pure."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -76,8 +77,9 @@ def wanted_by_targets(
     if faults:
         raise ProblemFaults(faults)
     targets = [(ConfigurationId(target), count) for target, count in wish.targets]
-    for keep in (True, False):
-        new = _filled(targets, name, standing, configurations, make_spec, keep=keep)
+    keepable = _keepable(targets, standing)
+    for dropped in range(len(keepable) + 1):  # as few as need be
+        new = _filled(targets, name, standing, configurations, make_spec, keepable[dropped:])
         if new is not None:
             return Wanted(tuple(_with_sleepers([*standing.kept_anyway, *new], standing)))
     free = len(_free(standing, standing.kept_anyway))
@@ -103,24 +105,30 @@ def _target_faults(wish: SwitchWish, configurations: Mapping[ConfigurationId, Co
     return faults
 
 
+def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: Standing) -> list[EngineSpec]:
+    """Engines that are wanted and there; those first that are rather given up where others find no room."""
+    untouched = {spec.engine for spec in standing.kept_anyway}
+    there = [s for s in standing.serving if s.engine in standing.alive and s.engine not in untouched]
+    by_configuration = {
+        target: [spec for spec in there if spec.configuration == target][: count or None] for target, count in targets
+    }
+    filling = [target for target, count in targets if not count]
+    order = [*filling, *(target for target, count in targets if count)]
+    return [spec for target in order for spec in by_configuration[target]]
+
+
 def _filled(
     targets: Sequence[tuple[ConfigurationId, int]],
     name: str,
     standing: Standing,
     configurations: Mapping[ConfigurationId, Configuration],
     make_spec: MakeSpec,
-    *,
-    keep: bool,
+    kept: Sequence[EngineSpec],
 ) -> list[EngineSpec] | None:
     """None where they do not fit. The largest are placed first: small ones find room anywhere."""
-    untouched = {spec.engine for spec in standing.kept_anyway}
-    candidates = [s for s in standing.serving if s.engine in standing.alive and s.engine not in untouched]
-    new: list[EngineSpec] = []
-    left: list[tuple[ConfigurationId, int]] = []
-    for target, count in targets:
-        kept = [spec for spec in candidates if spec.configuration == target] if keep else []
-        new += kept[: count or None]
-        left.append((target, max(0, count - len(kept)) if count else -1))
+    new = list(kept)
+    have = Counter(spec.configuration for spec in kept)
+    left = [(target, count - have[target] if count else -1) for target, count in targets]  # -1: as many as fit
     free = _free(standing, [*standing.kept_anyway, *new])
     place = 0
     for target, count in sorted(left, key=lambda one: (one[1] < 0, -configurations[one[0]].gpus, one[0])):

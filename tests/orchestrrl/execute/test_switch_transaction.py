@@ -1,0 +1,347 @@
+"""Switches of the deployment on a virtual clock: whatever fails, and wherever the daemon is killed, the fleet ends as
+it was or as it was wanted, with every request on an engine that serves."""
+
+from pathlib import Path
+
+import pytest
+from switch_house import FakeEngine, House
+
+from orchestrrl.deployers.base import Life
+from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.journal import Kind
+from orchestrrl.switch import StepKind, SwitchState, SwitchWish
+from planner.model import EngineId
+
+TO_TP2 = SwitchWish((("tp2", 0),), reason="the test says so")
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    """Two narrow engines with requests, and one that stays out of it on GPUs 2 and 3."""
+    house = House(tmp_path)
+    house.place("a", "tp1", 0)
+    house.place("b", "tp1", 1)
+    house.place("w", "tp2", 2, 3)
+    for number in range(6):
+        house.gateway.put(f"r{number}", "abw"[number % 3])
+    return house
+
+
+def serving(house: House) -> set[str]:
+    return {str(engine) for engine in house.gateway.usable()}
+
+
+def check_whole(house: House, engines: set[str], requests: int = 6) -> None:
+    """The fleet is these engines, all of them get requests, and none is anywhere else."""
+    assert set(house.machines.alive()) == engines
+    assert serving(house) == engines
+    assert not house.gateway.held
+    assert len(house.gateway.requests) == requests
+    assert {str(view.engine) for view in house.gateway.requests.values()} <= engines
+    assert not house.plane.routes.draining
+    assert not house.plane.routes.expected
+
+
+def is_new(engine: str) -> bool:
+    return engine.startswith("s")
+
+
+async def test_two_narrow_engines_become_a_wide_one(house: House) -> None:
+    async with house.daemon() as switching:
+        id = switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert (report.id, report.state) == (id, SwitchState.DONE)
+        check_whole(house, {f"{id}.0", "w"})
+        assert house.gateway.cut == []
+        assert house.machines.stops == ["a", "b"]
+        assert (report.requests_parked, report.requests_moved) == (3, 1)  # the wide one that stays takes its share
+        assert report.closed_s is not None
+        assert report.took_s is not None
+        assert [told.step.kind for told in report.steps if told.step.engine in (None, f"{id}.0")] == [
+            StepKind.FENCE,
+            StepKind.START,
+            StepKind.READY,
+            StepKind.LOAD,
+            StepKind.WARM_UP,
+            StepKind.VERIFY,
+            StepKind.ADMIT,
+            StepKind.COMMIT,
+        ]
+        with pytest.raises(Permanent, match="nothing to switch"):
+            switching.begin(TO_TP2)
+    steps = house.entries(Kind.SWITCH_STEP)
+    assert [entry.body["state"] for entry in steps if entry.body["kind"] == "start"] == ["running", "done"]
+    assert all(entry.body["valid_until_s"] > entry.at_s for entry in steps if entry.body["state"] == "running")
+
+
+async def test_a_later_daemon_knows_what_was_switched(house: House) -> None:
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+    async with house.daemon() as switching:
+        check_whole(house, {f"{report.id}.0", "w"})
+        assert switching.history() == [report]
+        assert house.plane.plans.last_switch_s == report.ended_s
+        switching.begin(SwitchWish((("tp1", 2), ("tp2", 0))))
+        back = await house.until_ended()
+        assert back.state is SwitchState.DONE
+        check_whole(house, {f"{back.id}.0", f"{back.id}.1", "w"})
+
+
+STEPS = 32  # entries of the switch below: its beginning, and each step before and after
+
+
+@pytest.mark.parametrize("after", range(STEPS))
+async def test_a_daemon_that_is_killed_leaves_the_old_fleet_or_the_new(house: House, after: int) -> None:
+    """At every entry: before the step was done, and after it."""
+    house.killed_after = after
+    async with house.daemon() as switching:
+        id = switching.begin(TO_TP2)
+        await house.clock.advance(30.0)
+    written = len(house.entries(Kind.SWITCH_STEP, Kind.SWITCH_BEGAN))
+    assert written == min(after + 1, STEPS - 7)
+    house.killed_after = None
+    await house.clock.advance(3.0)
+    async with house.daemon():
+        report = await house.until_ended()
+        assert report.id == id
+        if report.state is SwitchState.DONE:
+            check_whole(house, {f"{id}.0", "w"})
+        else:
+            assert report.state is SwitchState.ROLLED_BACK
+            check_whole(house, {"a", "b", "w"})
+        assert "w" not in house.machines.stops
+    async with house.daemon():  # and that is the end of it
+        assert not house.switching.busy
+
+
+async def test_killed_again_on_the_way_back(house: House) -> None:
+    house.killed_after = 10
+    for after in (10, 14, 17, 21, 24):
+        house.killed_after = after
+        async with house.daemon() as switching:
+            if after == 10:
+                switching.begin(TO_TP2)
+            await house.clock.advance(10.0)
+    house.killed_after = None
+    async with house.daemon():
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        check_whole(house, {"a", "b", "w"})
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("start", "start of s1000-1.0"),
+        ("healthy", "ready of s1000-1.0: took longer than 10 s"),
+        ("probe", "ready of s1000-1.0: took longer than 10 s"),
+        ("layout", "verify of s1000-1.0"),
+        ("score", "verify of s1000-1.0"),
+        ("excerpt", "warm_up of s1000-1.0"),
+    ],
+)
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+async def test_a_new_engine_that_fails_in_any_step_has_the_old_ones_come_back(
+    house: House, what: str, says: str, how: str
+) -> None:
+    if how == "fails":
+        house.machines.faults[what, "s1000-1.0"] = Permanent("is broken")
+    else:
+        house.machines.hangs.add((what, "s1000-1.0"))
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        assert says in report.detail
+        assert "is broken" in report.detail or "took longer" in report.detail
+        check_whole(house, {"a", "b", "w"})
+        assert house.gateway.cut == []
+
+
+def dies(engine: FakeEngine) -> None:
+    engine.life = Life.ENDED
+
+
+def answers_wrongly(engine: FakeEngine) -> None:
+    engine.logprob = -1.1
+
+
+def laid_out_wrongly(engine: FakeEngine) -> None:
+    engine.tp = 1
+
+
+def too_small(engine: FakeEngine) -> None:
+    engine.capacity_tokens = 1500
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (dies, "ready of s1000-1.0: s1000-1.0 ended while it started: died"),
+        (answers_wrongly, "differ by 0.1 nats a token, limit 0.05"),
+        (laid_out_wrongly, "is laid out otherwise: TP 1 instead of 2"),
+        (too_small, "has KV for 1500 tokens, and plans count on 2000"),
+    ],
+)
+async def test_a_new_engine_that_is_not_as_wanted(house: House, made: object, says: str) -> None:
+    def meddle(engine: FakeEngine) -> None:
+        if is_new(engine.spec.engine):
+            made(engine)  # type: ignore[operator]
+
+    house.machines.made = meddle
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        assert says in report.detail
+        check_whole(house, {"a", "b", "w"})
+
+
+async def test_where_going_back_fails_too_the_others_serve(house: House) -> None:
+    house.machines.faults["start", "tp2"] = Permanent("no such image")
+    house.machines.faults["start", "b"] = Retryable("no room", 1.0)
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.DEGRADED
+        assert "start of b: took longer than 5 s: no room" in report.detail
+        check_whole(house, {"a", "w"})
+        del house.machines.faults["start", "b"]
+        switching.begin(SwitchWish((("tp1", 2), ("tp2", 0))))  # an operator mends it
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE
+        assert len(house.machines.alive()) == 3
+
+
+async def test_requests_that_cannot_move_are_waited_for_or_the_switch_does_not_happen(house: House) -> None:
+    house.gateway.put("stuck", "a", movable=False)
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        assert "evacuate of a: took longer than 5 s: 1 requests are still there" in report.detail
+        assert house.machines.stops == []
+        check_whole(house, {"a", "b", "w"}, 7)
+        switching.begin(TO_TP2)
+        await house.clock.advance(1.0)
+        del house.gateway.requests[next(id for id in house.gateway.requests if id == "stuck")]
+        assert (await house.until_ended()).state is SwitchState.DONE
+
+
+@pytest.mark.parametrize("after_s", [0.1, 0.6, 1.2, 2.0])
+async def test_an_operator_may_call_it_off(house: House, after_s: float) -> None:
+    async with house.daemon() as switching:
+        id = switching.begin(TO_TP2)
+        await house.clock.advance(after_s)
+        try:
+            switching.cancel(id, "changed my mind")
+        except Permanent:
+            assert (await house.until_ended()).state is SwitchState.DONE
+            return
+        report = await house.until_ended()
+        assert (report.state, report.detail) == (SwitchState.ROLLED_BACK, "called off: changed my mind")
+        check_whole(house, {"a", "b", "w"})
+        with pytest.raises(Permanent, match="not under way"):
+            switching.cancel(id, "")
+
+
+async def test_one_switch_at_a_time_and_none_while_the_gate_is_closed(house: House) -> None:
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        with pytest.raises(Permanent, match="another change of the deployment is under way"):
+            switching.begin(TO_TP2)
+        await house.until_ended()
+        assert house.plane.gate.state.lease is None
+
+
+async def test_weights_are_brought_and_told(house: House) -> None:
+    async with house.daemon() as switching:
+        house.plane.gate.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7, "", "/ckpt/7")
+        for engine in house.machines.engines.values():
+            engine.weights = 7
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE
+        new = EngineId(f"{report.id}.0")
+        assert house.machines.engines[new].spec.weights == "/ckpt/7"
+        assert house.machines.engines[new].weights == 7
+        assert house.plane.gate.state.versions[new] == 7
+        check_whole(house, {new, "w"})
+
+
+async def test_without_a_place_to_get_weights_from_nothing_is_begun(house: House) -> None:
+    async with house.daemon() as switching:
+        house.plane.gate.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7)
+        with pytest.raises(Permanent, match="nobody has told where they are: `orchestrrl gate set-version 7"):
+            switching.begin(TO_TP2)
+        check_whole(house, {"a", "b", "w"})
+
+
+async def test_engines_that_nobody_knows_of_are_ended_and_those_of_the_fleet_adopted(house: House) -> None:
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+    house.machines.engines[EngineId("stranger")] = FakeEngine(house.spec("stranger", "tp1", 9), 0.0)
+    async with house.daemon():
+        check_whole(house, {f"{report.id}.0", "w"})
+        assert house.machines.stops[-1] == "stranger"
+
+
+async def test_an_engine_that_ended_by_itself_is_cleared_and_can_be_replaced(house: House) -> None:
+    async with house.daemon() as switching:
+        house.machines.engines[EngineId("a")].life = Life.ENDED
+        await switching._look()
+        switching.begin(SwitchWish((("tp1", 2), ("tp2", 0))))
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE
+        check_whole(house, {f"{report.id}.0", "b", "w"})
+
+
+async def test_engines_that_can_sleep_are_woken_for_the_way_back(tmp_path: Path) -> None:
+    house = House(tmp_path, sleepers=True, keep_asleep=True)
+    house.place("a", "tp1", 0)
+    house.place("b", "tp1", 1)
+    async with house.daemon() as switching:
+        tell_capabilities(house, "a", "b")
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE
+        assert {str(id) for id, engine in house.machines.engines.items() if engine.lent} == {"a", "b"}
+        assert all(house.machines.engines[EngineId(name)].sleeping for name in "ab")
+    async with house.daemon() as switching:  # they sleep on
+        assert {str(id) for id, engine in house.machines.engines.items() if engine.lent} == {"a", "b"}
+        switching.begin(SwitchWish((("tp1", 2),)))
+        back = await house.until_ended()
+        assert back.state is SwitchState.DONE
+        assert StepKind.WAKE in [told.step.kind for told in back.steps]
+        check_whole(house, {"a", "b"}, 0)
+        assert house.machines.starts.keys() == {f"{report.id}.0", f"{report.id}.1"}
+
+
+async def test_engines_that_slept_are_stopped_where_none_are_kept(tmp_path: Path) -> None:
+    house = House(tmp_path, sleepers=True)
+    house.place("a", "tp1", 0)
+    house.place("b", "tp1", 1)
+    async with house.daemon() as switching:
+        tell_capabilities(house, "a", "b")
+        house.machines.faults["stop", "b"] = Permanent("does not end")
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert (report.state, report.detail) == (SwitchState.DONE, "retire of b: does not end")
+        assert [str(id) for id, engine in house.machines.engines.items() if engine.lent] == ["b"]
+        del house.machines.faults["stop", "b"]
+
+
+def tell_capabilities(house: House, *engines: str) -> None:
+    import dataclasses
+
+    from builders import engine_report, sample
+
+    from orchestrrl.engines.base import Capabilities
+
+    for engine in engines:
+        told = engine_report(engine, sample=sample(house.clock.now_s()))
+        house.plane.engine_reported(
+            dataclasses.replace(told, capabilities=Capabilities("f", "1", ("f",), sleep=True)), 1
+        )

@@ -1,0 +1,334 @@
+"""What a switch asks of vLLM servers that answer badly, or not all of it. Good ones: the conformance suite."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+from orchestrrl.engines.managed import EngineLayout, Excerpt, connect_managed
+from orchestrrl.engines.vllm import VllmEngine
+from orchestrrl.engines.vllm_info import ServerInfo, read_server_info
+from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+
+PARALLEL = {
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 4,
+    "data_parallel_size_local": 1,
+    "enable_expert_parallel": True,
+    "enable_elastic_ep": True,
+}
+ERROR = {"error": {"message": "no", "type": "InternalServerError", "param": None, "code": 500}}
+LOGPROBS = {"token_logprobs": [-0.5, -1.0]}
+
+
+class FakeServer:
+    """Does what it is told, and answers some paths with another status or body."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.without: set[str] = set()  # paths that it has not
+        self.paused = False
+        self.sleeping = False
+        self.awake = 1
+        self.name = "default"
+        self.parallel: dict[str, Any] = dict(PARALLEL)
+        self.model: dict[str, Any] = {"enable_sleep_mode": True}
+        self.choice: dict[str, Any] = {"token_ids": [5, 6], "logprobs": LOGPROBS, "finish_reason": "length"}
+        self.hangs = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        if request.method == "POST":
+            self.heard.append(request.path_qs)
+        if path == self.hangs:
+            await asyncio.sleep(30)
+        if path in self.without:
+            raise web.HTTPNotFound
+        if path in self.answers:
+            status, body = self.answers[path]
+            return web.json_response(body, status=status)
+        body = await request.json() if request.can_read_body else {}
+        match path:
+            case "/pause" | "/resume":
+                self.paused = path == "/pause"
+            case "/update_weight_version":
+                self.name = body["new_version"]
+            case "/sleep" | "/wake_up":
+                self.sleeping = path == "/sleep"
+                self.awake = int(not self.sleeping)
+            case "/scale_elastic_ep":
+                self.parallel["data_parallel_size"] = body["new_data_parallel_size"]
+            case "/metrics":
+                state = f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {self.awake}\n'
+                return web.Response(text=state + IDLE)
+        return web.json_response(self._told(path))
+
+    def _told(self, path: str) -> Any:
+        offered = {"/openapi.json", "/pause", "/resume", "/is_paused", "/is_sleeping", "/sleep", "/wake_up"}
+        offered |= {"/collective_rpc", "/server_info", "/weight_info", "/update_weight_version", "/scale_elastic_ep"}
+        config = {
+            "parallel_config": self.parallel,
+            "model_config": self.model,
+            "scheduler_config": {"max_num_seqs": 8},
+        }
+        told: dict[str, Any] = {
+            "/openapi.json": {"paths": dict.fromkeys(offered - self.without), "components": {"schemas": {}}},
+            "/server_info": {"vllm_config": config},
+            "/is_paused": {"is_paused": self.paused},
+            "/is_sleeping": {"is_sleeping": self.sleeping or self.paused},
+            "/weight_info": {"weight_version": self.name},
+            "/v1/models": {"data": [{"id": "m", "max_model_len": 100}]},
+            "/v1/completions": {"choices": [self.choice]},
+        }
+        return told.get(path, {})
+
+
+IDLE = "".join(
+    f'vllm:{name}{{engine="0"}} 0\n'
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "generation_tokens_total",
+        "prompt_tokens_total",
+        "num_preemptions_total",
+    )
+)
+
+
+@pytest.fixture
+def fake() -> FakeServer:
+    return FakeServer()
+
+
+@pytest.fixture
+async def engine(fake: FakeServer) -> AsyncIterator[VllmEngine]:
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", fake.answer)
+    async with TestServer(application) as server:
+        engine = VllmEngine(str(server.make_url("/")), timeout_s=0.5)
+        yield engine
+        await engine.close()
+
+
+async def test_layout_seats_and_talents_are_those_that_the_server_was_started_with(
+    engine: VllmEngine, fake: FakeServer
+) -> None:
+    assert await engine.layout() == EngineLayout(tp=2, pp=1, dp=4, ep=True)
+    found = await engine.capabilities()
+    assert (found.max_sequences, found.sleep, found.scale_elastic_ep) == (32, True, True)
+    fake.parallel["enable_elastic_ep"] = fake.model["enable_sleep_mode"] = False
+    found = await engine.capabilities()
+    assert (found.sleep, found.scale_elastic_ep) == (False, False), "its endpoints are there all the same"
+    fake.without = {"/server_info"}
+    found = await engine.capabilities()
+    assert (found.max_sequences, found.sleep, found.scale_elastic_ep) == (None, False, False)
+    assert await engine.layout() == EngineLayout()
+    for order in (engine.sleep, engine.wake):
+        with pytest.raises(Permanent, match="--enable-sleep-mode"):
+            await order()
+    with pytest.raises(Permanent, match="--enable-elastic-ep"):
+        await engine.scale(2)
+    assert fake.heard == []
+
+
+@pytest.mark.parametrize(
+    ("info", "found"),
+    [
+        ({"vllm_config": "as text"}, ServerInfo()),
+        ({"vllm_config": {"scheduler_config": {"max_num_seqs": 3}}}, ServerInfo(max_sequences=3)),
+        (
+            {
+                "vllm_config": {
+                    "scheduler_config": {"max_num_seqs": 3},
+                    "parallel_config": {
+                        "data_parallel_size": 4,
+                        "data_parallel_size_local": 2,
+                        "data_parallel_hybrid_lb": True,
+                    },
+                }
+            },
+            ServerInfo(EngineLayout(dp=4), max_sequences=6),
+        ),
+    ],
+)
+def test_what_a_server_does_not_tell_is_not_made_up(info: dict[str, Any], found: ServerInfo) -> None:
+    assert read_server_info(info) == found
+
+
+async def test_weights_are_loaded_behind_a_pause_that_drops_kv(engine: VllmEngine, fake: FakeServer) -> None:
+    await engine.load_weights("/shared/7", 7)
+    assert fake.heard == [
+        "/pause?mode=keep",
+        "/update_weight_version",
+        "/collective_rpc",
+        "/update_weight_version",
+        "/resume",
+    ]
+    assert await engine.weight_version() == 7
+    assert not fake.paused
+
+
+async def test_a_server_that_takes_no_names_gets_its_weights_and_tells_no_version(
+    engine: VllmEngine, fake: FakeServer
+) -> None:
+    fake.without = {"/update_weight_version", "/weight_info"}
+    await engine.load_weights("/shared/7", 7)
+    await engine.name_weights(7)
+    assert fake.heard == ["/pause?mode=keep", "/collective_rpc", "/resume"]
+    assert await engine.weight_version() is None
+
+
+@pytest.mark.parametrize("name", ["default", "", "step-7", "7.5", "-7", None])
+async def test_a_name_that_is_no_version_is_none(engine: VllmEngine, fake: FakeServer, name: Any) -> None:
+    fake.name = name
+    assert await engine.weight_version() is None
+
+
+# What answers badly, the error, whether the engine is left paused, and whether it still has the old version's name.
+LOADS: list[tuple[str, int, type[OrchestrRLError], bool, bool]] = [
+    ("/pause", 503, Retryable, False, True),
+    ("/pause", 500, OutcomeUnknown, False, True),
+    ("/update_weight_version", 400, Permanent, False, True),
+    ("/collective_rpc", 500, OutcomeUnknown, True, False),
+    ("/collective_rpc", 400, OutcomeUnknown, True, False),
+    ("/resume", 500, OutcomeUnknown, True, False),
+    ("/openapi.json", 500, Retryable, False, True),
+    ("/is_paused", 503, Retryable, False, True),
+]
+
+
+@pytest.mark.parametrize(("path", "status", "error", "paused", "named"), LOADS)
+async def test_what_becomes_of_an_engine_whose_loading_fails(
+    engine: VllmEngine,
+    fake: FakeServer,
+    path: str,
+    status: int,
+    error: type[OrchestrRLError],
+    paused: bool,
+    named: bool,
+) -> None:
+    fake.name = "6"
+    fake.answers[path] = (status, ERROR)
+    with pytest.raises(error):
+        await engine.load_weights("/shared/7", 7)
+    assert fake.paused is paused
+    assert (fake.name == "6") is named, "weights that may be half new must not have the old ones' name"
+
+
+async def test_a_server_without_its_development_endpoints_says_what_is_missing(
+    engine: VllmEngine, fake: FakeServer
+) -> None:
+    fake.without = {"/collective_rpc", "/pause"}
+    with pytest.raises(Permanent, match="/collective_rpc, /pause, which VLLM_SERVER_DEV_MODE=1 offers"):
+        await engine.load_weights("/shared/7", 7)
+    assert fake.heard == []
+
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"token_ids": [5], "logprobs": LOGPROBS, "finish_reason": "length"},
+    {"token_ids": [5, 6], "logprobs": None, "finish_reason": "length"},
+    {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.5, None]}, "finish_reason": "length"},
+    {"token_ids": [], "logprobs": {"token_logprobs": []}, "finish_reason": "length"},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+async def test_an_excerpt_of_another_form_is_permanent(
+    engine: VllmEngine, fake: FakeServer, choice: dict[str, Any]
+) -> None:
+    fake.choice = choice
+    with pytest.raises(Permanent, match="not an answer of vllm"):
+        await engine.excerpt([1, 2], 2)
+
+
+TEXT = Excerpt((1, 2), (5, 6), (-0.5, -1.0))
+SCORES: list[tuple[Any, tuple[float, ...] | None]] = [
+    (
+        [None, {"2": {"logprob": -9}}, {"5": {"logprob": -1.5}, "7": {"logprob": -1}}, {"6": {"logprob": -2}}],
+        (-1.5, -2),
+    ),
+    ([None, {"2": {"logprob": -9}}, {"7": {"logprob": -1}}, {"6": {"logprob": -2}}], None),
+    ([{"5": {"logprob": -1.5}}, {"6": {"logprob": -2}}], None),
+    (None, None),
+]
+
+
+@pytest.mark.parametrize(("told", "scores"), SCORES)
+async def test_scores_are_those_of_the_texts_own_tokens(
+    engine: VllmEngine, fake: FakeServer, told: Any, scores: tuple[float, ...] | None
+) -> None:
+    fake.choice = {"prompt_logprobs": told, "finish_reason": "length"}
+    if scores is not None:
+        assert await engine.score(TEXT) == scores
+        return
+    with pytest.raises(Permanent, match="not an answer of vllm"):
+        await engine.score(TEXT)
+
+
+@pytest.mark.parametrize("ask", [lambda e: e.excerpt([1], 2), lambda e: e.score(TEXT)], ids=["excerpt", "score"])
+async def test_asking_changes_nothing_and_can_be_repeated(
+    engine: VllmEngine, fake: FakeServer, ask: Callable[[VllmEngine], Awaitable[object]]
+) -> None:
+    fake.choice["finish_reason"] = "abort"
+    with pytest.raises(Retryable, match="broken off"):
+        await ask(engine)
+    fake.hangs = "/v1/completions"
+    with pytest.raises(Retryable):
+        await ask(engine)
+    gone = connect_managed("vllm", f"http://127.0.0.1:{unused_port()}")
+    with pytest.raises(Retryable):
+        await ask(gone)  # type: ignore[arg-type]
+    await gone.close()
+
+
+async def test_an_engine_that_is_only_paused_is_not_asleep(engine: VllmEngine, fake: FakeServer) -> None:
+    fake.paused = True
+    assert not await engine.asleep()
+    await engine.sleep()
+    await engine.sleep()
+    assert fake.heard == ["/sleep?level=1"]
+    assert await engine.asleep()
+    with pytest.raises(Permanent, match="is asleep"):
+        await engine.load_weights("/shared/7", 7)
+    await engine.wake()
+    assert not await engine.asleep()
+    fake.without = {"/is_sleeping"}
+    assert not await engine.asleep()
+
+
+ORDERS: list[tuple[str, int, Any, type[OrchestrRLError]]] = [
+    ("/sleep", 500, ERROR, OutcomeUnknown),
+    ("/sleep", 422, ERROR, Permanent),
+    ("/wake_up", 503, ERROR, Retryable),
+    ("/wake_up", 500, "worker died", OutcomeUnknown),
+    ("/wake_up", 200, {"status": "sleeping", "tags": ["weights"]}, OutcomeUnknown),
+    ("/scale_elastic_ep", 400, {"detail": "new_data_parallel_size must be a positive integer"}, Permanent),
+    ("/scale_elastic_ep", 408, {"detail": "Scale failed due to request drain timeout"}, OutcomeUnknown),
+    ("/scale_elastic_ep", 500, {"detail": "Scale failed"}, OutcomeUnknown),
+    ("/scale_elastic_ep", 503, {"error": "The model is currently scaling. Please try again later."}, Retryable),
+    ("/scale_elastic_ep", 200, {"message": "and yet it did not"}, OutcomeUnknown),
+]
+
+
+@pytest.mark.parametrize(("path", "status", "body", "error"), ORDERS)
+async def test_an_order_that_fails_may_be_half_done_unless_the_engine_says_that_it_did_not_begin(
+    engine: VllmEngine, fake: FakeServer, path: str, status: int, body: Any, error: type[OrchestrRLError]
+) -> None:
+    fake.answers[path] = (status, body)
+    orders = {"/sleep": engine.sleep, "/wake_up": engine.wake, "/scale_elastic_ep": lambda: engine.scale(8)}
+    with pytest.raises(error) as raised:
+        await orders[path]()
+    assert engine.url in str(raised.value)
+
+
+async def test_replicas_as_ordered(engine: VllmEngine, fake: FakeServer) -> None:
+    await engine.scale(8)
+    assert (await engine.layout()).dp == 8
+    assert fake.heard == ["/scale_elastic_ep"]

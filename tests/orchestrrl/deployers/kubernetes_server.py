@@ -44,11 +44,16 @@ class Server:
         self.url = ""
         self.rules = _rules()
         self._troubles: list[tuple[str, str, Trouble]] = []
+        self._later: dict[int, Trouble] = {}
         self._runner: web.AppRunner | None = None
         self._stalled = asyncio.Event()
 
     def trouble(self, method: str, path_part: str, trouble: Trouble) -> None:
         self._troubles.append((method, path_part, trouble))
+
+    def trouble_after(self, requests: int, trouble: Trouble) -> None:
+        """With the one that comes after so many more."""
+        self._later[len(self.asked) + requests] = trouble
 
     async def begin(self) -> None:
         app = web.Application()
@@ -82,8 +87,8 @@ class Server:
         return str(path)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        trouble = self._later.pop(len(self.asked), None) or self._next_trouble(request)
         self.asked.append(Request(request.method, request.path))
-        trouble = self._next_trouble(request)
         if trouble is Trouble.BUSY:
             return _status(503, "ServiceUnavailable", "the server is currently unable to handle the request")
         try:

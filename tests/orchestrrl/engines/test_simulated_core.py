@@ -144,3 +144,22 @@ def test_a_paused_engine_makes_nothing_and_goes_on_where_it_was() -> None:
 def test_what_can_never_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="exceed the KV"):
         Scheduler(EngineShape(0.01, 0, 0, 4, 64)).submit(0.0, RequestId("r"), 40, 40)
+
+
+def test_a_scheduler_that_grows_takes_what_waits_and_one_that_is_too_full_does_not_shrink() -> None:
+    small = EngineShape(1.0, 0.0, 0.0, 2, 64, block_tokens=BLOCK_TOKENS)
+    big = EngineShape(1.0, 0.0, 0.0, 4, 128, block_tokens=BLOCK_TOKENS)
+    scheduler = Scheduler(small)
+    for number in range(4):
+        scheduler.submit(0.0, RequestId(f"r{number}"), 20, 8)
+    scheduler.advance(1.5)
+    assert (len(scheduler.running), len(scheduler.waiting)) == (2, 2)
+    scheduler.reshape(big)
+    scheduler.advance(2.5)
+    assert (len(scheduler.running), len(scheduler.waiting)) == (4, 0)
+    with pytest.raises(ValueError, match="4 running sequences do not fit"):
+        scheduler.reshape(small)
+    scheduler.advance(100.0)
+    scheduler.reshape(small)
+    assert scheduler.kv_used_tokens == 0
+    assert scheduler.generated_tokens_total == 32

@@ -39,6 +39,28 @@ def test_answers_differ_by_prompt_seed_and_weights(prompt: list[int], other: lis
         assert plain != answer(TokenModel(), other)
 
 
+@given(prompts, st.integers(0, 5), st.integers(5, 60))
+def test_a_text_scores_as_it_was_generated_and_less_under_other_weights(prompt: list[int], seed: int, tokens: int):
+    generation = TokenModel().begin(prompt, seed)
+    made = [generation.next_token() for _ in range(tokens)]
+    text = [*prompt, *(token for token, _ in made)]
+    told = TokenModel().prompt_logprobs(text, seed)
+    assert len(told) == len(text) - 1
+    assert [(likeliest, logprob) for logprob, likeliest, _ in told[-tokens:]] == made
+    assert all(logprob <= best <= 0 for logprob, _, best in told)
+    other = TokenModel(weights_seed=1).prompt_logprobs(text, seed)[-tokens:]
+    assert sum(logprob for logprob, _, _ in other) < sum(logprob for _, logprob in made)
+
+
+@given(prompts, st.integers(0, 30), st.integers(1, 30))
+def test_an_answer_goes_on_under_other_weights_as_if_it_had_been_sent_anew(prompt: list[int], before: int, after: int):
+    generation, other = TokenModel().begin(prompt), TokenModel(weights_seed=3)
+    had = [generation.next_token()[0] for _ in range(before)]
+    generation.follow(other, 0)
+    anew = other.begin([*prompt, *had])
+    assert [generation.next_token() for _ in range(after)] == [anew.next_token() for _ in range(after)]
+
+
 def test_lengths_have_the_quantiles_and_the_correlation_asked_for():
     model = TokenModel(lengths=LENGTHS)
     pairs = []

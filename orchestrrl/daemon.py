@@ -12,6 +12,7 @@ from orchestrrl.config import Config, Reloadable
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.deploying import switching_of
 from orchestrrl.errors import ProblemFaults
+from orchestrrl.execute.watching import DeployedWatch
 from orchestrrl.journal import Journal
 from orchestrrl.loops import run_loops
 from orchestrrl.metrics import serve_metrics
@@ -39,6 +40,10 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         plane = ControlPlane(config, journal, clock, offload=asyncio.to_thread)
         plane.deployment = plane.switching = switching = switching_of(config, plane, clock)
         if switching is not None:
+            assert config.fleet.launch is not None
+            watch, product = DeployedWatch(plane), config.fleet.launch.engine
+            plane.watch_deployed = lambda urls: watch.follow({engine: (url, product) for engine, url in urls.items()})
+            stack.push_async_callback(watch.close)
             stack.push_async_callback(switching.close)
             await switching.recover()
         switches = SwitchesService(drivers, journal, clock, {entry.id: entry.driver for entry in config.ocs})

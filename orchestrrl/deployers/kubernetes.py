@@ -23,7 +23,6 @@ from orchestrrl.deployers.command_line import EngineSpec, Launch
 from orchestrrl.deployers.kubernetes_api import Conflict, KubernetesApi, NotFound
 from orchestrrl.deployers.kubernetes_life import (
     LogPlace,
-    Reading,
     cannot_be_made,
     deleting,
     gates,
@@ -89,16 +88,20 @@ class KubernetesDeployer:
                     return
                 await self._ask_to_go(made, pods, asked)
             if self._clock.now_s() > deadline_s:
-                found = await self._read(made, pods)
+                found = read_life(made, pods, await self._answering(pods))
                 raise OutcomeUnknown(f"engine {engine} is still there: {found.detail or 'its pods do not end'}")
             await self._clock.sleep(self._options.poll_s)
 
     async def status(self, engine: EngineId) -> Deployed | None:
         made, pods = await self._find(engine)
-        return await self._deployed(made, pods) if made is not None or pods else None
+        if made is None and not pods:
+            return None
+        return await self._deployed(made, pods, await self._answering(pods))
 
     async def list_engines(self) -> tuple[Deployed, ...]:
-        found = [await self._deployed(made, pods) for made, pods in (await self._all()).values()]
+        everyone = (await self._all()).values()
+        answering = await self._answering([pod for _, pods in everyone for pod in pods])
+        found = [await self._deployed(made, pods, answering) for made, pods in everyone]
         return tuple(sorted(found, key=lambda deployed: deployed.engine))
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
@@ -179,9 +182,10 @@ class KubernetesDeployer:
             if refused and not pods:
                 return self._no_room(engine, refused) if "exceeded quota" in refused else Permanent(refused)
             await self._let_through(made, pods)
-            read = await self._read(made, pods)
+            answering = await self._answering(pods)
+            read = read_life(made, pods, answering)
             if read.life is not Life.ALIVE or read.running:
-                return await self._deployed(made, pods)
+                return await self._deployed(made, pods, answering)
             if not read.no_room:
                 waiting_since_s = None
             elif waiting_since_s is None:
@@ -255,12 +259,13 @@ class KubernetesDeployer:
         by_name: dict[str, Object] = {each["metadata"]["labels"][ENGINE]: each for each in made}
         return {name: (by_name.get(name), pods.get(name, [])) for name in {**by_name, **pods}}
 
-    async def _read(self, made: Object | None, pods: Sequence[Object]) -> Reading:
-        names = sorted({pod["spec"].get("nodeName", "") for pod in pods} - {""})
+    async def _answering(self, pods: Sequence[Object]) -> dict[str, bool]:
+        """The nodes of these pods, and whether each answers."""
         if not self._options.read_nodes:
-            return read_life(made, pods, {})
+            return {}
+        names = sorted({pod["spec"].get("nodeName", "") for pod in pods} - {""})
         answers = await asyncio.gather(*map(self._node_answers, names))
-        return read_life(made, pods, dict(zip(names, answers, strict=True)))
+        return dict(zip(names, answers, strict=True))
 
     async def _node_answers(self, name: str) -> bool:
         """What Kubernetes thinks: it takes a node for lost about 40 s after its last sign of life."""
@@ -271,10 +276,10 @@ class KubernetesDeployer:
         conditions = node.get("status", {}).get("conditions") or []
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
-    async def _deployed(self, made: Object | None, pods: Sequence[Object]) -> Deployed:
+    async def _deployed(self, made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> Deployed:
         source = made if made is not None else pods[0]
         engine, configuration, gpus = identity_of(source)
-        read = await self._read(made, pods)
+        read = read_life(made, pods, answering)
         port = annotation(source, PORT)
         host = f"[{read.address}]" if ":" in read.address else read.address
         return Deployed(

@@ -20,7 +20,7 @@ PLAN_COLUMNS = ("stage", "step", "engines", "side by side", "each within")
 TAKEN_COLUMNS = ("stage", "step", "engines", "state", "took", "slowest", "remark")
 WORDY = {"", "configuration", "GPUs", "step", "engines", "state", "slowest", "remark"}  # columns that are read as words
 
-_NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)")
+_NUMBERED = re.compile(r"(|.*\D)(0|[1-9][0-9]*)", re.DOTALL)
 FATES = ("leaves", "stays", "comes")
 NAMED = 4  # engines, before only their number is told
 ENGINES_SHOWN = 24  # rows, beyond which engines of a kind share one

@@ -39,7 +39,8 @@ def draft_to_pb(switch: Switch, stages: Sequence[Stage]) -> pb.SwitchReport:
     )
 
 
-def report_to_pb(report: SwitchReport) -> pb.SwitchReport:
+def report_to_pb(report: SwitchReport, *, steps: bool = True) -> pb.SwitchReport:
+    """`steps` False: without them, where many are listed: a large fleet's are thousands."""
     return pb.SwitchReport(
         switch_id=report.id,
         plan_id=report.plan,
@@ -49,7 +50,7 @@ def report_to_pb(report: SwitchReport) -> pb.SwitchReport:
         old_engines=map(_engine_to_pb, report.old),
         new_engines=map(_engine_to_pb, report.new),
         engine_ids=report.engines,
-        steps=map(_taken_to_pb, report.steps),
+        steps=map(_taken_to_pb, report.steps if steps else ()),
         detail=report.detail,
         ended_unix_s=report.ended_s,
         requests_moved=report.requests_moved,

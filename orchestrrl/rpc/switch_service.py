@@ -11,8 +11,10 @@ from orchestrrl.execute.deploy_records import read_history
 from orchestrrl.rpc.convert_switch import draft_to_pb, report_to_pb, wish_from_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.refusals import Context, refuse, refusing
-from orchestrrl.switch import Stage, Switch, SwitchId, SwitchReport, SwitchWish
+from orchestrrl.switch import Stage, Switch, SwitchId, SwitchReport, SwitchState, SwitchWish
 
+# At most: the report of a large fleet has thousands of steps, and all of them change.
+TOLD_EVERY_S = 0.1
 NO_DEPLOYER = (
     "nothing can start engines here: name what shall in fleet.deployer of the daemon's configuration, and how they are "
     "started in fleet.launch"
@@ -69,6 +71,8 @@ class SwitchService:
             if report != seen:
                 seen = report
                 yield report_to_pb(report)
+            if seen.state is SwitchState.RUNNING:
+                await self._plane.clock.sleep(TOLD_EVERY_S)
 
     async def get(self, request: pb.GetSwitchRequest, context: Context) -> pb.SwitchReport:
         if self._plane.switching is not None:
@@ -87,7 +91,7 @@ class SwitchService:
             reports = self._plane.switching.history(request.limit)
         else:
             reports = self._recorded()[: request.limit or None]
-        return pb.ListDeploymentsResponse(switches=map(report_to_pb, reports))
+        return pb.ListDeploymentsResponse(switches=(report_to_pb(report, steps=False) for report in reports))
 
     async def cancel(self, request: pb.CancelSwitchRequest, context: Context) -> pb.SwitchReport:
         switching = await self._switching(context)

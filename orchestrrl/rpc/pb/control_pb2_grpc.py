@@ -328,7 +328,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListDeployments(self, request, context):
-        """Newest first.
+        """Newest first, without their steps: GetSwitch has these.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -78,7 +78,7 @@ class ControlStub:
     GetSwitch: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetSwitchRequest, _control_pb2.SwitchReport]
     """The one under way, or that was last, or the one with the given id."""
     ListDeployments: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListDeploymentsRequest, _control_pb2.ListDeploymentsResponse]
-    """Newest first."""
+    """Newest first, without their steps: GetSwitch has these."""
     CancelSwitch: _grpc.UnaryUnaryMultiCallable[_control_pb2.CancelSwitchRequest, _control_pb2.SwitchReport]
     """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back."""
     WatchJournal: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchJournalRequest, _control_pb2.JournalEntry]
@@ -134,7 +134,7 @@ class ControlAsyncStub(ControlStub):
     GetSwitch: _aio.UnaryUnaryMultiCallable[_control_pb2.GetSwitchRequest, _control_pb2.SwitchReport]  # type: ignore[assignment]
     """The one under way, or that was last, or the one with the given id."""
     ListDeployments: _aio.UnaryUnaryMultiCallable[_control_pb2.ListDeploymentsRequest, _control_pb2.ListDeploymentsResponse]  # type: ignore[assignment]
-    """Newest first."""
+    """Newest first, without their steps: GetSwitch has these."""
     CancelSwitch: _aio.UnaryUnaryMultiCallable[_control_pb2.CancelSwitchRequest, _control_pb2.SwitchReport]  # type: ignore[assignment]
     """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back."""
     WatchJournal: _aio.UnaryStreamMultiCallable[_control_pb2.WatchJournalRequest, _control_pb2.JournalEntry]  # type: ignore[assignment]
@@ -331,7 +331,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ListDeploymentsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ListDeploymentsResponse, _abc.Awaitable[_control_pb2.ListDeploymentsResponse]]:
-        """Newest first."""
+        """Newest first, without their steps: GetSwitch has these."""
 
     @_abc_1.abstractmethod
     def CancelSwitch(

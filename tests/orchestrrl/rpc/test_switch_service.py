@@ -101,6 +101,7 @@ async def test_a_switch_is_told_as_it_goes_on_and_stays_in_the_history(house: Ho
     await house.all_of(pb.SwitchDeploymentRequest(plan_id="p1"))
     listed = (await house.control.ListDeployments(pb.ListDeploymentsRequest())).switches
     assert [(report.switch_id, report.plan_id) for report in listed] == [("s2", "p1"), ("s1", "")]
+    assert not any(report.steps for report in listed)
     newest = (await house.control.ListDeployments(pb.ListDeploymentsRequest(limit=1))).switches
     assert [report.switch_id for report in newest] == ["s2"]
     assert (await house.control.GetSwitch(pb.GetSwitchRequest(switch_id="s1"))) == last

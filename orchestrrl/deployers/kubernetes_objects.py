@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrrl.deployers.command_line import CommandLine, Device, EngineSpec, Launch, render, url_of
+from orchestrrl.deployers.command_line import CommandLine, Device, EngineSpec, Launch, Product, render, url_of
 from orchestrrl.deployers.kubernetes_options import KubernetesOptions
 from orchestrrl.deployers.layout_flags import Role
 from orchestrrl.errors import ProblemFaults
@@ -252,6 +252,8 @@ def _environment(line: CommandLine, launch: Launch) -> dict[str, str]:
 
 def _resources(line: CommandLine, spec: EngineSpec, launch: Launch, options: KubernetesOptions) -> dict[str, str]:
     held = len(line.gpus) or spec.parallelism.gpus
+    if launch.engine is Product.SIMULATED:
+        return {}
     if launch.device is Device.CUDA:
         return {options.gpu_resource: str(held)}
     return {"cpu": str(held * launch.cores_per_gpu)} if launch.cores_per_gpu else {}

@@ -5,6 +5,7 @@ import asyncio
 import copy
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,10 @@ from kubernetes_server import Trouble
 from orchestrrl.clock import WallClock
 from orchestrrl.deployers import kubernetes_api
 from orchestrrl.deployers.base import Deployed, Deployer, FleetIdentity, Life, make_deployer
-from orchestrrl.deployers.command_line import Device, EngineSpec
+from orchestrrl.deployers.command_line import Device, EngineSpec, Launch, Product
 from orchestrrl.deployers.conformance import BEHAVIOUR, LAST_WORDS, Behaviour, until
 from orchestrrl.deployers.kubernetes_objects import GATE
+from orchestrrl.engines.managed import connect_managed
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
@@ -164,6 +166,23 @@ async def test_two_sides_of_an_afd_engine_are_containers_of_one_pod(place: House
     assert limits == [{"nvidia.com/gpu": "2"}, {"nvidia.com/gpu": "2"}]
     await pid_at(started.url)
     await deployer.stop(ONE)
+
+
+async def test_an_engine_in_a_pod_gives_tokens_and_tells_its_layout(place: House) -> None:
+    launch = Launch(python=sys.executable, engine=Product.SIMULATED, model="tiny", per_node=4)
+    deployer = place.deployer(launch=launch)
+    started = await deployer.start(replace(spec(), environment={}))
+    client = connect_managed("simulated", started.url)
+    try:
+        async with asyncio.timeout(30):
+            while not await client.healthy():
+                await asyncio.sleep(0.05)
+            await client.probe()
+            assert (await client.layout()).tp == 2
+    finally:
+        await client.close()
+    await deployer.stop(ONE)
+    assert empty(place)
 
 
 # Ends.

@@ -6,8 +6,8 @@ deploy_steps.py's, where engines go deploy_targets.py's.
 """
 
 import asyncio
-import itertools
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -49,6 +49,7 @@ from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan,
 
 logger = logging.getLogger(__name__)
 
+_NUMBERED = re.compile(r"s([0-9]{1,9})(?:$|\.)")
 TEND_S = 2.0  # between looks at what the deployer has
 STOPPED_STATES = frozenset({StepKind.STOP, StepKind.RETIRE})
 
@@ -105,7 +106,6 @@ class Switching:
         self._running: dict[EngineId, Deployed] = {}
         self._fleet = read_fleet(plane.journal)  # None: nothing has been switched here
         self._history = read_history(plane.journal)
-        self._ids = itertools.count(1)
         self._run: SwitchRun | None = None
         self._task: asyncio.Task[DeploymentOutcome] | None = None
         self._starting = False
@@ -234,13 +234,19 @@ class Switching:
     def draft(self, wish: SwitchWish) -> tuple[Switch, tuple[Stage, ...]]:
         """What would be done. Raises ProblemFaults with every fault of the wish, Permanent where it cannot be now."""
         standing = self._standing()
-        id = SwitchId(f"s{self._plane.journal.generation}-{next(self._ids)}")
+        id = self._next_id()
         if wish.plan and not wish.targets:
             wanted = self._wanted(self._plane.plan_named(wish.plan), standing)
         else:
             wanted = wanted_by_targets(wish, id, standing, self.configurations, self._make_spec)
         switch = self._switch(id, PlanId(wish.plan), wish.reason or "an operator's wish", standing, wanted)
         return switch, stages_of(switch)
+
+    def _next_id(self) -> SwitchId:
+        """s1, s2, ...: numbers that no switch had, and no engine is called after, also where the journal was lost."""
+        used = [*self._history, *(() if self._run is None else (self._run.switch.id,)), *self._running]
+        numbers = (int(found[1]) for name in used if (found := _NUMBERED.match(name)))
+        return SwitchId(f"s{max(numbers, default=0) + 1}")
 
     def _wanted(self, plan: Plan, standing: Standing) -> Wanted:
         return wanted_by_plan(plan, standing, self._make_spec)
@@ -299,7 +305,7 @@ class Switching:
         try:
             await self._look()
             standing = self._standing()
-            id = SwitchId(f"s{self._plane.journal.generation}-{next(self._ids)}")
+            id = self._next_id()
             wanted = self._wanted(plan, standing)
             switch = self._switch(id, plan.id, plan.verdict.detail, standing, wanted)
             self._begin(switch, tell=False)

@@ -133,12 +133,12 @@ async def test_killed_again_on_the_way_back(house: House) -> None:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("start", "start of s1000-1.0"),
-        ("healthy", "ready of s1000-1.0: took longer than 10 s"),
-        ("probe", "ready of s1000-1.0: took longer than 10 s"),
-        ("layout", "verify of s1000-1.0"),
-        ("score", "verify of s1000-1.0"),
-        ("excerpt", "warm_up of s1000-1.0"),
+        ("start", "start of s1.0"),
+        ("healthy", "ready of s1.0: took longer than 10 s"),
+        ("probe", "ready of s1.0: took longer than 10 s"),
+        ("layout", "verify of s1.0"),
+        ("score", "verify of s1.0"),
+        ("excerpt", "warm_up of s1.0"),
     ],
 )
 @pytest.mark.parametrize("how", ["fails", "hangs"])
@@ -146,9 +146,9 @@ async def test_a_new_engine_that_fails_in_any_step_has_the_old_ones_come_back(
     house: House, what: str, says: str, how: str
 ) -> None:
     if how == "fails":
-        house.machines.faults[what, "s1000-1.0"] = Permanent("is broken")
+        house.machines.faults[what, "s1.0"] = Permanent("is broken")
     else:
-        house.machines.hangs.add((what, "s1000-1.0"))
+        house.machines.hangs.add((what, "s1.0"))
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
         report = await house.until_ended()
@@ -178,7 +178,7 @@ def too_small(engine: FakeEngine) -> None:
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (dies, "ready of s1000-1.0: s1000-1.0 ended while it started: died"),
+        (dies, "ready of s1.0: s1.0 ended while it started: died"),
         (answers_wrongly, "differ by 0.1 nats a token, limit 0.05"),
         (laid_out_wrongly, "is laid out otherwise: TP 1 instead of 2"),
         (too_small, "has KV for 1500 tokens, and plans count on 2000"),

@@ -50,7 +50,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class RequestMove:
-    """`hold_s`: for so long the gateway keeps the request for a destination that is not in its routes yet.
+    """`hold_s`: for so long the gateway keeps the request for a destination that is not in its routes yet. An empty
+    `from_engine`: the gateway holds it, and it goes from there.
 
     `method` is the cheaper one, by what is believed of costs; the gateway falls back to recompute where KV cannot be
     had. 0 seconds: nothing was predicted, or the other method was not to be had.

@@ -420,9 +420,12 @@ class RequestMove(_message.Message):
     OTHER_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     from_engine_id: _builtins.str
+    """Empty: the gateway holds it, on no engine."""
     to_engine_id: _builtins.str
     hold_s: _builtins.float
-    """For so long the gateway keeps the request for a destination that it has no route to yet. 0: such a move is refused."""
+    """For so long the gateway keeps the request for a destination that takes none yet; one that is expected it is kept for
+    in any case. 0: a move to another is refused.
+    """
     method: Global___MoveMethod.ValueType
     predicted_s: _builtins.float
     """Seconds until the request goes on, its next decode step not counted. 0: nothing was predicted."""

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.main import application
 from orchestrrl.config import EXAMPLE, Config, load_config, parse_config
+from orchestrrl.deployers.simulator_flags import BLOCK_TOKENS, CONTEXT_TOKENS
+from orchestrrl.engines.simulated_options import SimulatedOptions
 from orchestrrl.errors import ProblemFaults
 from planner.model import ConfigurationId, Parallelism
 
@@ -86,6 +90,40 @@ def test_a_configuration_fills_the_fleet_or_takes_the_gpus_named(tmp_path: Path)
     assert wide["processes"][0]["argv"].count("--enable-expert-parallel") == 1
 
 
+SIMULATED = "{engine: simulated, arguments: [--speed, '30'], configurations: {tp2: {arguments: [--alpha-s, '0.5']}}}"
+
+
+def test_simulated_engines_have_their_layout_and_take_what_their_configuration_says(tmp_path: Path) -> None:
+    engines = json.loads(run(tmp_path, fleet(SIMULATED), "--configuration", "wide", "--json").stdout)["engines"]
+    assert [engine["url"] for engine in engines] == ["http://127.0.0.1:8100"] * 2  # of two nodes
+    (process,) = engines[0]["processes"]
+    assert process["environment"] == {}
+    assert process["argv"] == [
+        *(sys.executable, "-m", "orchestrrl", "engine", "simulated"),
+        *("--host", "127.0.0.1", "--port", "8100"),
+        *("--tensor-parallel-size", "1", "--data-parallel-size", "8", "--enable-expert-parallel"),
+        # Each of the eight replicas has an eighth of the sequences, KV and prefill rate.
+        *("--model-name", "simulated", "--alpha-s", "0.02", "--beta-s", "0.0008", "--gamma-s", "8e-08"),
+        *("--prefill-tokens-per-s", "1125.0", "--kv-capacity-tokens", "12500", "--max-model-len", "12496"),
+        *("--max-num-seqs", "64"),
+        *("--speed", "30"),
+    ]
+    (own, *_) = json.loads(run(tmp_path, fleet(SIMULATED), "--configuration", "tp2", "--json").stdout)["engines"]
+    argv = own["processes"][0]["argv"]
+    assert (argv.count("--alpha-s"), argv[argv.index("--alpha-s") + 1]) == (1, "0.5")
+    afd = run(tmp_path, fleet(SIMULATED), "--configuration", "afd", "--gpus", "0-11", "--json")
+    assert len(json.loads(afd.stdout)["engines"][0]["processes"]) == 1
+
+
+@pytest.mark.parametrize("configuration", ["wide", "tp2"])
+def test_a_rendered_simulated_engine_starts(tmp_path: Path, configuration: str) -> None:
+    """All but the last: it is told to end with an error, which comes after its options were read."""
+    rendered = run(tmp_path, fleet(SIMULATED), "--configuration", configuration, "--json")
+    argv = json.loads(rendered.stdout)["engines"][0]["processes"][0]["argv"]
+    done = subprocess.run([*argv, "--fail-start"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "was told to fail" in done.stderr) == (1, True), done.stderr
+
+
 @pytest.mark.parametrize(
     ("document", "arguments", "expected"),
     [
@@ -109,6 +147,16 @@ def test_a_configuration_fills_the_fleet_or_takes_the_gpus_named(tmp_path: Path)
             fleet(LAUNCH, "  engines: [{id: a, url: 'http://a:1'}, {id: b, url: 'http://b:1', configuration: tp2}]"),
             (),
             ["fleet.engines[0].configuration: must", "fleet.engines[0].gpus: must", "fleet.engines[1].gpus: must"],
+        ),
+        (
+            fleet("{engine: simulated, arguments: [-tp, '4', --port, '1', --enable-expert-parallel, --seed, '3']}"),
+            ("--configuration", "tp2", "--gpus", "0"),
+            [
+                "tp2-0.gpus: must be 2 different GPUs",
+                "fleet.launch.arguments[0]: contradicts `--tensor-parallel-size 2` of tp2, got '-tp 4'",
+                "fleet.launch.arguments[2]: contradicts `--port 8100` of tp2, got '--port 1'",
+                "fleet.launch.arguments[4]: contradicts tp2, which leaves --enable-expert-parallel out",
+            ],
         ),
         (
             fleet("{model: m, arguments: [-tp, '4'], environment: {CUDA_VISIBLE_DEVICES: '3'}}"),
@@ -154,6 +202,20 @@ def test_faults_of_the_launch_section_come_at_once() -> None:
     ]
     fault = faults_in(fleet("{model: m, ports: [9000, 8000]}"))[0]
     assert fault.startswith("fleet.launch.ports: must be the first and the last port")
+
+
+def test_what_a_simulated_engine_does_by_itself_is_known() -> None:
+    default = SimulatedOptions()
+    assert (default.max_model_len_tokens, default.block_tokens) == (CONTEXT_TOKENS, BLOCK_TOKENS)
+
+
+def test_a_model_is_needed_by_engines_that_are_none_simulated() -> None:
+    assert faults_in(fleet("{python: python3}")) == ["fleet.launch.model: is missing, got nothing"]
+    assert faults_in(fleet("{model: null, engine: vllm}")) == ["fleet.launch.model: is missing, got nothing"]
+    assert faults_in(fleet("{engine: sglang, model: m}")) == [
+        "fleet.launch.engine: should be 'vllm' or 'simulated', got 'sglang'"
+    ]
+    parse_config(fleet("{engine: simulated}"))
 
 
 def test_a_layout_takes_as_many_gpus_as_its_configuration() -> None:

@@ -303,7 +303,9 @@ def parse_metrics(text: str) -> EngineMetrics:
         for sample in family.samples:
             values.setdefault(sample.name, []).append(sample.value)
             if sample.name == CACHE_CONFIG:
-                capacity_tokens += int(sample.labels["block_size"]) * int(sample.labels["num_gpu_blocks"])
+                # Each of a server's engines has a line, and in each line are the blocks of them all.
+                told_tokens = int(sample.labels["block_size"]) * int(sample.labels["num_gpu_blocks"])
+                capacity_tokens = max(capacity_tokens, told_tokens)
             elif sample.name == BY_SOURCE and sample.labels["source"] == EXTERNAL_SOURCE:
                 loaded_tokens = (loaded_tokens or 0) + int(sample.value)
     return EngineMetrics(

@@ -273,7 +273,7 @@ def test_metrics_of_data_parallel_engines_are_summed() -> None:
             f"vllm:generation_tokens_total{{{labels}}} 1e+06",
             f"vllm:prompt_tokens_total{{{labels}}} 5.0",
             f"vllm:num_preemptions_total{{{labels}}} 0.0",
-            f'vllm:cache_config_info{{block_size="16",engine="{engine}",num_gpu_blocks="100"}} 1.0',
+            f'vllm:cache_config_info{{block_size="16",engine="{engine}",num_gpu_blocks="200"}} 1.0',
         ]
     metrics = parse_metrics("# HELP x\n" + "\n".join(page) + "\n")
     assert (metrics.running, metrics.waiting, metrics.kv_usage_fraction) == (4, 4, 0.375)

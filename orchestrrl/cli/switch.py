@@ -135,7 +135,8 @@ def _end(report: dict[str, Any], as_json: bool) -> None:
         print_json(report)
     else:
         _print_taken(report)
-        print_lines(words.outcome({**report, "detail": ""}))
+        # Why it is not done goes to standard error, below.
+        print_lines(words.outcome(report if report["state"] == "done" else {**report, "detail": ""}))
     if report["state"] != "done":
         because = report["detail"] or "no reason given"
         fail(f"switch {report['switch_id']} is {words.state_words(report)}: {because}")

@@ -53,6 +53,7 @@ class FakeSwitching:
         self.held = asyncio.Event()  # no step begins while it is clear
         self.held.set()
         self.remembered = 256
+        self.remark = ""  # on a switch that is done
         self.wishes: list[SwitchWish] = []
         self.engines = fleet("tp2", GPUS // 2)
         self.reports: dict[SwitchId, SwitchReport] = {}
@@ -153,7 +154,7 @@ class FakeSwitching:
 
     async def _run(self, switch: Switch) -> None:
         why = await self._direction(switch, Direction.FORWARD, stages_of(switch))
-        state, detail = SwitchState.DONE, ""
+        state, detail = SwitchState.DONE, self.remark
         if why:
             self._set(switch.id, steps=self._skipped(switch.id))
             stages = stages_back(switch, {e.engine for e in switch.coming})

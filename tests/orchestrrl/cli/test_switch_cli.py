@@ -109,6 +109,12 @@ def test_what_goes_back_or_misses_engines_is_status_1_with_the_reason(house: Swi
     assert "switch s2: degraded in" in said(run(house, "status"))
 
 
+def test_what_is_to_be_said_of_one_that_is_done_is_said(house: SwitchDaemon) -> None:
+    house.switching.remark = "retire of e0: took longer than 60 s"
+    assert "done in" in (text := said(run(house, "switch", "--to", "tp8")))
+    assert "s: retire of e0: took longer than 60 s" in text
+
+
 def test_left_to_itself_looked_at_called_off_and_followed(house: SwitchDaemon) -> None:
     house.do(house.switching.held.clear)
     text = said(run(house, "switch", "--to", "tp8", "--no-wait"))

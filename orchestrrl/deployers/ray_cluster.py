@@ -26,6 +26,7 @@ from orchestrrl.deployers import ray_keeper
 from orchestrrl.deployers.ray_places import POLL_S, Json, Places, Refusal
 
 STORE = b"orchestrrl"
+CUT_SHORT = "its start was cut short"
 
 
 class Cluster:
@@ -58,11 +59,15 @@ class Cluster:
 
     def hold(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, port: int) -> Json:
         """Claim the GPUs, and have Ray keep bundles and actors for the parts, one for each process. Returns `places` of
-        the parts; or `found`, the engine as it is, where it is there already."""
+        the parts; or `found`, the engine as it is, where it is there already. What was cut short begins anew."""
         with self._claiming:
             records = self._records()
             if engine in records:
-                return {"found": self._states({engine: records[engine]})[0]}
+                found = self._states({engine: records[engine]})[0]
+                if not found["cut_short"] or records[engine]["spec"] != spec:
+                    return {"found": found}
+                self.stop(engine)
+                del records[engine]
             self._refuse_taken(engine, gpus, records)
             record: Json = {"spec": spec, "gpus": gpus, "seats": [], "url": ""}
             if self._settings["placement_groups"]:
@@ -109,7 +114,7 @@ class Cluster:
         return next((state for state in self.list_engines() if state["engine"] == engine), None)
 
     def _states(self, records: Mapping[str, Json | None]) -> list[Json]:
-        """`{"engine", "record", "life", "detail"}` of each; all actors are asked at once."""
+        """`{"engine", "record", "life", "detail", "cut_short"}` of each; all actors are asked at once."""
         present, lost = set(self._actors()), self._lost_nodes()
         asked = {}
         for engine, record in records.items():
@@ -124,14 +129,15 @@ class Cluster:
         states = []
         for engine, record in sorted(records.items()):
             life, detail = self._life(engine, record, present, asked, lost)
-            states.append({"engine": engine, "record": record, "life": life, "detail": detail})
+            said = {"engine": engine, "record": record, "life": life, "detail": detail}
+            states.append({**said, "cut_short": detail == CUT_SHORT})
         return states
 
     def _life(
         self, engine: str, record: Json | None, present: set[str], asked: Mapping[str, Any], lost: Mapping[str, str]
     ) -> tuple[str, str]:
         if record is None or not record["url"]:
-            return "ended", "its start was cut short"
+            return "ended", CUT_SHORT
         for seat in record["seats"]:
             name, node = _name(engine, seat["process"], seat["seat"]), seat["address"]
             if seat["node"] in lost:
@@ -158,7 +164,7 @@ class Cluster:
         if report["running"]:
             return "alive", ""
         if report["running"] is None:
-            return "ended", "its start was cut short"
+            return "ended", CUT_SHORT
         how = "was killed" if report["status"] is None else f"exited with status {report['status']}"
         return "ended", f"process {report['pid']} on {node} {how}; the end of {report['log']}:\n{report['tail']}"
 

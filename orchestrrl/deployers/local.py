@@ -22,7 +22,7 @@ from orchestrrl.clock import Clock
 from orchestrrl.deployers.base import Deployed, FleetIdentity, Life
 from orchestrrl.deployers.command_line import CommandLine, EngineSpec, Launch, Product, render, url_of
 from orchestrrl.deployers.layout_flags import PORTS_PER_GPU
-from orchestrrl.deployers.local_processes import Found, exit_status, find_processes, hold_port, same, spawn
+from orchestrrl.deployers.local_processes import Found, exit_status, find_processes, hold_port, is_alive, same, spawn
 from orchestrrl.deployers.local_records import Logs, Record, Records, State
 from orchestrrl.documents import NonNegativeInt, PositiveFloat, Section
 from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable, faults_of
@@ -104,6 +104,9 @@ class LocalDeployer:
         raise OutcomeUnknown(f"engine {engine}: processes {pids} do not end on SIGKILL")
 
     async def status(self, engine: EngineId) -> Deployed | None:
+        running = await asyncio.to_thread(self._running, engine)
+        if running is not None:
+            return running
         return next((each for each in await self.list_engines() if each.engine == engine), None)
 
     async def list_engines(self) -> tuple[Deployed, ...]:
@@ -174,6 +177,18 @@ class LocalDeployer:
             if found and time.monotonic() > deadline_s:
                 raise Retryable(f"engine {held.engine}: what is left of it does not end on SIGKILL", FORCE_S)
 
+    def _forget(self, held: _Seen) -> None:
+        for leader in held.record.leaders if held.record is not None else ():
+            self._exit_status(leader)
+            self._exits.pop(leader, None)
+        self._records.remove(held.engine)
+
+    def _exit_status(self, leader: tuple[int, float]) -> int | None:
+        """Of a child of ours. It is waited for once: later its id may be another child's."""
+        if leader not in self._exits and (status := exit_status(leader[0])) is not None:
+            self._exits[leader] = status
+        return self._exits.get(leader)
+
     def _spawn(self, spec: EngineSpec) -> _Seen:
         wanted = spec.port or urlsplit(url_of(spec, self._launch)).port or 0
         try:
@@ -218,7 +233,7 @@ class LocalDeployer:
             if held is None:
                 return ()
             if not held.found:
-                self._records.remove(engine)
+                self._forget(held)
                 return ()
             if held.record is not None and held.record.state is not State.STOPPING:
                 self._records.write(replace(held.record, state=State.STOPPING))
@@ -230,6 +245,13 @@ class LocalDeployer:
         deadline_s = self._clock.now_s() + within_s
         while any(found.alive for found in processes) and self._clock.now_s() < deadline_s:
             await self._clock.sleep(POLL_S)
+
+    def _running(self, engine: EngineId) -> Deployed | None:
+        """The usual answer, without a look at every process of the machine; None: that has to be had."""
+        record = self._records.read_one(engine)
+        if record is None or record.state is not State.STARTED:
+            return None
+        return _told(record) if all(map(is_alive, record.leaders)) else None
 
     def _list(self) -> tuple[Deployed, ...]:
         with self._records.alone():
@@ -270,16 +292,7 @@ class LocalDeployer:
             detail = f"its record was lost; {self._logs.tail(seen.engine)}"
             life = Life.ALIVE if alive else Life.ENDED
             return Deployed(seen.engine, ConfigurationId(""), (), life=life, detail=detail)
-        return Deployed(
-            engine=seen.engine,
-            configuration=record.spec.configuration,
-            gpus=record.spec.gpus,
-            url=record.url,
-            life=Life.ALIVE if alive else Life.ENDED,
-            detail="" if alive else self._obituary(seen, record),
-            spec=record.spec,
-            lent=record.lent,
-        )
+        return _told(record) if alive else _told(record, Life.ENDED, self._obituary(seen, record))
 
     def _obituary(self, seen: _Seen, record: Record) -> str:
         living = {found.process.pid for found in seen.leaders}
@@ -288,13 +301,24 @@ class LocalDeployer:
             pid = leader[0]
             if pid in living:
                 continue
-            if leader not in self._exits and (status := exit_status(pid)) is not None:
-                self._exits[leader] = status
-            ends.append(f"process {pid} {_how(self._exits.get(leader))}")
+            ends.append(f"process {pid} {_how(self._exit_status(leader))}")
         if seen.cut_short:
             what = "is being stopped" if record.state is State.STOPPING else "was not started to the end"
             ends.append(f"it {what}: {len(living)} of {record.processes} processes are there")
         return f"{', '.join(ends)}; {self._logs.tail(seen.engine)}"
+
+
+def _told(record: Record, life: Life = Life.ALIVE, detail: str = "") -> Deployed:
+    return Deployed(
+        engine=record.spec.engine,
+        configuration=record.spec.configuration,
+        gpus=record.spec.gpus,
+        url=record.url,
+        life=life,
+        detail=detail,
+        spec=record.spec,
+        lent=record.lent,
+    )
 
 
 def _how(status: int | None) -> str:

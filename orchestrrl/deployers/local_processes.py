@@ -18,7 +18,7 @@ import psutil
 from orchestrrl.deployers.local_records import Logs, Record, read_record
 from planner.model import EngineId
 
-MARK = "ORCHESTRRL_ENGINE"
+MARK = "ORCHESTRRL_LOCAL_ENGINE"
 CREATED_WITHIN_S = 1.0  # a process is the same if created then: the boot time that it is counted from may be corrected
 
 
@@ -84,6 +84,17 @@ def same(found: Found, leader: tuple[int, float]) -> bool:
     """Whether it is the process that was noted down, and no later one of its id."""
     pid, created_s = leader
     return found.process.pid == pid and abs(found.created_s - created_s) <= CREATED_WITHIN_S
+
+
+def is_alive(leader: tuple[int, float]) -> bool:
+    """Whether the process that was noted down lives."""
+    pid, created_s = leader
+    try:
+        process = psutil.Process(pid)
+        there = abs(process.create_time() - created_s) <= CREATED_WITHIN_S
+        return there and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def exit_status(pid: int) -> int | None:

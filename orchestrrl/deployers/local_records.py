@@ -80,22 +80,17 @@ class Records:
 
     def read(self) -> dict[EngineId, Record]:
         """A record that cannot be read counts as lost: its processes are found without."""
-        found = {}
-        for path in sorted(self._folder.glob("*.json")):
-            try:
-                record = read_record(json.loads(path.read_bytes()))
-            except ValueError:
-                record = None
-            if record is None:
-                log.warning("%s is no record of an engine", path)
-            else:
-                found[record.spec.engine] = record
-        return found
+        records = map(_read, sorted(self._folder.glob("*.json")))
+        return {record.spec.engine: record for record in records if record is not None}
+
+    def read_one(self, engine: EngineId) -> Record | None:
+        return _read(self._path(engine))
 
     def write(self, record: Record) -> None:
         path = self._path(record.spec.engine)
         draft = path.with_suffix(".draft")
-        with draft.open("w") as file:
+        # A record has the engine's environment, which may have secrets.
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(record.document(), file)
             file.flush()
             os.fsync(file.fileno())
@@ -115,6 +110,18 @@ class Records:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _read(path: Path) -> Record | None:
+    try:
+        record = read_record(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        record = None
+    if record is None:
+        log.warning("%s is no record of an engine", path)
+    return record
 
 
 class Logs:

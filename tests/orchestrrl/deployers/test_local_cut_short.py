@@ -93,7 +93,7 @@ async def test_what_a_killed_deployer_leaves_is_found_and_started_or_ended(
     tmp_path: Path, launch: Launch, change: str, then: str
 ) -> None:
     effects = cut(tmp_path, change, launch)
-    assert effects.count("os.posix_spawn") == (2 if change == "start" else 0)
+    assert effects.count("os.posix_spawn") == (2 if change == "start" else 0), effects
     for place in range(len(effects) + 1):
         left = Killed(tmp_path, launch, place)
         there = await left.deployer.list_engines()

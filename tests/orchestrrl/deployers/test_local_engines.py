@@ -280,6 +280,22 @@ async def test_an_end_tells_the_status(fleet: Fleet) -> None:
     assert "ended with status 3" in (await end(fleet.deployer())).detail
 
 
+async def test_nothing_is_left_of_what_was_stopped_not_even_to_be_waited_for(fleet: Fleet) -> None:
+    deployer = fleet.deployer()
+    before = set(psutil.Process().children())
+    for behaviour in (Behaviour.SERVES, Behaviour.EXITS, Behaviour.HANGS):
+        await deployer.start(behaving(behaviour))
+        if behaviour is Behaviour.EXITS:
+            await asyncio.sleep(0.2)
+        await deployer.stop(ENGINE)
+    assert set(psutil.Process().children()) <= before
+
+
+async def test_records_are_for_their_owner_alone(fleet: Fleet) -> None:
+    await fleet.deployer().start(spec(environment={"HF_TOKEN": "secret"}))
+    assert [path.stat().st_mode & 0o077 for path in fleet.records.glob("*.json")] == [0]
+
+
 async def test_odd_names_are_names(fleet: Fleet) -> None:
     names = [EngineId(name) for name in ("../up", "a b", "é", "x.log", "x", "-")]
     deployer = fleet.deployer()

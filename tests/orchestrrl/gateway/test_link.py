@@ -176,6 +176,29 @@ async def test_orders_are_carried_out_and_requests_reported(house: House) -> Non
     await eventually(lambda: not daemon.reports[-1].finished and not daemon.reports[-1].in_flight)
 
 
+async def test_engines_that_are_being_started_are_waited_for(house: House) -> None:
+    house.daemon.order("routes", SetRoutes((), (EngineId("e0"),), FAR_S))
+    await eventually(lambda: "routes" in house.daemon.results)
+    assert house.fleet.expected == {"e0"}
+    async with house.gateway.job(ask(house, "r")) as job:
+        await eventually(lambda: len(house.fleet.queue) == 1)
+        house.daemon.order("come", routes(e0=False))
+        await eventually(lambda: bool(house.engines["e0"].attempts))
+        assert not house.fleet.expected
+        await step(house, 60)
+        await eventually(lambda: job.done)
+    # One that the gateway holds goes where it is sent: there is no engine that it comes from.
+    house.daemon.order("none", SetRoutes((), (EngineId("e0"), EngineId("e1")), FAR_S))
+    await eventually(lambda: "none" in house.daemon.results)
+    async with house.gateway.job(ask(house, "s")):
+        await eventually(lambda: len(house.fleet.queue) == 1)
+        house.daemon.order("move", MoveRequests((RequestMove(RequestId("s"), EngineId(""), EngineId("e1")),)))
+        await eventually(lambda: "move" in house.daemon.results)
+        assert house.daemon.results["move"].status is OperationStatus.DONE
+        house.daemon.order("both", routes(e0=False, e1=False))
+        await eventually(lambda: bool(house.engines["e1"].attempts))
+
+
 async def test_what_gateways_do_not_do_is_said(house: House) -> None:
     house.daemon.order("probe", ProbeEngine(EngineId("e0")))
     house.daemon.order("nowhere", SetRoutes((Route(EngineId("e5"), ""),)))

@@ -61,7 +61,9 @@ Found = tuple[Object | None, list[Object]]  # an engine's workload, and its pods
 class KubernetesDeployer:
     """See the module. Give it one fleet's name in one namespace: that name is what its engines are found by."""
 
-    can_lend = False  # Kubernetes gives a pod its GPUs for as long as it lives
+    # Kubernetes gives a pod its GPUs for as long as it lives.
+    can_lend = False
+    can_scale = False
 
     def __init__(self, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         self._launch = launch
@@ -106,6 +108,11 @@ class KubernetesDeployer:
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
         raise Permanent(f"the GPUs of {engine} cannot be lent: Kubernetes gives them to a pod for as long as it lives")
+
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        raise Permanent(
+            f"the GPUs of {spec.engine} cannot change: Kubernetes gives them to a pod for as long as it lives"
+        )
 
     async def close(self) -> None:
         await self._api.close()

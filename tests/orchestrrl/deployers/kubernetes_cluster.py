@@ -274,8 +274,8 @@ class _Kubelet:
             before = str(status)
             name, state = container["name"], status["state"]
             process = self._processes.get(name)
-            if container["image"] not in self._cluster.images:
-                again = state["waiting"]["reason"] == "ErrImagePull"
+            if process is None and container["image"] not in self._cluster.images:
+                again = state["waiting"]["reason"] != "ContainerCreating"
                 reason = "ImagePullBackOff" if again else "ErrImagePull"
                 status["state"] = {"waiting": {"reason": reason, "message": f'Back-off pulling "{container["image"]}"'}}
             elif process is None:

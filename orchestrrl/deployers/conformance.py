@@ -40,6 +40,7 @@ DEADLINE_S = 60.0
 POLL_S = 0.05
 LAST_WORDS = "the stub has had enough"
 BEHAVIOUR = "STUB_BEHAVIOUR"
+NO = (Permanent, Retryable)  # nothing happened
 ONE, TWO = EngineId("e-one"), EngineId("e-two")
 
 
@@ -329,6 +330,22 @@ class DeployerConformance:
             assert isinstance(refused, Permanent), refused
             assert names(await deployer.list_engines()) == [started.engine]
             await self.until_it_answers(deployer, started.engine)
+
+    async def test_whatever_is_asked_at_once_a_gpu_serves_one_engine(self) -> None:
+        specs = [self.spec(ONE, (0, 1)), self.spec(TWO, (1, 2)), self.spec(EngineId("e-three"), (2, 3))]
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            for turn in range(3):
+                asked = [act for spec in specs for act in (deployer.start(spec), deployer.stop(spec.engine))]
+                asked += [deployer.start(spec) for spec in specs[turn:]]
+                outcomes = await asyncio.gather(*asked, return_exceptions=True)
+                wrong = [each for each in outcomes if isinstance(each, BaseException) and not isinstance(each, NO)]
+                assert not wrong
+                held = [gpu for each in await deployer.list_engines() for gpu in each.gpus]
+                assert len(held) == len(set(held))
+            for spec in specs:
+                await deployer.stop(spec.engine)
+            assert await deployer.list_engines() == ()
 
     # Those who were here before.
 

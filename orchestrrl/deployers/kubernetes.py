@@ -13,7 +13,6 @@ before its first process can run.
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ from orchestrrl.deployers.kubernetes_life import (
     uids,
 )
 from orchestrrl.deployers.kubernetes_objects import (
-    ENGINE,
     GATE,
     LWS,
     PODS,
@@ -40,12 +38,12 @@ from orchestrrl.deployers.kubernetes_objects import (
     annotation,
     identity_of,
     name_of,
-    selector,
     size_of,
     spec_of,
     workload,
 )
 from orchestrrl.deployers.kubernetes_options import read_options
+from orchestrrl.deployers.kubernetes_view import FleetView, Found, pods_path, workloads_path
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from planner.model import EngineId
 
@@ -54,8 +52,7 @@ INSTALL_LWS = (
     "https://lws.sigs.k8s.io/docs/installation/"
 )
 RETRY_AFTER_S = 1.0
-
-Found = tuple[Object | None, list[Object]]  # an engine's workload, and its pods
+NODES_KNOWN_POLLS = 10
 
 
 class KubernetesDeployer:
@@ -71,6 +68,9 @@ class KubernetesDeployer:
         self._options = read_options(options)
         self._clock = clock
         self._api = KubernetesApi(self._options.kubeconfig, self._options.context, self._options.request_timeout_s)
+        nodes_known_s = self._options.poll_s * NODES_KNOWN_POLLS if self._options.read_nodes else None
+        self._view = FleetView(self._api, self._options.namespace, self._fleet, nodes_known_s, clock)
+        self._pods = pods_path(self._options.namespace)
         # What is looked at before an engine is made must still hold when it is made.
         self._making = asyncio.Lock()
 
@@ -85,24 +85,24 @@ class KubernetesDeployer:
         asked: set[str] = set()
         while True:
             with _begun(bool(asked), f"stopping engine {engine}"):
-                made, pods = await self._find(engine)
+                made, pods = await self._view.find(name_of(self._fleet, engine))
                 if made is None and not pods:
                     return
                 await self._ask_to_go(made, pods, asked)
             if self._clock.now_s() > deadline_s:
-                found = read_life(made, pods, await self._answering(pods))
+                found = read_life(made, pods, await self._view.answering(pods))
                 raise OutcomeUnknown(f"engine {engine} is still there: {found.detail or 'its pods do not end'}")
             await self._clock.sleep(self._options.poll_s)
 
     async def status(self, engine: EngineId) -> Deployed | None:
-        made, pods = await self._find(engine)
+        made, pods = await self._view.find(name_of(self._fleet, engine))
         if made is None and not pods:
             return None
-        return await self._deployed(made, pods, await self._answering(pods))
+        return await self._deployed(made, pods, await self._view.answering(pods))
 
     async def list_engines(self) -> tuple[Deployed, ...]:
-        everyone = (await self._all()).values()
-        answering = await self._answering([pod for _, pods in everyone for pod in pods])
+        everyone = (await self._view.all()).values()
+        answering = await self._view.answering([pod for _, pods in everyone for pod in pods])
         found = [await self._deployed(made, pods, answering) for made, pods in everyone]
         return tuple(sorted(found, key=lambda deployed: deployed.engine))
 
@@ -115,13 +115,14 @@ class KubernetesDeployer:
         )
 
     async def close(self) -> None:
+        await self._view.close()
         await self._api.close()
 
     # Starting.
 
     async def _make(self, spec: EngineSpec, wanted: Object) -> None:
         """The engine's object is there, the first of its GPUs' to be. Raises Permanent where it may not be."""
-        everyone = await self._all()
+        everyone = await self._view.all()
         name = wanted["metadata"]["name"]
         made, pods = everyone.pop(name, (None, []))
         if made is not None and not deleting(made):
@@ -130,7 +131,7 @@ class KubernetesDeployer:
         if made is not None or pods:
             raise Retryable(f"engine {spec.engine} is still being removed", RETRY_AFTER_S)
         self._check_gpus(spec, everyone, None)
-        kind = self._workloads(wanted["apiVersion"] == LWS)
+        kind = workloads_path(self._options.namespace, wanted["apiVersion"] == LWS)
         try:
             made = await self._api.create(kind, wanted)
         except Conflict:
@@ -141,7 +142,7 @@ class KubernetesDeployer:
             raise Permanent(INSTALL_LWS if "namespaces" not in str(error) else str(error)) from error
         try:
             with _begun(True, f"starting engine {spec.engine}"):
-                everyone = await self._all()
+                everyone = await self._view.all()
             everyone.pop(name, None)
             self._check_gpus(spec, everyone, made)
         except Permanent:
@@ -182,14 +183,14 @@ class KubernetesDeployer:
         """An error to be raised: it cannot have its pods now, or never."""
         waiting_since_s: float | None = None
         while True:
-            made, pods = await self._find(engine)
+            made, pods = await self._view.find(name_of(self._fleet, engine))
             if made is None or deleting(made):
                 raise Permanent(f"engine {engine} was stopped before it was up")
             refused = cannot_be_made(made)
             if refused and not pods:
                 return self._no_room(engine, refused) if "exceeded quota" in refused else Permanent(refused)
             await self._let_through(made, pods)
-            answering = await self._answering(pods)
+            answering = await self._view.answering(pods)
             read = read_life(made, pods, answering)
             if read.life is not Life.ALIVE or read.running:
                 return await self._deployed(made, pods, answering)
@@ -244,45 +245,6 @@ class KubernetesDeployer:
 
     # Looking.
 
-    async def _find(self, engine: EngineId) -> Found:
-        found = await self._grouped(selector(self._fleet, engine))
-        return found.get(name_of(self._fleet, engine), (None, []))
-
-    async def _all(self) -> dict[str, Found]:
-        return await self._grouped(selector(self._fleet))
-
-    async def _grouped(self, which: str) -> dict[str, Found]:
-        """Workloads and their pods, by the engine's label. A pod may be there without its workload. Workloads are read
-        first: a pod that is made in between has its workload, one that is removed was none."""
-        query = {"labelSelector": which}
-        made: list[Object] = (await self._api.get(self._workloads(False), query))["items"]
-        for each in made:
-            each.setdefault("apiVersion", "apps/v1")
-        with contextlib.suppress(NotFound):  # LeaderWorkerSet is not installed
-            made += (await self._api.get(self._workloads(True), query))["items"]
-        pods: dict[str, list[Object]] = defaultdict(list)
-        for pod in (await self._api.get(self._pods, query))["items"]:
-            pods[pod["metadata"]["labels"][ENGINE]].append(pod)
-        by_name: dict[str, Object] = {each["metadata"]["labels"][ENGINE]: each for each in made}
-        return {name: (by_name.get(name), pods.get(name, [])) for name in {**by_name, **pods}}
-
-    async def _answering(self, pods: Sequence[Object]) -> dict[str, bool]:
-        """The nodes of these pods, and whether each answers."""
-        if not self._options.read_nodes:
-            return {}
-        names = sorted({pod["spec"].get("nodeName", "") for pod in pods} - {""})
-        answers = await asyncio.gather(*map(self._node_answers, names))
-        return dict(zip(names, answers, strict=True))
-
-    async def _node_answers(self, name: str) -> bool:
-        """What Kubernetes thinks: it takes a node for lost about 40 s after its last sign of life."""
-        try:
-            node = await self._api.get(f"/api/v1/nodes/{name}")
-        except NotFound:
-            return False
-        conditions = node.get("status", {}).get("conditions") or []
-        return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
     async def _deployed(self, made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> Deployed:
         source = made if made is not None else pods[0]
         engine, configuration, gpus = identity_of(source)
@@ -311,18 +273,8 @@ class KubernetesDeployer:
             return f"; its log cannot be had ({error}); its status says:\n{place.message}"
         return f"; the end of its log:\n{words.rstrip() or place.message}"
 
-    # Where things are.
-
-    def _workloads(self, over_nodes: bool) -> str:
-        group, kind = (LWS, "leaderworkersets") if over_nodes else ("apps/v1", "deployments")
-        return f"/apis/{group}/namespaces/{self._options.namespace}/{kind}"
-
     def _path_of(self, made: Object) -> str:
-        return f"{self._workloads(made['apiVersion'] == LWS)}/{made['metadata']['name']}"
-
-    @property
-    def _pods(self) -> str:
-        return f"/api/v1/namespaces/{self._options.namespace}/pods"
+        return f"{workloads_path(self._options.namespace, made['apiVersion'] == LWS)}/{made['metadata']['name']}"
 
 
 @contextlib.contextmanager

@@ -61,10 +61,9 @@ def name_of(*ids: str) -> str:
     return "-".join(part for part in ("orl", readable, digest) if part)
 
 
-def selector(fleet: str, engine: EngineId | None = None) -> str:
-    """What finds all of a fleet, or of one of its engines."""
-    labels = _labels(fleet, engine) if engine is not None else {FLEET: name_of(fleet)}
-    return ",".join(f"{key}={value}" for key, value in labels.items())
+def selector(fleet: str) -> str:
+    """What finds all of a fleet."""
+    return f"{FLEET}={name_of(fleet)}"
 
 
 def workload(spec: EngineSpec, launch: Launch, options: KubernetesOptions, fleet: str) -> Object:

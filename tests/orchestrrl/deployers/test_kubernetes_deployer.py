@@ -185,6 +185,18 @@ async def test_an_engine_in_a_pod_gives_tokens_and_tells_its_layout(place: House
     assert empty(place)
 
 
+async def test_who_looks_at_the_same_time_shares_what_is_seen(place: House) -> None:
+    deployer = place.deployer()
+    await asyncio.gather(*(deployer.start(spec(EngineId(f"e{n}"), (n,))) for n in range(4)))
+    begun = len(place.server.asked)
+    found = await asyncio.gather(*(deployer.status(EngineId(f"e{n % 4}")) for n in range(100)))
+    assert [each is not None and each.engine for each in found] == [f"e{n % 4}" for n in range(100)]
+    # Three lists, and a node or two.
+    assert len(place.server.asked) - begun <= 3 + 3
+    await asyncio.gather(*(deployer.stop(EngineId(f"e{n}")) for n in range(4)))
+    assert empty(place)
+
+
 # Ends.
 
 

@@ -310,9 +310,9 @@ class _Kubelet:
             if "valueFrom" in each:
                 path = each["valueFrom"]["fieldRef"]["fieldPath"]
                 value = pod["metadata"]["labels"][path.removeprefix("metadata.labels['").removesuffix("']")]
-            environment[each["name"]] = self._mounted(container, _expanded(value, environment))
+            environment[each["name"]] = self._mounted(container, expanded(value, environment))
         words = [
-            self._mounted(container, _expanded(word, environment))
+            self._mounted(container, expanded(word, environment))
             for word in (*container["command"], *container.get("args", []))
         ]
         # A pod has all of its address's ports; here they are those of one loopback address.
@@ -391,7 +391,7 @@ def _gpus(pod: Object) -> int:
     )
 
 
-def _expanded(word: str, environment: Mapping[str, str]) -> str:
+def expanded(word: str, environment: Mapping[str, str]) -> str:
     """`$(NAME)` of what is set, `$$` as `$`; a name that is not set stays as it is written."""
 
     def of(found: re.Match[str]) -> str:

@@ -148,7 +148,7 @@ def check(kind: str, made: Object, strict: bool) -> None:
     else:
         model = {"deployments": models.V1Deployment, "pods": models.V1Pod, "nodes": models.V1Node}.get(kind)
         if model is not None:
-            _check_shape(model, made, strict, "")
+            check_shape(model, made, strict, "")
     metadata = made["metadata"]
     if not _NAME.fullmatch(metadata.get("name", "")) or metadata.get("namespace", "") == "":
         _invalid(f"metadata.name or metadata.namespace: {metadata.get('name')!r}")
@@ -194,7 +194,7 @@ def _check_pod_spec(spec: Object) -> None:
             _invalid(f"spec.template.spec.containers.volumeMounts: must be unique: {paths}")
 
 
-def _check_shape(model: Any, given: Any, strict: bool, path: str) -> None:
+def check_shape(model: Any, given: Any, strict: bool, path: str) -> None:
     """Whether the client's model takes it, and knows all that is in it."""
     try:
         known = json.loads(model.from_dict(copy.deepcopy(given)).to_json())
@@ -218,7 +218,7 @@ def _lost(given: Any, known: Any, path: str) -> Iterator[str]:
 
 
 def _check_group(made: Object, strict: bool) -> None:
-    _check_shape(models.V1ObjectMeta, made["metadata"], strict, "metadata")
+    check_shape(models.V1ObjectMeta, made["metadata"], strict, "metadata")
     group = made["spec"].get("leaderWorkerTemplate", {})
     unknown = sorted({*made["spec"]} - _LWS_SPEC) + sorted({*group} - _LWS_TEMPLATE)
     if unknown and strict:
@@ -229,7 +229,7 @@ def _check_group(made: Object, strict: bool) -> None:
         _invalid(f"spec.leaderWorkerTemplate.restartPolicy: Unsupported value: {group['restartPolicy']}")
     for name in ("leaderTemplate", "workerTemplate"):
         if name in group:
-            _check_shape(models.V1PodTemplateSpec, group[name], strict, name)
+            check_shape(models.V1PodTemplateSpec, group[name], strict, name)
 
 
 def _only_gates_went(before: Object, after: Object) -> None:

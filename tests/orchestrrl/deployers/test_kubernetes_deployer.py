@@ -380,6 +380,25 @@ async def test_whichever_request_fails_a_start_can_be_repeated_and_undone(
         assert empty(place)
 
 
+@pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BROKEN, Trouble.BUSY])
+async def test_whichever_request_fails_a_stop_can_be_repeated(
+    place: House, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_api, "READ_AGAIN_S", ())
+    deployer = place.deployer()
+    await deployer.start(spec())
+    for broken in range(6):
+        place.server.trouble_after(broken, trouble)
+        (result,) = await asyncio.gather(deployer.stop(ONE), return_exceptions=True)
+        assert result is None or isinstance(result, Retryable | OutcomeUnknown)
+        # Nothing happened: it is there, and nobody has asked for it to go.
+        (found,) = await deployer.list_engines() if isinstance(result, Retryable) else (None,)
+        assert found is None or found.life is Life.ALIVE
+        await deployer.stop(ONE)
+        assert empty(place)
+        await deployer.start(spec())
+
+
 async def test_a_start_cut_short_is_found_and_goes_on_or_goes(place: House) -> None:
     for goes_on in (True, False):
         place.server.trouble("PATCH", "deployments", Trouble.BROKEN)

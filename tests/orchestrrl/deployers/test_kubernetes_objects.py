@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from kubernetes_cluster import NAMESPACE, _expanded
-from kubernetes_store import check
+from kubernetes.aio.client import models
+from kubernetes_cluster import NAMESPACE, expanded
+from kubernetes_server import MANIFEST
+from kubernetes_store import check, check_shape
 
 from orchestrrl.deployers.command_line import Device, EngineSpec, Launch, render
 from orchestrrl.deployers.kubernetes_objects import (
@@ -58,12 +61,12 @@ def test_names_are_dns_labels_and_differ_with_the_ids(fleet: str, engine: str, o
 
 @given(word=st.text(alphabet="$()ABC_ x", max_size=30))
 def test_words_come_through_kubernetes_as_they_are(word: str) -> None:
-    assert _expanded(literal(word), {"A": "expanded", "ABC": "too", "LWS_LEADER_ADDRESS": "10.0.0.1"}) == word
+    assert expanded(literal(word), {"A": "expanded", "ABC": "too", "LWS_LEADER_ADDRESS": "10.0.0.1"}) == word
 
 
-def test_the_leaders_address_alone_is_expanded() -> None:
+def test_the_leaders_address_alone_isexpanded() -> None:
     environment = {"LWS_LEADER_ADDRESS": "10.0.0.1", "HOME": "/root"}
-    assert _expanded(literal(f"--at {LEADER} $(HOME) $$"), environment) == "--at 10.0.0.1 $(HOME) $$"
+    assert expanded(literal(f"--at {LEADER} $(HOME) $$"), environment) == "--at 10.0.0.1 $(HOME) $$"
 
 
 ON_CPUS = [(Parallelism(), 0), (Parallelism(tp=4), 4), (Parallelism(tp=2, pp=2), 0), (Parallelism(dp=4, ep=4), 0)]
@@ -134,7 +137,7 @@ def test_each_node_of_an_engine_gets_its_own_command() -> None:
     (worker,) = group["workerTemplate"]["spec"]["containers"]
     lines = render(wanted, replace(LAUNCH, host="0.0.0.0", nodes=(LEADER,) * 3))
     assert leader["args"] == [literal(word) for word in lines[0].argv]
-    script = _expanded(worker["command"][2], {"LWS_LEADER_ADDRESS": LEADER})
+    script = expanded(worker["command"][2], {"LWS_LEADER_ADDRESS": LEADER})
     for index, line in enumerate(lines[1:], 1):
         (case,) = [row for row in script.splitlines() if row.startswith(f"{index}) ")]
         assert shlex.split(case)[2:-1] == list(line.argv)
@@ -205,3 +208,17 @@ def test_faults_of_an_engine_are_named() -> None:
         workload(spec(Parallelism(attention_gpus=4, ffn_gpus=4)), LAUNCH, options(), "fleet")
     with pytest.raises(ProblemFaults, match="contradicts"):
         workload(spec(Parallelism(), arguments=("-tp", "4")), LAUNCH, options(), "fleet")
+
+
+def test_the_manifest_of_rights_is_as_the_api_has_it() -> None:
+    kinds = {
+        "ServiceAccount": models.V1ServiceAccount,
+        "Role": models.V1Role,
+        "RoleBinding": models.V1RoleBinding,
+        "ClusterRole": models.V1ClusterRole,
+        "ClusterRoleBinding": models.V1ClusterRoleBinding,
+    }
+    found = list(yaml.safe_load_all(MANIFEST.read_text()))
+    assert [made["kind"] for made in found] == list(kinds)
+    for made in found:
+        check_shape(kinds[made["kind"]], made, True, made["kind"])

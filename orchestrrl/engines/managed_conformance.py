@@ -26,6 +26,7 @@ from orchestrrl.errors import Permanent
 
 PROMPT = tuple(range(65, 81))
 TOKENS = 48
+CACHED_TOKENS = 700  # several blocks
 # Other numbers of ranks and batches sum in another order. Nats, as a mean over the tokens of an excerpt.
 SAME_NATS = 1e-3
 OTHER_NATS = 0.5
@@ -115,6 +116,19 @@ class ManagedConformance:
         assert await engine.weight_version() is None  # nobody has told what these are called
         assert mean_nats(before, await engine.score(before)) < SAME_NATS
         assert not await engine.is_paused()
+
+    async def test_a_prompt_that_is_cached_is_computed_anew_under_other_weights(
+        self, engine: WholeEngine, weights: tuple[Path, Path]
+    ) -> None:
+        prompt = [20 + 7 * place % 400 for place in range(CACHED_TOKENS)]
+        before = await engine.excerpt(prompt, TOKENS)
+        assert (await engine.excerpt(prompt, TOKENS)).token_ids == before.token_ids
+        async with restored(engine, weights[0]):
+            await engine.load_weights(str(weights[1]), 7)
+            after = await engine.excerpt(prompt, TOKENS)
+            # A score reads no cached prefix: where the old weights' KV was used, it is another.
+            assert mean_nats(after, await engine.score(after)) < SAME_NATS
+        assert (await engine.excerpt(prompt, TOKENS)).token_ids == before.token_ids
 
     async def test_weights_that_are_there_already_can_be_named(
         self, engine: WholeEngine, weights: tuple[Path, Path]

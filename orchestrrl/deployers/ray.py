@@ -27,6 +27,7 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator
 from orchestrrl.clock import Clock
 from orchestrrl.deployers.base import Deployed, FleetIdentity, Life
 from orchestrrl.deployers.command_line import CommandLine, EngineSpec, Launch, render, url_of
+from orchestrrl.deployers.layout_flags import PORTS_PER_GPU, Part, shares
 from orchestrrl.deployers.ray_client import RETRY_AFTER_S, Lost, RayDriver
 from orchestrrl.documents import Name, PositiveFloat, Section
 from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable, faults_of
@@ -50,7 +51,7 @@ class RayOptions(Section):
     python: Name | None = None  # with the cluster's versions of Python and Ray; by default OrchestrRL's own
     log_folder: Name = "/tmp/orchestrrl"  # on the engines' nodes: a folder for each namespace
     connect_within_s: PositiveFloat = 30.0
-    start_within_s: PositiveFloat = 60.0  # for bundles and actors; how long an engine takes to answer is not in it
+    start_within_s: PositiveFloat = 30.0  # for bundles and actors; how long an engine takes to answer is not in it
     answer_within_s: PositiveFloat = 10.0
     grace_s: PositiveFloat = 15.0  # between SIGTERM and SIGKILL
 
@@ -125,9 +126,9 @@ class RayDeployer:
             engine=spec.engine,
             spec=_SPEC.dump_python(spec, mode="json"),
             gpus=list(spec.gpus),
-            parts=[self._part(spec, line) for line in lines],
+            parts=[part for process, line in enumerate(lines) for part in self._parts(spec, process, line)],
             host="0.0.0.0" if host in _ANYWHERE and host != "::" else host,
-            port=_port_of(url_of(spec, self._launch)),
+            ports=self._ports(spec),
         )
         if "found" in held:
             return self._same(spec, _deployed(held["found"]))
@@ -148,12 +149,12 @@ class RayDeployer:
         return _deployed(state)
 
     async def stop(self, engine: EngineId) -> None:
-        async with self._turns[engine]:
-            try:
-                await self._driver.call("stop", self._stop_limit_s, engine=engine)
-            except Lost as error:
-                raise OutcomeUnknown(f"engine {engine}: Ray was lost while it was stopped: {error}") from error
-            self._seen.pop(engine, None)
+        # Not in turn: a start that is under way gives up.
+        try:
+            await self._driver.call("stop", self._stop_limit_s, engine=engine)
+        except Lost as error:
+            raise OutcomeUnknown(f"engine {engine}: Ray was lost while it was stopped: {error}") from error
+        self._seen.pop(engine, None)
 
     async def status(self, engine: EngineId) -> Deployed | None:
         try:
@@ -190,9 +191,22 @@ class RayDeployer:
         """Grace, a look at nodes whose actors do not answer, and Ray's own part."""
         return self._options.grace_s + 4 * self._options.answer_within_s + 20.0
 
-    def _part(self, spec: EngineSpec, line: CommandLine) -> dict[str, Any]:
-        local = [gpu % self._launch.per_node for gpu in line.gpus] or list(range(spec.parallelism.gpus))
-        return {"node": line.node, "local": local, "units": len(local)}
+    def _parts(self, spec: EngineSpec, process: int, line: CommandLine) -> list[dict[str, Any]]:
+        """What a process needs of each node. Without GPUs by number it is as many as its layout has."""
+        size = self._launch.per_node
+        held = shares(line.gpus, size) or (Part(line.node, tuple(map(GpuId, range(spec.parallelism.gpus)))),)
+        return [
+            {"process": process, "node": part.node, "local": [gpu % size for gpu in part.gpus], "units": len(part.gpus)}
+            for part in held
+        ]
+
+    def _ports(self, spec: EngineSpec) -> list[tuple[int, bool]]:
+        """To be tried in turn: its own, also with connections that were just closed where it must be that; then spare
+        ones, or where there is no range any."""
+        launch, wanted = self._launch, _port_of(url_of(spec, self._launch))
+        spare = range(launch.first_port + PORTS_PER_GPU * launch.per_node, launch.last_port + 1)
+        own = [(wanted, False), (wanted, True)] if spec.port is not None else [(wanted, False)]
+        return [*own, *((port, False) for port in (spare if launch.last_port else (0,)))]
 
     def _host(self, node_address: str) -> str:
         return node_address if self._launch.host in _ANYWHERE else self._launch.host

@@ -10,20 +10,21 @@ import json
 import logging
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 from ray.util import list_named_actors, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from orchestrrl.deployers import ray_keeper
-from orchestrrl.deployers.ray_places import POLL_S, Json, Places, Refusal
+from orchestrrl.deployers.ray_places import POLL_S, Json, Patience, Places, Refusal
 
 STORE = b"orchestrrl"
 CUT_SHORT = "its start was cut short"
@@ -41,6 +42,8 @@ class Cluster:
         ray.cloudpickle.register_pickle_by_value(ray_keeper)
         self._supervisor = Path(ray_keeper.__file__).with_name("ray_supervisor.py").read_text()
         self._claiming = threading.Lock()
+        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._unwanted: Counter[str] = Counter()  # stops that wait for a start to give up
 
     def open(self) -> Json:
         address = self._settings["address"]
@@ -57,36 +60,46 @@ class Cluster:
 
     # Start, in two calls: a place first, with which the command lines can be made.
 
-    def hold(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, port: int) -> Json:
+    def hold(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]) -> Json:
         """Claim the GPUs, and have Ray keep bundles and actors for the parts, one for each process. Returns `places` of
         the parts; or `found`, the engine as it is, where it is there already. What was cut short begins anew."""
+        with self._turns[engine]:
+            return self._hold(engine, spec, gpus, parts, host, ports)
+
+    def _hold(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]) -> Json:
         with self._claiming:
             records = self._records()
             if engine in records:
                 found = self._states({engine: records[engine]})[0]
                 if not found["cut_short"] or records[engine]["spec"] != spec:
                     return {"found": found}
-                self.stop(engine)
+                self._remove(engine)
                 del records[engine]
             self._refuse_taken(engine, gpus, records)
             record: Json = {"spec": spec, "gpus": gpus, "seats": [], "url": ""}
             if self._settings["placement_groups"]:
                 record["seats"] = self._places.offered(parts)
             self._write(engine, record)
-        deadline_s = time.monotonic() + self._settings["start_within_s"]
+        patience = Patience(self._settings["start_within_s"], lambda: engine in self._unwanted)
         try:
             if not self._settings["placement_groups"]:
-                record["seats"] = self._places.own(self._prefix + engine, parts, deadline_s)
+                record["seats"] = self._places.own(self._prefix + engine, parts, patience)
                 self._write(engine, record)
             self._refuse_unreachable(engine, record["seats"][0]["address"], host)
-            return {"places": self._seated(engine, record["seats"], host, port, deadline_s)}
+            return {"places": self._seated(engine, record["seats"], host, ports, patience)}
         except BaseException:
             self._clear(engine)
             raise
 
     def launch(self, engine: str, url: str, lines: list[Json]) -> Json:
         """Run the command lines `{"argv", "environment"}`, one for each part."""
-        record = self._records()[engine]
+        with self._turns[engine]:
+            return self._launch(engine, url, lines)
+
+    def _launch(self, engine: str, url: str, lines: list[Json]) -> Json:
+        record = self._records().get(engine)
+        if record is None:
+            raise Refusal("retryable", f"engine {engine} was stopped before it was up")
         # Written first: with a URL there may be processes, without one there are none.
         record["url"] = url
         self._write(engine, record)
@@ -171,6 +184,16 @@ class Cluster:
     # Stop.
 
     def stop(self, engine: str) -> None:
+        """A start that is under way gives up."""
+        self._unwanted[engine] += 1
+        try:
+            with self._turns[engine]:
+                self._remove(engine)
+        finally:
+            self._unwanted[engine] -= 1
+            self._unwanted += Counter()  # forgets zeros
+
+    def _remove(self, engine: str) -> None:
         record = self._records().get(engine)
         if record is None and engine not in self._groups() and not self._named(engine):
             return
@@ -234,7 +257,9 @@ class Cluster:
                 ray.cancel(call, force=True)
             return False
 
-    def _seated(self, engine: str, seats: Sequence[Json], host: str, port: int, deadline_s: float) -> list[Json]:
+    def _seated(
+        self, engine: str, seats: Sequence[Json], host: str, ports: list[Json], patience: Patience
+    ) -> list[Json]:
         """Actors in all the bundles. Returns `{"address", "gpus": [Ray's ids], "port"}` of each process."""
         calls = []
         for seat in seats:
@@ -253,14 +278,20 @@ class Cluster:
                 .remote()
             )
             first = seat["process"] == seat["seat"] == 0
-            calls.append(actor.place.remote(host, port if first else 0))
-        _, waiting = ray.wait(calls, num_returns=len(calls), timeout=max(0.0, deadline_s - time.monotonic()))
+            calls.append(actor.place.remote(host, ports if first else []))
+        waiting = calls
+        while waiting and not patience.over:
+            _, waiting = ray.wait(calls, num_returns=len(calls), timeout=POLL_S)
         if waiting:
             behind = [seat for seat, call in zip(seats, calls, strict=True) if call in waiting]
             where = ", ".join(sorted({f"bundle {seat['bundle']} on {seat['address']}" for seat in behind}))
             raise Refusal("retryable", f"engine {engine}: Ray starts no actor in {where}: it may be in use")
         places: list[Json] = []
-        for seat, found in zip(seats, ray.get(calls), strict=True):
+        try:
+            answers = ray.get(calls)
+        except RayTaskError as error:
+            raise Refusal("retryable", f"engine {engine}: {error.cause}") from error
+        for seat, found in zip(seats, answers, strict=True):
             if seat["seat"] == 0:
                 places.append(found)
             else:

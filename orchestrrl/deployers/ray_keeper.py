@@ -36,12 +36,12 @@ class Keeper:
         self._status: int | None = None
         self._mark = ""
 
-    def place(self, host: str, port: int) -> dict[str, Any]:
-        """Where this is, which GPUs Ray gave, and a free port of `host`: this one, or where it is taken another.
-        Without a port (0) none is looked for."""
+    def place(self, host: str, ports: Sequence[tuple[int, bool]]) -> dict[str, Any]:
+        """Where this is, which GPUs Ray gave, and the first of the `ports` of `host` that is free, held from now on: 0
+        stands for any, and `True` for one that may have connections that were just closed. Raises OSError without."""
         import ray
 
-        chosen = self._hold_port(host, port) if port else 0
+        chosen = self._hold_port(host, ports) if ports else 0
         return {"address": ray.util.get_node_ip_address(), "gpus": list(map(str, ray.get_gpu_ids())), "port": chosen}
 
     def launch(self, supervisor: str, argv: Sequence[str], environment: Mapping[str, str], log: str) -> None:
@@ -83,25 +83,23 @@ class Keeper:
             self._port_holder.close()
         return gone
 
-    def _hold_port(self, host: str, port: int) -> int:
+    def _hold_port(self, host: str, ports: Sequence[tuple[int, bool]]) -> int:
         """Bound and never listening: others keep away, and a server that sets SO_REUSEADDR, as vLLM does, can bind
         beside it."""
-        if self._port_holder is not None:
-            return int(self._port_holder.getsockname()[1])
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        for candidate in (port, 0):
-            holder = socket.socket(family, socket.SOCK_STREAM)
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for port, reuse in ports if self._port_holder is None else ():
+            holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             try:
-                holder.bind((host, candidate))
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+                holder.bind((host, port))
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             except OSError:
                 holder.close()
-                if not candidate:
-                    raise
                 continue
             self._port_holder = holder
-            return int(holder.getsockname()[1])
-        raise AssertionError("unreachable: the loop returns or raises")
+            break
+        if self._port_holder is None:
+            raise OSError(f"none of the ports {ports[0][0]} to {ports[-1][0]} of {host} is free")
+        return int(self._port_holder.getsockname()[1])
 
     def _tell(self, line: str) -> None:
         assert self._supervisor is not None

@@ -1,12 +1,13 @@
 """Where in a Ray cluster an engine's processes go. Runs in `ray_driver.py`.
 
-A part is what one process needs: `{"node": the fleet's number, "local": [GPUs as the node counts them], "units": how
-many}`. A seat is a bundle that an actor of it takes: `{"process", "seat", "node": Ray's id, "address", "group",
-"bundle", "units"}`. Several seats of a process are for groups whose bundles have fewer GPUs than it needs.
+A part is what one process needs on one node: `{"process", "node": the fleet's number, "local": [GPUs as the node counts
+them], "units": how many}`. A seat is a bundle that an actor of it takes: `{"process", "seat", "node": Ray's id,
+"address", "group", "bundle", "units"}`. A process runs in its first seat; further ones hold what it needs of other
+bundles.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -27,6 +28,23 @@ class Refusal(Exception):
         self.kind = kind
 
 
+class Patience:
+    """Of a start: so long, and not once somebody has given up on it."""
+
+    def __init__(self, limit_s: float, given_up: Callable[[], bool]) -> None:
+        self._began_s = time.monotonic()
+        self._limit_s = limit_s
+        self._given_up = given_up
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    @property
+    def over(self) -> bool:
+        return self._given_up() or self.waited_s > self._limit_s
+
+
 class Places:
     """`settings` as RayDeployer makes them."""
 
@@ -36,7 +54,7 @@ class Places:
     def resources(self, units: int) -> dict[str, float]:
         return {name: amount * units for name, amount in self._settings["per_gpu"].items()}
 
-    def own(self, name: str, parts: Sequence[Json], deadline_s: float) -> list[Json]:
+    def own(self, name: str, parts: Sequence[Json], patience: "Patience") -> list[Json]:
         """A placement group with a bundle for each part, tied to its node."""
         nodes = [self._node(part["node"]) for part in parts]
         bundles = [
@@ -46,26 +64,17 @@ class Places:
         distinct = len({node["NodeID"] for node in nodes})
         strategy = "STRICT_PACK" if distinct == 1 else "STRICT_SPREAD" if distinct == len(parts) else "PACK"
         group = placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
-        began_s = time.monotonic()
         while (state := placement_group_table(group).get("state")) != "CREATED":
-            now_s = time.monotonic()
-            missing = self._missing(parts, nodes) if now_s - began_s > SETTLE_S else []
-            if missing or now_s > deadline_s:
+            missing = self._missing(parts, nodes) if patience.waited_s > SETTLE_S else []
+            if missing or patience.over:
                 why = "; ".join(missing) or f"its placement group is {str(state).lower()}"
                 raise Refusal("retryable", f"{name}: Ray has no room: {why}")
             time.sleep(POLL_S)
-        return [
-            {
-                "process": process,
-                "seat": 0,
-                "node": node["NodeID"],
-                "address": node["NodeManagerAddress"],
-                "group": group.id.hex(),
-                "bundle": process,
-                "units": part["units"],
-            }
-            for process, (part, node) in enumerate(zip(parts, nodes, strict=True))
-        ]
+        seats: list[Json] = []
+        for bundle, (part, node) in enumerate(zip(parts, nodes, strict=True)):
+            place = {"node": node["NodeID"], "address": node["NodeManagerAddress"]}
+            _seat(seats, part["process"], **place, group=group.id.hex(), bundle=bundle, units=part["units"])
+        return seats
 
     def _node(self, place: int) -> Json:
         """The fleet's node of that number. Without a list of nodes, the only one that has what engines need."""
@@ -105,8 +114,8 @@ class Places:
         """Bundles that the job has set aside for engines. A GPU of the fleet is one place in one bundle: on its node,
         in the order of groups and bundles."""
         offer = self._offer()
-        seats = []
-        for process, part in enumerate(parts):
+        seats: list[Json] = []
+        for part in parts:
             node_id, address, slots = self._offered_node(offer, part["node"])
             beyond = [gpu for gpu in part["local"] if gpu >= len(slots)]
             if beyond:
@@ -116,18 +125,9 @@ class Places:
             units: dict[tuple[str, int], int] = {}
             for gpu in part["local"]:
                 units[slots[gpu]] = units.get(slots[gpu], 0) + 1
-            for seat, ((group, bundle), count) in enumerate(units.items()):
-                seats.append(
-                    {
-                        "process": process,
-                        "seat": seat,
-                        "node": node_id,
-                        "address": address,
-                        "group": group,
-                        "bundle": bundle,
-                        "units": count,
-                    }
-                )
+            place = {"node": node_id, "address": address}
+            for (group, bundle), count in units.items():
+                _seat(seats, part["process"], **place, group=group, bundle=bundle, units=count)
         return seats
 
     def _offer(self) -> dict[str, list[tuple[str, int]]]:
@@ -161,3 +161,8 @@ class Places:
             raise Refusal("retryable", f"the placement groups offer GPUs on no node {place}; they have nodes: {has}")
         node_id = [*offer][place]
         return node_id, addresses[node_id], offer[node_id]
+
+
+def _seat(seats: list[Json], process: int, **where: Any) -> None:
+    seat = sum(each["process"] == process for each in seats)
+    seats.append({"process": process, "seat": seat, **where})

@@ -15,17 +15,17 @@ from urllib.parse import quote
 from orchestrrl.deployers.layout_flags import (
     ADDITIONAL,
     AFD_MICRO_BATCHES,
-    DECIDED,
     Group,
     Part,
     Role,
     additional_config,
+    decided_for,
     groups,
     parallel_flags,
     shares,
 )
 from orchestrrl.deployers.simulator_flags import SIMULATED_DECIDED, SIMULATED_PROGRAM, simulated_layout
-from orchestrrl.deployers.user_arguments import SET, UNSET, Argument, Owned, read_arguments, replaced
+from orchestrrl.deployers.user_arguments import SET, Argument, Owned, read_arguments, replaced
 from orchestrrl.engines import handover
 from orchestrrl.errors import ProblemFaults, shorten
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
@@ -267,8 +267,7 @@ def _command_line(
         flag, config = handover.vllm_arguments(_kv_folder(spec, launch))
         values[flag] = config
     by = spec.configuration if group.afd is None else f"{spec.configuration}'s {group.afd['role']} side"
-    may_decide = DECIDED if group.afd is None else {**DECIDED, "--enable-dbo": UNSET}
-    words, more = Owned(values, {"--model": model}, may_decide, by).merge(given, _usual(spec, launch))
+    words, more = Owned(values, {"--model": model}, decided_for(group), by).merge(given, _usual(spec, launch))
     line = CommandLine(
         role=group.roles[0 if serving else 1],
         node=part.node,

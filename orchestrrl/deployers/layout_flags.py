@@ -54,6 +54,16 @@ DECIDED: Mapping[str, str | None] = {
 }
 
 
+def decided_for(group: "Group") -> dict[str, str | None]:
+    """Those of DECIDED that users may not say otherwise for this one."""
+    decided = dict(DECIDED)
+    if len(group.parts) == 1:  # on one node Ray may place the replicas, as elastic EP needs it
+        del decided["--data-parallel-backend"]
+    if group.afd is not None:
+        decided["--enable-dbo"] = UNSET
+    return decided
+
+
 class Role(StrEnum):
     """What one process of an engine does."""
 

@@ -251,6 +251,18 @@ def test_a_contradiction_says_what_the_layout_has() -> None:
     assert "contradicts wide, which leaves --enable-expert-parallel out" in fault
 
 
+@pytest.mark.parametrize(
+    "words", [("--data-parallel-backend", "ray"), ("-dpb", "ray"), ("--data_parallel_backend=ray",)]
+)
+def test_ray_may_place_the_replicas_of_one_node_and_no_more(words: tuple[str, ...]) -> None:
+    """Elastic EP needs it; over nodes it would start other processes than are rendered."""
+    launch = replace(LAUNCH, arguments=words)
+    (line,) = render(spec(Parallelism(dp=8, ep=8)), launch)
+    assert line.argv[-len(words) :] == words
+    (fault,) = faults(spec(Parallelism(dp=16, ep=16)), launch)
+    assert "contradicts wide, which leaves --data-parallel-backend out" in fault
+
+
 def test_what_repeats_the_layout_is_said_once() -> None:
     repeated = (
         "-tp",

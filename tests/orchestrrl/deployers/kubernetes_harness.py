@@ -47,6 +47,14 @@ class House:
             await made.close()
 
 
+def pods(place: House) -> list[dict[str, Any]]:
+    return place.cluster.store.all("pods")
+
+
+def empty(place: House) -> bool:
+    return not any(place.cluster.store.all(kind) for kind in ("deployments", "replicasets", "leaderworkersets", "pods"))
+
+
 @asynccontextmanager
 async def house(folder: Path, nodes: Mapping[str, int] | None = None) -> AsyncIterator[House]:
     cluster = Cluster(folder / "pods", nodes or {"node-a": 4, "node-b": 4, "node-c": 4})

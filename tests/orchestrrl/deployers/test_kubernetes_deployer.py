@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from kubernetes_harness import OPTIONS, House, house
+from kubernetes_harness import OPTIONS, House, empty, house, pods
 from kubernetes_server import Trouble
 
 from orchestrrl.clock import WallClock
@@ -68,14 +68,6 @@ async def nobody_at(url: str) -> bool:
                 return False
         except aiohttp.ClientError:
             return True
-
-
-def pods(place: House) -> list[dict[str, Any]]:
-    return place.cluster.store.all("pods")
-
-
-def empty(place: House) -> bool:
-    return not any(place.cluster.store.all(kind) for kind in ("deployments", "replicasets", "leaderworkersets", "pods"))
 
 
 # Where engines lie.

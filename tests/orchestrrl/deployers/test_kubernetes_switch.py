@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from kubernetes_harness import OPTIONS, House, house
-from test_kubernetes_deployer import empty, pods
+from kubernetes_harness import OPTIONS, House, empty, house, pods
 
 CONFIG = """
 mode: advise

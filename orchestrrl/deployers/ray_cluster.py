@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 from ray.util import list_named_actors, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
@@ -166,7 +166,7 @@ class Cluster:
     def _process_life(self, name: str, node: str, asked: Any) -> tuple[str, str]:
         try:
             report = ray.get(asked, timeout=0) if asked is not None else None
-        except GetTimeoutError:
+        except (GetTimeoutError, ActorUnavailableError):
             return "unknown", f"its actor {name} on {node} does not answer"
         except RayActorError as error:
             report, why = None, f": {str(error).splitlines()[0]}"

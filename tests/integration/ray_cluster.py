@@ -62,7 +62,9 @@ class RayNodes:
         common = ("--num-cpus=1", f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats")
         command = [str(RAY), "start", *arguments, *common]
         if "--head" in arguments:
-            command += ["--include-dashboard=false", f"--temp-dir={self.folder}"]
+            # A node that was killed is noticed after a few of these.
+            quick = '--system-config={"health_check_period_ms": 500}'
+            command += ["--include-dashboard=false", f"--temp-dir={self.folder}", quick]
         with (self.folder / "start.log").open("ab") as log:
             starting = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**os.environ, **self.environment}, start_new_session=True

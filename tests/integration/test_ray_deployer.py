@@ -75,12 +75,12 @@ class House:
         return self._made[-1]
 
     async def clear(self) -> None:
+        if left_in_ray():
+            last = self.deployer()
+            for found in await last.list_engines():
+                await last.stop(found.engine)
         for deployer in self._made:
             await deployer.close()
-        last = self.deployer()
-        for found in await last.list_engines():
-            await last.stop(found.engine)
-        await last.close()
         assert left_in_ray() == []
 
 

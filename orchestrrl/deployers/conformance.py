@@ -21,6 +21,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -150,6 +151,11 @@ async def until(deployer: Deployer, engine: EngineId, life: Life) -> Deployed:
             if found is not None and found.life is life:
                 return found
             await asyncio.sleep(POLL_S)
+
+
+def replicas(spec: EngineSpec, gpus: Sequence[int]) -> EngineSpec:
+    """The same engine with a replica on each of these GPUs."""
+    return replace(spec, gpus=tuple(map(GpuId, gpus)), parallelism=Parallelism(dp=len(gpus), ep=len(gpus)))
 
 
 def names(engines: Iterable[Deployed]) -> list[str]:
@@ -475,3 +481,43 @@ class DeployerConformance:
             assert not found.lent
             async with refusal(Permanent, ONE):
                 await deployer.start(self.spec(TWO, (1, 2)))
+
+    # GPUs of engines that grow and shrink.
+
+    async def test_scaling_is_declared(self) -> None:
+        async with self.bench() as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE)
+            async with refusal(Permanent):
+                await deployer.scale(spec)
+            if deployer.can_scale:
+                return
+            await deployer.start(spec)
+            async with refusal(Permanent):
+                await deployer.scale(replicas(spec, (0, 1)))
+            found = await deployer.status(ONE)
+            assert found is not None
+            assert found.gpus == (0,)
+
+    async def test_an_engine_that_was_scaled_counts_as_started_so(self) -> None:
+        async with self.bench() as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE)
+            if not deployer.can_scale:
+                raise SkipTest("declared: it cannot scale engines")
+            started = await deployer.start(spec)
+            await deployer.start(self.spec(TWO, (3,)))
+            async with refusal(Permanent, TWO, "3"):
+                await deployer.scale(replicas(spec, (0, 3)))
+            wide = replicas(spec, (0, 1, 2))
+            for _ in range(2):
+                scaled = await deployer.scale(wide)
+                assert (scaled.gpus, scaled.url, scaled.life) == ((0, 1, 2), started.url, Life.ALIVE)
+            deployer = await bench.anew()
+            found = await self.until_it_answers(deployer, ONE)
+            assert (found.gpus, found.spec) == ((0, 1, 2), wide)
+            assert (await deployer.start(wide)).url == started.url
+            async with refusal(Permanent, ONE):
+                await deployer.start(self.spec(EngineId("e-three"), (2,)))
+            await deployer.scale(spec)
+            await deployer.start(self.spec(EngineId("e-three"), (1, 2)))
+            await deployer.stop(ONE)
+            assert names(await deployer.list_engines()) == ["e-three", TWO]

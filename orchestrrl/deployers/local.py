@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -114,6 +115,17 @@ class LocalDeployer:
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
         await asyncio.to_thread(self._lend, engine, lent)
+
+    @property
+    def can_scale(self) -> bool:
+        """Simulated engines do. A vLLM server sees the GPUs alone that it was started with, unless Ray places its
+        replicas (never run: that needs GPUs)."""
+        words = self._launch.arguments
+        by_ray = ("--data-parallel-backend", "ray") in pairwise(words) or "--data-parallel-backend=ray" in words
+        return self._launch.engine is Product.SIMULATED or by_ray
+
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        return await asyncio.to_thread(self._scale, spec)
 
     async def close(self) -> None:
         """There is nothing to release."""
@@ -268,6 +280,19 @@ class LocalDeployer:
                 self._check_gpus(held.record.spec, seen)
             if held.record.lent != lent:
                 self._records.write(replace(held.record, lent=lent))
+
+    def _scale(self, spec: EngineSpec) -> Deployed:
+        if not self.can_scale:
+            raise Permanent(f"engine {spec.engine} has the GPUs that it was started with")
+        with self._records.alone():
+            seen = self._look()
+            held = seen.get(spec.engine)
+            if held is None or held.record is None or held.cut_short:
+                raise Permanent(f"there is no engine {spec.engine} that runs and could be scaled")
+            self._check_gpus(spec, seen)
+            record = replace(held.record, spec=spec)
+            self._records.write(record)
+            return self._deployed(_Seen(spec.engine, record, held.found))
 
     @property
     def _fleet(self) -> str:

@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
@@ -40,7 +41,7 @@ _ANYWHERE = ("0.0.0.0", "::", "")
 class RayOptions(Section):
     """`options` of the deployer `ray`."""
 
-    # Of a cluster that runs: `auto`, HOST:PORT or ray://HOST:PORT; by default RAY_ADDRESS, else auto. None is started.
+    # Of a cluster that runs: `auto` or HOST:PORT; by default RAY_ADDRESS, else auto. None is started.
     address: Name | None = None
     namespace: Name | None = None  # of the actors; by default orchestrrl-FLEET
     per_gpu: dict[Name, PositiveFloat] = Field(default_factory=lambda: {"GPU": 1.0})
@@ -69,6 +70,7 @@ class RayDeployer:
     """See the module. Raises ProblemFaults for options, and Permanent where Ray is not installed."""
 
     can_lend = False
+    can_scale = False
 
     def __init__(self, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         del clock  # Ray's time is real
@@ -98,7 +100,7 @@ class RayDeployer:
             "per_gpu": chosen.per_gpu,
             "placement_groups": list(chosen.placement_groups),
             "nodes": list(chosen.nodes or self._launch.nodes),
-            "log_folder": str(Path(chosen.log_folder) / namespace),
+            "log_folder": str(Path(chosen.log_folder) / quote(namespace, safe="")),
             "start_within_s": chosen.start_within_s,
             "answer_within_s": chosen.answer_within_s,
             "grace_s": chosen.grace_s,
@@ -178,6 +180,9 @@ class RayDeployer:
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
         raise Permanent(f"engine {engine}: in Ray its GPUs stay with its actor while that lives")
+
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        raise Permanent(f"engine {spec.engine}: in Ray it has the bundles that it was started with")
 
     async def close(self) -> None:
         await self._driver.close()

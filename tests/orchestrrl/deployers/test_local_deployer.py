@@ -1,5 +1,6 @@
 """Engines as processes that outlive who started them: the contract, on a stub that serves."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from orchestrrl.clock import WallClock
 from orchestrrl.deployers.base import Deployer, FleetIdentity
+from orchestrrl.deployers.command_line import Product
 from orchestrrl.deployers.conformance import DeployerConformance, stub_launch
 from orchestrrl.deployers.local import LocalDeployer
 
@@ -20,3 +22,12 @@ class TestLocalDeployer(DeployerConformance):
     async def make_deployer(self, fleet: str) -> Deployer:
         options: dict[str, Any] = {"grace_s": 0.5}
         return LocalDeployer(self.launch, FleetIdentity(fleet, str(self.folder / fleet)), options, WallClock())
+
+
+class TestLocalDeployerOfEnginesThatScale(TestLocalDeployer):
+    """What can be done to engines differs by what they are; the stub takes either's command line."""
+
+    @pytest.fixture(autouse=True)
+    def _in_folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+        self.launch = replace(stub_launch(tmp_path), engine=Product.SIMULATED)

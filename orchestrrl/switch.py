@@ -24,6 +24,7 @@ class StepKind(StrEnum):
     STOP = "stop"
     START = "start"
     WAKE = "wake"
+    SCALE = "scale"  # elastic expert parallelism: it goes on with more or fewer replicas
     READY = "ready"  # it answers with a real token
     LOAD = "load_weights"
     WARM_UP = "warm_up"
@@ -75,7 +76,8 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """One change. `old` is the whole deployment, `new` the whole of what is wanted: what is in both stays as it is."""
+    """One change. `old` is the whole deployment, `new` the whole of what is wanted: what is in both stays as it is, or
+    is scaled where it has other GPUs there."""
 
     id: SwitchId
     plan: PlanId
@@ -102,9 +104,7 @@ class Switch:
             ids = [spec.engine for spec in specs]
             if len(set(ids)) != len(ids):
                 raise ValueError(f"{name}: engine ids must differ, got {ids}")
-        stays = {spec.engine for spec in self.old} & {spec.engine for spec in self.new}
-        before = {spec.engine: spec for spec in self.old}
-        changed = [spec.engine for spec in self.new if spec.engine in stays and spec.gpus != before[spec.engine].gpus]
+        changed = [new.engine for old, new in self.scaled if not can_scale(old, new)]
         if changed:
             raise ValueError(f"engines that stay must keep their GPUs, got others for {changed}")
 
@@ -120,8 +120,23 @@ class Switch:
 
     @property
     def staying(self) -> tuple[EngineSpec, ...]:
-        there = {spec.engine for spec in self.old}
-        return tuple(spec for spec in self.new if spec.engine in there)
+        before = {spec.engine: spec for spec in self.old}
+        return tuple(s for s in self.new if s.engine in before and before[s.engine].gpus == s.gpus)
+
+    @property
+    def scaled(self) -> tuple[tuple[EngineSpec, EngineSpec], ...]:
+        """As they are, and as they are wanted."""
+        before = {spec.engine: spec for spec in self.old}
+        pairs = ((before[spec.engine], spec) for spec in self.new if spec.engine in before)
+        return tuple((old, new) for old, new in pairs if old.gpus != new.gpus)
+
+
+def can_scale(old: EngineSpec, new: EngineSpec) -> bool:
+    """Whether they differ in how many replicas share the experts, and in nothing else."""
+    one, other = old.parallelism, new.parallelism
+    spread = all(p.ep == p.tp * p.dp > 1 and not p.afd for p in (one, other))
+    nested = set(old.gpus) < set(new.gpus) or set(new.gpus) < set(old.gpus)
+    return spread and nested and (one.tp, one.pp) == (other.tp, other.pp) and one.dp != other.dp
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +220,9 @@ class SwitchReport:
         return None if self.ended_s is None else self.ended_s - self.created_s
 
 
+_Plan = list[list[list[tuple[StepKind, EngineId | None]]]]
+
+
 def stages_of(switch: Switch) -> tuple[Stage, ...]:
     """Forward. Engines whose GPUs are free come up while the old ones still serve."""
     held = {gpu for spec in switch.old for gpu in spec.gpus}
@@ -214,37 +232,72 @@ def stages_of(switch: Switch) -> tuple[Stage, ...]:
     leave = {
         spec.engine: StepKind.SLEEP if spec.engine in switch.can_sleep else StepKind.STOP for spec in switch.leaving
     }
-    plan: list[list[list[tuple[StepKind, EngineId | None]]]] = [[_coming(spec, asleep) for spec in early]]
-    if switch.leaving:
+    shrink = [new.engine for old, new in switch.scaled if len(new.gpus) < len(old.gpus)]
+    grow = [new.engine for old, new in switch.scaled if len(new.gpus) > len(old.gpus)]
+    plan: _Plan = [[_coming(spec, asleep) for spec in early]]
+    if emptied := [*leave, *shrink, *grow]:
         plan.append([[(StepKind.FENCE, None)]])
-        plan.append([[(StepKind.EVACUATE, spec.engine)] for spec in switch.leaving])
-        plan.append([[(leave[spec.engine], spec.engine)] for spec in switch.leaving])
-    plan.append([_coming(spec, asleep) for spec in late])
+        plan.append([[(StepKind.EVACUATE, engine)] for engine in emptied])
+        freeing = [*((way, engine) for engine, way in leave.items()), *((StepKind.SCALE, engine) for engine in shrink)]
+        plan.append([[step] for step in freeing])
+    plan.append(
+        [
+            *(_coming(spec, asleep) for spec in late),
+            *(_scaling(engine) for engine in grow),
+            *(_bring_up(engine) for engine in shrink),
+        ]
+    )
     plan += [[[(StepKind.ADMIT, None)]], [[(StepKind.COMMIT, None)]]]
     if not switch.keep_asleep:
         plan.append([[(StepKind.RETIRE, engine)] for engine, way in leave.items() if way is StepKind.SLEEP])
     return _numbered(plan, switch.limits)
 
 
-def stages_back(switch: Switch, alive: Collection[EngineId], asleep: Collection[EngineId] = ()) -> tuple[Stage, ...]:
+def stages_back(
+    switch: Switch, alive: Collection[EngineId], asleep: Collection[EngineId] = (), scaled: Collection[EngineId] = ()
+) -> tuple[Stage, ...]:
     """Back to the old engines, from wherever it broke off. `alive`: all engines of either side whose processes are
-    there now, `asleep` those of them that sleep."""
+    there now, `asleep` those of them that sleep; `scaled`, whose scaling was begun: some may find that nothing came of
+    it."""
     new = [spec for spec in switch.coming if spec.engine in alive and spec.engine not in asleep]
-    gone = [spec for spec in switch.leaving if spec.engine not in alive]
     sleeping = {spec.engine for spec in switch.leaving if spec.engine in asleep}
     lent = {spec.engine for spec in switch.asleep}
-    plan: list[list[list[tuple[StepKind, EngineId | None]]]] = [
-        [[(StepKind.SLEEP if spec.engine in lent else StepKind.STOP, spec.engine)] for spec in new],
-        [_coming(spec, sleeping) for spec in switch.leaving if spec in gone or spec.engine in sleeping],
+    grew = [old for old, new in switch.scaled if len(new.gpus) > len(old.gpus)]
+    shrank = [old for old, new in switch.scaled if len(new.gpus) < len(old.gpus)]
+    gone = [spec for spec in (*switch.leaving, *grew, *shrank) if spec.engine not in alive]
+    untouched = [*gone, *(old for old in (*grew, *shrank) if old.engine not in scaled)]
+    plan: _Plan = [
+        [
+            *(_only(StepKind.SLEEP if spec.engine in lent else StepKind.STOP, spec.engine) for spec in new),
+            *(_only(StepKind.SCALE, spec.engine) for spec in grew if spec not in untouched),
+        ],
+        [
+            *(_coming(spec, sleeping) for spec in switch.leaving if spec in gone or spec.engine in sleeping),
+            *(_coming(spec, ()) for spec in (*grew, *shrank) if spec in gone),
+            *(_bring_up(spec.engine) for spec in grew if spec not in untouched),
+            *(_scaling(spec.engine) for spec in shrank if spec not in untouched),
+        ],
         [[(StepKind.ADMIT, None)]],
         [[(StepKind.COMMIT, None)]],
     ]
     return _numbered(plan, switch.limits)
 
 
+def _bring_up(engine: EngineId) -> list[tuple[StepKind, EngineId | None]]:
+    return [(kind, engine) for kind in BRING_UP]
+
+
+def _only(kind: StepKind, engine: EngineId) -> list[tuple[StepKind, EngineId | None]]:
+    return [(kind, engine)]
+
+
+def _scaling(engine: EngineId) -> list[tuple[StepKind, EngineId | None]]:
+    return [(StepKind.SCALE, engine), *_bring_up(engine)]
+
+
 def _coming(spec: EngineSpec, asleep: Collection[EngineId]) -> list[tuple[StepKind, EngineId | None]]:
     first = StepKind.WAKE if spec.engine in asleep else StepKind.START
-    return [(kind, spec.engine) for kind in (first, *BRING_UP)]
+    return [(first, spec.engine), *_bring_up(spec.engine)]
 
 
 def _numbered(
@@ -278,7 +331,8 @@ def check(switch: Switch, stages: Sequence[Stage]) -> None:
     """The invariants of going forward, step by step. Raises Intact with the first one that is broken."""
     specs = {spec.engine: spec for spec in (*switch.asleep, *switch.old, *switch.new)}
     staying = {spec.engine for spec in switch.staying}
-    coming = {spec.engine for spec in switch.coming}
+    before = {old.engine: old for old, _ in switch.scaled}
+    coming = {spec.engine for spec in switch.coming} | before.keys()
     asleep = {spec.engine for spec in switch.asleep}
     owner = {gpu: spec.engine for spec in switch.old for gpu in spec.gpus}
     serving = {spec.engine for spec in switch.old}
@@ -288,7 +342,7 @@ def check(switch: Switch, stages: Sequence[Stage]) -> None:
         engine = step.engine
         if engine is None:
             if step.kind is StepKind.FENCE:
-                serving -= {spec.engine for spec in switch.leaving}
+                serving -= {spec.engine for spec in switch.leaving} | before.keys()
             elif step.kind is StepKind.ADMIT:
                 if unready := sorted(e for e in coming if StepKind.VERIFY not in passed.get(e, ())):
                     raise Intact(f"requests go to {unready} unverified")
@@ -307,6 +361,12 @@ def check(switch: Switch, stages: Sequence[Stage]) -> None:
                 owner = {gpu: of for gpu, of in owner.items() if of != engine}
                 if step.kind is StepKind.SLEEP:
                     asleep.add(engine)
+            case StepKind.SCALE:
+                if engine not in evacuated or engine in passed:
+                    raise Intact(f"{engine} is scaled before its requests have left, or twice")
+                owner = {gpu: of for gpu, of in owner.items() if of != engine}
+                _take(owner, specs[engine])
+                passed[engine] = []
             case StepKind.RETIRE:
                 if engine not in asleep:
                     raise Intact(f"{engine} is retired, and does not sleep")
@@ -316,10 +376,7 @@ def check(switch: Switch, stages: Sequence[Stage]) -> None:
                     raise Intact(
                         f"{engine} is to {step.kind}, and {'sleeps' if engine in asleep else 'does not sleep'}"
                     )
-                for gpu in specs[engine].gpus:
-                    if gpu in owner:
-                        raise Intact(f"{engine} starts on GPU {gpu}, which {owner[gpu]} has")
-                    owner[gpu] = engine
+                _take(owner, specs[engine])
                 asleep.discard(engine)
                 passed[engine] = []
             case _:
@@ -328,10 +385,18 @@ def check(switch: Switch, stages: Sequence[Stage]) -> None:
                 passed[engine].append(step.kind)
 
 
+def _take(owner: dict[GpuId, EngineId], spec: EngineSpec) -> None:
+    for gpu in spec.gpus:
+        if gpu in owner:
+            raise Intact(f"{spec.engine} comes to GPU {gpu}, which {owner[gpu]} has")
+        owner[gpu] = spec.engine
+
+
 def goes_on(switch: Switch, done: Collection[tuple[StepKind, EngineId | None]], alive: Collection[EngineId]) -> bool:
     """Whether a switch that was cut short is finished rather than undone: all that is new has been verified, and is
     still there, so that going back would cost more than going on."""
-    ready = all((StepKind.VERIFY, spec.engine) in done and spec.engine in alive for spec in switch.coming)
+    changed = [*switch.coming, *(new for _, new in switch.scaled)]
+    ready = all((StepKind.VERIFY, spec.engine) in done and spec.engine in alive for spec in changed)
     # A switch that only stops engines is undone as long as they are all there.
-    began = bool(switch.coming) or any((StepKind.STOP, spec.engine) in done for spec in switch.leaving)
+    began = bool(changed) or any((StepKind.STOP, spec.engine) in done for spec in switch.leaving)
     return ready and began

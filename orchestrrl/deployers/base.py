@@ -46,6 +46,7 @@ class Deployer(Protocol):
     """Starts and stops engines. A GPU serves one engine at a time. Construction touches nothing."""
 
     can_lend: bool  # whether the GPUs of an engine that sleeps can serve another
+    can_scale: bool  # whether an engine that runs can be given more GPUs, or fewer
 
     async def start(self, spec: EngineSpec) -> Deployed:
         """Begin to start an engine; returns when its processes are there and its URL is known, which is before it
@@ -69,6 +70,12 @@ class Deployer(Protocol):
     async def lend(self, engine: EngineId, lent: bool) -> None:
         """The engine sleeps, and others may have its GPUs; or it takes them back. Raises Permanent where `can_lend` is
         False, where there is no such engine, and when one that is to have its GPUs back shares them with another."""
+        ...
+
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        """An engine that runs has the GPUs of `spec` from now on, and counts as started so; its processes are scaled by
+        whoever asks. Raises Permanent where `can_scale` is False, where there is no such engine, and for a GPU that is
+        taken."""
         ...
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ class SimulatedDeployer:
     """`started` and `stopped` are told of every engine that comes to life, and of every one that ends."""
 
     can_lend = False
+    can_scale = False
 
     def __init__(
         self,
@@ -76,6 +77,9 @@ class SimulatedDeployer:
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
         raise Permanent(f"engine {engine} does not sleep: simulated engines of the cluster are stopped")
+
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        raise Permanent(f"engine {spec.engine} does not scale: simulated engines of the cluster are started anew")
 
     async def close(self) -> None:
         for starting in self._starting.values():

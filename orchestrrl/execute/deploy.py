@@ -217,6 +217,7 @@ class Switching:
         return Standing(
             serving=tuple(serving),
             asleep=tuple(asleep),
+            elastic=self._elastic(),
             alive=frozenset(e for e, deployed in self._running.items() if deployed.life is Life.ALIVE),
             drained=frozenset(drained),
             lost=frozenset(lost),
@@ -277,6 +278,12 @@ class Switching:
         check(switch, stages_of(switch))
         return switch
 
+    def _elastic(self) -> frozenset[EngineId]:
+        if not self._deployer.can_scale:
+            return frozenset()
+        offers = self._plane.state.capabilities
+        return frozenset(e for e in self._running if (told := offers(e)) is not None and told.scale_elastic_ep)
+
     def _can_sleep(self, standing: Standing, new: Sequence[EngineSpec]) -> frozenset[EngineId]:
         if not self._deployer.can_lend:
             return frozenset()
@@ -320,7 +327,7 @@ class Switching:
         if because := self._plane.switch_hold():
             raise Permanent(because)
         switch, _ = self.draft(wish)
-        if not switch.leaving and not switch.coming:
+        if not (switch.leaving or switch.coming or switch.scaled):
             raise Permanent("the fleet is as it is wanted: there is nothing to switch")
         self._begin(switch)
         return switch.id
@@ -374,8 +381,15 @@ class Switching:
         return tuple(
             EngineStart(spec.configuration, took_s, self.configurations[spec.configuration].switch_s)
             for spec in run.switch.coming
-            if (took_s := run.took_s(spec.engine)) is not None
+            if self._as_usual(run, spec.engine) and (took_s := run.took_s(spec.engine)) is not None
         )
+
+    def _as_usual(self, run: SwitchRun, engine: EngineId) -> bool:
+        """Engines that are kept asleep start once, and are woken from then on: that is what the next one will take."""
+        if not self.policy.keep_asleep or engine in {spec.engine for spec in run.switch.asleep}:
+            return True
+        told = self._plane.state.capabilities(engine)
+        return told is None or not told.sleep
 
     def _note_engines(self, run: SwitchRun, report: SwitchReport) -> None:
         specs = {spec.engine: spec for spec in (*run.switch.old, *run.switch.new)}

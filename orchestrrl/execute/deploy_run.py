@@ -18,6 +18,7 @@ from orchestrrl.execute.deploy_records import SWITCH
 from orchestrrl.execute.deploy_steps import Hands, within
 from orchestrrl.journal import Entry, Journal, Kind
 from orchestrrl.switch import (
+    BRING_UP,
     Direction,
     Stage,
     Step,
@@ -159,6 +160,9 @@ class SwitchRun:
 
     async def _forward(self, done: set[tuple[StepKind, EngineId | None]] | None = None) -> Failure | None:
         skip = done or set()
+        self.hands.expect(
+            [*(spec.engine for spec in self.switch.coming), *(new.engine for _, new in self.switch.scaled)]
+        )
         self._going = asyncio.ensure_future(self._run_stages(Direction.FORWARD, self.hands.forward, skip))
         try:
             await self._going
@@ -193,10 +197,18 @@ class SwitchRun:
         for key, told in list(self._steps.items()):
             if told.state is StepState.PENDING:
                 self._steps[key] = replace(told, state=StepState.SKIPPED)
+        self.hands.going_back = True
         present = await self.hands.look()
         asleep = {engine for engine in present if self.hands.running[engine].lent}
-        self._stages[Direction.BACK] = stages_back(self.switch, present, asleep)
+        scaled = {
+            told.step.engine
+            for told in self._steps.values()
+            if told.step.kind is StepKind.SCALE and told.step.engine is not None and told.began_s is not None
+        }
+        self._stages[Direction.BACK] = stages_back(self.switch, present, asleep, scaled)
         self._list_steps(Direction.BACK)
+        brought_up = {step.engine for step in steps_in(self._stages[Direction.BACK]) if step.kind is StepKind.READY}
+        self.hands.expect(engine for engine in brought_up if engine is not None)
         self._told()
         missing: list[str] = []
         for stage in self._stages[Direction.BACK]:
@@ -214,7 +226,7 @@ class SwitchRun:
             except _ChainFailed as failed:
                 failure = failed.failure
                 logger.error("switch %s, on its way back: %s", self.switch.id, failure)
-                if chain[0].kind in _TAKES_GPUS and failure.step is not None:
+                if failure.step is not None and failure.step.kind in (*_TAKES_GPUS, StepKind.SCALE, *BRING_UP):
                     await self._let_go(failure.step)
             else:
                 return ""

@@ -6,7 +6,7 @@ The order of steps is `orchestrrl/switch.py`'s; journalling them and going back 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -71,6 +71,7 @@ class Hands:
     tolerance: Tolerance
     switch: Switch
     tally: Tally = field(default_factory=Tally)
+    going_back: bool = False
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
     _given: dict[RequestId, EngineId] = field(default_factory=dict)  # whom the plan does not name
     waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
@@ -80,8 +81,13 @@ class Hands:
         return self.plane.clock
 
     def _spec(self, engine: EngineId) -> EngineSpec:
-        specs = (*self.switch.new, *self.switch.old, *self.switch.asleep)
+        """As it is wanted in the direction that is gone."""
+        new, old = self.switch.new, self.switch.old
+        specs = (*old, *new, *self.switch.asleep) if self.going_back else (*new, *old, *self.switch.asleep)
         return next(spec for spec in specs if spec.engine == engine)
+
+    def _scaled_to(self, engine: EngineId, *, back: bool) -> EngineSpec:
+        return next(old if back else new for old, new in self.switch.scaled if new.engine == engine)
 
     async def forward(self, step: Step) -> str:
         """Do it; a word on it for the report. Raises OrchestrRLError."""
@@ -90,9 +96,12 @@ class Hands:
                 case StepKind.FENCE:
                     return self._fence(step)
                 case StepKind.ADMIT:
-                    return self._admit([spec.engine for spec in self.switch.coming])
+                    changed = (*self.switch.coming, *(new for _, new in self.switch.scaled))
+                    return self._admit([spec.engine for spec in changed])
                 case _:
                     return ""
+        if step.kind is StepKind.SCALE:
+            return await self._scale(self._scaled_to(step.engine, back=False))
         return await self._of_engine(step.kind, step.engine)
 
     async def back(self, step: Step) -> str:
@@ -102,6 +111,8 @@ class Hands:
                 return ""
             there = [spec.engine for spec in self.switch.old if spec.engine in self.running]
             return self._admit([engine for engine in there if self.running[engine].life is Life.ALIVE])
+        if step.kind is StepKind.SCALE:
+            return await self._scale(self._scaled_to(step.engine, back=True))
         return await self._of_engine(step.kind, step.engine)
 
     async def reference(self) -> Excerpt | None:
@@ -116,6 +127,16 @@ class Hands:
                 logger.warning("%s gave no excerpt to compare with: %s", spec.engine, error)
         return None
 
+    def expect(self, engines: Iterable[EngineId]) -> None:
+        """Of this switch's engines, these are to serve soon: gateways send them nothing before they are admitted, keep
+        requests for them, and let nobody give up meanwhile."""
+        limits, routes = self.switch.limits, self.plane.routes
+        lasts_s = limits.drain_s + limits.stop_s + limits.start_s + limits.ready_s + limits.load_s + 2 * limits.check_s
+        for spec in (*self.switch.old, *self.switch.new):
+            routes.expected.pop(spec.engine, None)
+        routes.expected.update(dict.fromkeys(engines, self._clock.now_s() + lasts_s))
+        self.plane.engines_deployed()
+
     async def look(self) -> set[EngineId]:
         """What is there now, of all that the deployer has."""
         found = {deployed.engine: deployed for deployed in await self.deployer.list_engines()}
@@ -129,11 +150,8 @@ class Hands:
     # --- of the fleet
 
     def _fence(self, step: Step) -> str:
-        leaving = [spec.engine for spec in self.switch.leaving]
+        leaving = [spec.engine for spec in (*self.switch.leaving, *(new for _, new in self.switch.scaled))]
         self.plane.routes.draining.update(leaving)
-        limits = self.switch.limits
-        until_s = self._clock.now_s() + limits.drain_s + limits.stop_s + limits.start_s + limits.ready_s
-        self.plane.routes.expected.update({spec.engine: until_s for spec in self.switch.coming})
         self.plane.engines_deployed()
         return f"{len(leaving)} engines take nothing new"
 
@@ -212,7 +230,8 @@ class Hands:
 
     def _moves_of(self, requests: Sequence[RequestView]) -> list[RequestMove]:
         """Where the plan wants each, as far as that engine is yet to serve; the others where least is."""
-        coming = {spec.engine for spec in self.switch.coming}
+        changed = (*self.switch.coming, *(new for _, new in self.switch.scaled))
+        coming = {spec.engine for spec in changed}
         open_to = {spec.engine: len(spec.gpus) or 1 for spec in self.switch.new}
         there = {request.id: request.engine for request in self.plane.state.snapshot(self._clock.now_s()).requests}
         load = Counter({**there, **self.switch.destinations, **self._given}.values())
@@ -287,6 +306,23 @@ class Hands:
                 await self._clock.sleep(error.after_s if isinstance(error, Retryable) else POLL_S)
             else:
                 return self.running[engine].url
+
+    async def _scale(self, spec: EngineSpec) -> str:
+        """GPUs are taken before an engine grows onto them, and given back when it has left them."""
+
+        async def scale(client: ManagedEngine) -> str:
+            has = (await client.layout()).dp
+            if has == spec.parallelism.dp:
+                return f"has DP {has}"
+            await client.scale(spec.parallelism.dp)
+            return f"DP {has} to {spec.parallelism.dp}"
+
+        if len(spec.gpus) > len(self.running[spec.engine].gpus):
+            self.running[spec.engine] = await self.deployer.scale(spec)
+            return await self._asking(spec.engine, scale)
+        said = await self._asking(spec.engine, scale)
+        self.running[spec.engine] = await self.deployer.scale(spec)
+        return said
 
     async def _until_ready(self, engine: EngineId) -> str:
         """A real completion is the proof: an engine can be healthy before it can generate."""

@@ -2,12 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.errors import Permanent, ProblemFaults, shorten
-from orchestrrl.switch import SwitchWish
+from orchestrrl.switch import SwitchWish, can_scale
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, RequestId
+
+# The wish that all engines stop, once their requests have finished.
+NOTHING = (("nothing", 0),)
 
 MakeSpec = Callable[[EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
 
@@ -19,6 +22,7 @@ class Standing:
 
     serving: tuple[EngineSpec, ...]
     asleep: tuple[EngineSpec, ...]
+    elastic: frozenset[EngineId]  # that can be scaled while they run
     alive: frozenset[EngineId]
     drained: frozenset[EngineId]  # by an operator: they stay, and finish what they have
     lost: frozenset[EngineId]  # nobody knows how they are: their GPUs count as taken
@@ -61,7 +65,7 @@ def wanted_by_plan(plan: Plan, standing: Standing, make_spec: MakeSpec) -> Wante
     _check_gpus(new, standing)
     destinations = {move.request: move.destination for move in plan.moves}
     destinations |= {request: instance.id for instance in plan.instances for request in instance.requests}
-    return Wanted(tuple(_with_sleepers(new, standing)), destinations)
+    return _reusing(Wanted(tuple(new), destinations), standing)
 
 
 def wanted_by_targets(
@@ -72,16 +76,18 @@ def wanted_by_targets(
     make_spec: MakeSpec,
 ) -> Wanted:
     """Engines of each configuration, those that are there kept as far as they fit in; new ones are called after `name`.
-    Raises ProblemFaults with every fault of the wish."""
+    `nothing` is a target, too. Raises ProblemFaults with every fault of the wish."""
     faults = _target_faults(wish, configurations)
     if faults:
         raise ProblemFaults(faults)
+    if wish.targets == NOTHING:
+        return Wanted(standing.kept_anyway)
     targets = [(ConfigurationId(target), count) for target, count in wish.targets]
     keepable = _keepable(targets, standing)
     for dropped in range(len(keepable) + 1):  # as few as need be
         new = _filled(targets, name, standing, configurations, make_spec, keepable[dropped:])
         if new is not None:
-            return Wanted(tuple(_with_sleepers([*standing.kept_anyway, *new], standing)))
+            return _reusing(Wanted((*standing.kept_anyway, *new)), standing)
     free = len(_free(standing, standing.kept_anyway))
     asked = ", ".join(f"{count or 'any'} x {target} of {configurations[target].gpus} GPUs" for target, count in targets)
     raise ProblemFaults([f"targets: do not fit on the {free} GPUs in nodes of {standing.per_node}, got {asked}"])
@@ -89,6 +95,8 @@ def wanted_by_targets(
 
 def _target_faults(wish: SwitchWish, configurations: Mapping[ConfigurationId, Configuration]) -> list[str]:
     faults = []
+    if wish.targets == NOTHING:
+        return []
     if wish.plan and wish.targets:
         faults.append(f"plan_id: cannot go with targets, got {wish.plan!r}")
     if not wish.targets:
@@ -176,11 +184,31 @@ def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | Non
     return None
 
 
-def _with_sleepers(new: Sequence[EngineSpec], standing: Standing) -> list[EngineSpec]:
-    """Where an engine sleeps that is like a wanted one, on the same GPUs, it is woken instead."""
+def _reusing(wanted: Wanted, standing: Standing) -> Wanted:
+    """The same fleet, with what is there instead of what would have to be started: an engine that sleeps and is like a
+    wanted one on the same GPUs is woken, one that is to stop and differs in its replicas alone is scaled. These keep
+    their ids."""
     sleeping = {(spec.configuration, spec.gpus): spec for spec in standing.asleep if spec.engine in standing.alive}
     there = {spec.engine for spec in standing.serving}
-    return [spec if spec.engine in there else sleeping.get((spec.configuration, spec.gpus), spec) for spec in new]
+    kept = {spec.engine for spec in wanted.new}
+    free = [
+        spec for spec in standing.serving if spec.engine in standing.elastic - kept and spec.engine in standing.alive
+    ]
+    new, names = [], {}
+    for spec in wanted.new:
+        reused = spec
+        if spec.engine not in there:
+            similar = [old for old in free if can_scale(old, spec)]
+            if (spec.configuration, spec.gpus) in sleeping:
+                reused = sleeping[spec.configuration, spec.gpus]
+            elif similar:
+                old = max(similar, key=lambda one: (len(set(one.gpus) & set(spec.gpus)), one.engine))
+                free.remove(old)
+                reused = replace(spec, engine=old.engine, port=old.port)
+        new.append(reused)
+        names[spec.engine] = reused.engine
+    destinations = {request: names.get(engine, engine) for request, engine in wanted.destinations.items()}
+    return Wanted(tuple(new), destinations)
 
 
 def _check_gpus(new: Sequence[EngineSpec], standing: Standing) -> None:

@@ -38,6 +38,10 @@ fleet:
        prefill_tokens_per_s: 400, switch_s: 1.5}
     - {id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 2000, max_sequences: 16,
        prefill_tokens_per_s: 400, switch_s: 1.5}
+    - {id: ep2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 2000, max_sequences: 16,
+       prefill_tokens_per_s: 400, switch_s: 1.5, parallelism: {dp: 2, ep: 2}}
+    - {id: ep4, gpus: 4, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 4000, max_sequences: 16,
+       prefill_tokens_per_s: 400, switch_s: 1.5, parallelism: {dp: 4, ep: 4}}
 """
 LIMITS = Limits(drain_s=5.0, stop_s=5.0, start_s=5.0, ready_s=10.0, load_s=5.0, check_s=5.0)
 UP_AFTER_S = 1.5
@@ -56,7 +60,11 @@ class FakeEngine:
     weights: int | None = None
     logprob: float = REFERENCE
     tp: int | None = None
-    capacity_tokens: int = 2000
+    dp: int = 0
+    capacity_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.dp = self.spec.parallelism.dp  # as its processes are, whatever is said of it later
 
 
 class Machines:
@@ -70,7 +78,7 @@ class Machines:
         self.faults: dict[tuple[str, str], OrchestrRLError] = {}  # (what, configuration or engine) -> always
         self.hangs: set[tuple[str, str]] = set()
         self.made: Callable[[FakeEngine], None] = lambda engine: None
-        self.can_sleep = False
+        self.can_sleep = self.can_scale = False
 
     def place(self, spec: EngineSpec) -> None:
         self._own(spec)
@@ -99,6 +107,7 @@ class Deployer:
     def __init__(self, machines: Machines) -> None:
         self._machines = machines
         self.can_lend = machines.can_sleep
+        self.can_scale = machines.can_scale
 
     async def start(self, spec: EngineSpec) -> Deployed:
         machines = self._machines
@@ -139,6 +148,15 @@ class Deployer:
                 self._machines.engines[engine] = there
         there.lent = lent
 
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        there = self._machines.engines.pop(spec.engine)
+        try:
+            self._machines._own(spec)
+            there.spec = spec
+        finally:
+            self._machines.engines[there.spec.engine] = there
+        return self._told(there)
+
     async def close(self) -> None: ...
 
     def _told(self, engine: FakeEngine) -> Deployed:
@@ -167,11 +185,14 @@ class Client:
 
     async def capabilities(self) -> Capabilities:
         await self._engine("capabilities")
-        return Capabilities("fake", "1", ("fake",), sleep=self._machines.can_sleep)
+        machines = self._machines
+        offers = {"sleep": machines.can_sleep, "scale_elastic_ep": machines.can_scale}
+        return Capabilities("fake", "1", ("fake",), **offers)
 
     async def metrics(self) -> EngineMetrics:
         engine = await self._engine("metrics")
-        return EngineMetrics(self._running(self._id), 0, 0.0, engine.capacity_tokens, 0, 0, 0)
+        capacity_tokens = engine.capacity_tokens or 1000 * len(engine.spec.gpus)
+        return EngineMetrics(self._running(self._id), 0, 0.0, capacity_tokens, 0, 0, 0)
 
     async def healthy(self) -> bool:
         await self._engine("healthy")
@@ -183,7 +204,8 @@ class Client:
 
     async def layout(self) -> EngineLayout:
         engine = await self._engine("layout")
-        return EngineLayout(tp=engine.tp or engine.spec.parallelism.tp)
+        layout = engine.spec.parallelism
+        return EngineLayout(tp=engine.tp or layout.tp, dp=engine.dp, ep=layout.ep > 1)
 
     async def weight_version(self) -> int | None:
         return (await self._engine("weight_version")).weights
@@ -211,7 +233,8 @@ class Client:
         return (await self._engine("asleep")).sleeping
 
     async def scale(self, dp: int) -> None:
-        raise Permanent("does not scale")
+        engine = await self._engine("scale")
+        engine.dp = dp
 
     async def close(self) -> None: ...
 

@@ -28,6 +28,7 @@ from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Paral
 
 GPUS = 8
 SIZES = {"tp1": 1, "tp2": 2, "tp4": 4}
+ELASTIC = {"ep2": 2, "ep4": 4, "ep8": 8}
 KNOWN = {
     ConfigurationId(name): Configuration(ConfigurationId(name), size, 0.02, 1e-4, 1e-8, 1000, 16, 400.0, 1.5)
     for name, size in SIZES.items()
@@ -37,6 +38,13 @@ KNOWN = {
 def make_spec(engine: str, configuration: str, gpus: Sequence[int]) -> EngineSpec:
     on = tuple(map(GpuId, gpus))
     return EngineSpec(EngineId(engine), ConfigurationId(configuration), Parallelism(tp=SIZES[configuration]), on)
+
+
+def elastic(engine: str, configuration: str) -> EngineSpec:
+    """On GPUs from 0."""
+    size = ELASTIC[configuration]
+    layout = Parallelism(dp=size, ep=size)
+    return EngineSpec(EngineId(engine), ConfigurationId(configuration), layout, tuple(map(GpuId, range(size))))
 
 
 @st.composite
@@ -60,6 +68,13 @@ def switches(draw: st.DrawFn) -> Switch:
     old = draw(fleets("old"))
     stays = tuple(spec for spec in old if draw(st.booleans()))
     taken = {gpu for spec in stays for gpu in spec.gpus}
+    if draw(st.booleans()) and not taken.intersection(range(4)):  # one that is scaled, up or down
+        sizes = draw(st.permutations(sorted(ELASTIC)))[:2]
+        was, becomes = (elastic("ela", name) for name in sizes)
+        if not taken.intersection([*was.gpus, *becomes.gpus]):
+            old = (*(spec for spec in old if not set(was.gpus).intersection(spec.gpus)), was)
+            stays = (*stays, becomes)
+            taken |= set(becomes.gpus)
     coming = [spec for spec in draw(fleets("new")) if not taken.intersection(spec.gpus)]
     asleep = tuple(spec for spec in coming if draw(st.booleans()))
     can_sleep = frozenset(spec.engine for spec in old if draw(st.booleans()))
@@ -81,16 +96,17 @@ class Fleet:
 
     def __init__(self, switch: Switch) -> None:
         self.switch = switch
-        self.specs = {spec.engine: spec for spec in (*switch.old, *switch.new, *switch.asleep)}
         self.awake = {spec.engine for spec in switch.old}
         self.asleep = {spec.engine for spec in switch.asleep}
         self.serving = set(self.awake)
+        self.gpus = {spec.engine: spec.gpus for spec in (*switch.asleep, *switch.new, *switch.old)}
         self.ready: set[EngineId] = set()
 
-    def do(self, kind: StepKind, engine: EngineId | None) -> None:
+    def do(self, kind: StepKind, engine: EngineId | None, *, back: bool = False) -> None:
         match kind, engine:
             case StepKind.FENCE, None:
                 self.serving -= {spec.engine for spec in self.switch.leaving}
+                self.serving -= {spec.engine for _, spec in self.switch.scaled}
             case ((StepKind.STOP | StepKind.RETIRE), engine) if engine is not None:
                 assert engine not in self.serving
                 self.awake.discard(engine)
@@ -105,12 +121,16 @@ class Fleet:
             case StepKind.WAKE, engine if engine is not None:
                 self.asleep.remove(engine)
                 self.awake.add(engine)
+            case StepKind.SCALE, engine if engine is not None:
+                assert engine not in self.serving
+                pair = next(pair for pair in self.switch.scaled if pair[0].engine == engine)
+                self.gpus[engine] = pair[not back].gpus
             case StepKind.VERIFY, engine if engine is not None:
                 assert engine in self.awake
                 self.ready.add(engine)
             case _:
                 pass
-        gpus = [gpu for engine in self.awake for gpu in self.specs[engine].gpus]
+        gpus = [gpu for engine in self.awake for gpu in self.gpus[engine]]
         assert len(gpus) == len(set(gpus)), f"{kind} of {engine} has two engines on one GPU"
         assert {spec.engine for spec in self.switch.staying} <= self.serving, "who stays never stops serving"
 
@@ -126,7 +146,8 @@ def test_forward_ends_with_what_is_wanted_and_no_gpu_has_two(switch: Switch) -> 
     fleet = Fleet(switch)
     fleet.run(stages)
     assert fleet.awake == {spec.engine for spec in switch.new}
-    assert fleet.ready == {spec.engine for spec in switch.coming}
+    assert fleet.ready == {spec.engine for spec in (*switch.coming, *(new for _, new in switch.scaled))}
+    assert all(fleet.gpus[spec.engine] == spec.gpus for spec in switch.new)
     slept = {spec.engine for spec in switch.leaving if spec.engine in switch.can_sleep}
     assert fleet.asleep == (slept if switch.keep_asleep else set())
     kinds = [step.kind for step in steps_in(stages)]
@@ -145,10 +166,12 @@ def test_back_from_wherever_it_broke_off(switch: Switch, data: st.DataObject) ->
     for chain in stages[broke]:
         for step in chain[: data.draw(st.integers(0, len(chain)))]:
             fleet.do(step.kind, step.engine)
-    back = stages_back(switch, fleet.awake | fleet.asleep, fleet.asleep)
+    scaled = {old.engine for old, new in switch.scaled if fleet.gpus[old.engine] == new.gpus}
+    back = stages_back(switch, fleet.awake | fleet.asleep, fleet.asleep, scaled)
     for step in steps_in(back):
-        fleet.do(step.kind, step.engine)
+        fleet.do(step.kind, step.engine, back=True)
     assert fleet.awake == {spec.engine for spec in switch.old}
+    assert all(fleet.gpus[spec.engine] == spec.gpus for spec in switch.old)
     assert fleet.asleep <= {spec.engine for spec in switch.asleep}
 
 
@@ -157,10 +180,11 @@ def test_what_is_cut_short_is_finished_only_when_all_that_is_new_has_been_verifi
     done: set[tuple[StepKind, EngineId | None]] = set()
     present = {spec.engine for spec in (*switch.old, *switch.new)}
     for step in steps_in(stages_of(switch)):
-        all_verified = {(StepKind.VERIFY, spec.engine) for spec in switch.coming} <= done
+        changed = (*switch.coming, *(new for _, new in switch.scaled))
+        all_verified = {(StepKind.VERIFY, spec.engine) for spec in changed} <= done
         if goes_on(switch, done, present):
             assert all_verified
-        elif switch.coming:
+        elif changed:
             assert not all_verified
         done.add((step.kind, step.engine))
     for spec in switch.coming:
@@ -194,7 +218,7 @@ def test_a_switch_of_two_engines_on_one_gpu_is_none() -> None:
 
 
 def standing(serving: tuple[EngineSpec, ...], drained: frozenset[EngineId] = frozenset()) -> Standing:
-    return Standing(serving, (), frozenset(s.engine for s in serving), drained, frozenset(), {}, GPUS, 4)
+    return Standing(serving, (), frozenset(), frozenset(s.engine for s in serving), drained, frozenset(), {}, GPUS, 4)
 
 
 targets = st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.integers(0, 4)), min_size=1, unique_by=lambda t: t[0])

@@ -1,12 +1,15 @@
 """Switches of the deployment on a virtual clock: whatever fails, and wherever the daemon is killed, the fleet ends as
 it was or as it was wanted, with every request on an engine that serves."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+from builders import engine_report, sample
 from switch_house import FakeEngine, House
 
 from orchestrrl.deployers.base import Life
+from orchestrrl.engines.base import Capabilities
 from orchestrrl.errors import Permanent, Retryable
 from orchestrrl.journal import Kind
 from orchestrrl.switch import StepKind, SwitchState, SwitchWish
@@ -333,15 +336,71 @@ async def test_engines_that_slept_are_stopped_where_none_are_kept(tmp_path: Path
         del house.machines.faults["stop", "b"]
 
 
+async def test_elastic_engines_are_scaled_instead_of_started_anew(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    house.machines.can_scale = True
+    house.place("a", "ep2", 0, 1)
+    house.place("b", "tp2", 2, 3)
+    house.gateway.put("r0", "a")
+    house.gateway.put("r1", "b")
+    async with house.daemon() as switching:
+        tell_capabilities(house, "a", "b")
+        switching.begin(SwitchWish((("ep4", 1),)))
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE, report.detail
+        check_whole(house, {"a"}, 2)
+        assert (house.machines.engines[EngineId("a")].dp, house.machines.stops) == (4, ["b"])
+        assert house.machines.starts == {}
+        assert house.plane.state.configuration_of(EngineId("a")) == "ep4"
+        switching.begin(SwitchWish((("ep2", 1), ("tp2", 1))))
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE, report.detail
+        (started,) = house.machines.starts
+        check_whole(house, {"a", started}, 2)
+        assert house.machines.engines[EngineId("a")].dp == 2
+        house.machines.faults["score", "a"] = Permanent("is broken")
+        switching.begin(SwitchWish((("ep4", 1),)))
+        report = await house.until_ended()
+        assert report.state is SwitchState.DEGRADED  # it is broken on the way back, too
+        assert serving(house) == {started}  # nothing is left on GPUs that does not answer as it should
+
+
+@pytest.mark.parametrize("after", range(0, 40, 3))
+async def test_a_daemon_that_is_killed_while_it_scales(tmp_path: Path, after: int) -> None:
+    house = House(tmp_path)
+    house.machines.can_scale = True
+    house.place("a", "ep2", 0, 1)
+    house.place("b", "tp2", 2, 3)
+    house.gateway.put("r0", "a")
+    house.killed_after = after
+    async with house.daemon() as switching:
+        tell_capabilities(house, "a", "b")
+        switching.begin(SwitchWish((("ep4", 1),)))
+        await house.clock.advance(30.0)
+    house.killed_after = None
+    async with house.daemon():
+        report = await house.until_ended()
+        done = report.state is SwitchState.DONE
+        check_whole(house, {"a"} if done else {"a", "b"}, 1)
+        engine = house.machines.engines[EngineId("a")]
+        assert (engine.dp, len(engine.spec.gpus)) == ((4, 4) if done else (2, 2))
+
+
+async def test_all_engines_may_stop_once_their_requests_have_finished(house: House) -> None:
+    async with house.daemon() as switching:
+        switching.begin(SwitchWish((("nothing", 0),)))
+        await house.clock.advance(2.0)
+        assert house.machines.stops == []
+        house.gateway.requests.clear()
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE
+        assert house.machines.engines == {}
+
+
 def tell_capabilities(house: House, *engines: str) -> None:
-    import dataclasses
-
-    from builders import engine_report, sample
-
-    from orchestrrl.engines.base import Capabilities
-
+    """As the watch of an engine does."""
+    machines = house.machines
+    offers = Capabilities("fake", "1", ("fake",), sleep=machines.can_sleep, scale_elastic_ep=machines.can_scale)
     for engine in engines:
         told = engine_report(engine, sample=sample(house.clock.now_s()))
-        house.plane.engine_reported(
-            dataclasses.replace(told, capabilities=Capabilities("f", "1", ("f",), sleep=True)), 1
-        )
+        house.plane.engine_reported(dataclasses.replace(told, capabilities=offers), 1)

@@ -5,8 +5,8 @@ bundles of a group that the job has set aside; a detached actor in each bundle; 
 line. A GPU's number says on which node it lies: which GPU of that node it is, Ray decides (`CUDA_VISIBLE_DEVICES`).
 What Ray is asked for each GPU is `per_gpu`, so that a cluster without GPUs can count something else.
 
-Engines that sleep keep their GPUs here: Ray gives a bundle's GPUs to an actor for as long as it lives, and another
-engine on them would be hidden from Ray.
+Engines that sleep keep their GPUs here, and none is given more while it runs: Ray gives a bundle's GPUs to an actor
+when it begins and for as long as it lives, and whatever else used them would be hidden from Ray.
 
 What is done in Ray is done by `ray_driver.py`, in a process of its own.
 """
@@ -70,6 +70,7 @@ class RayDeployer:
     """See the module. Raises ProblemFaults for options, and Permanent where Ray is not installed."""
 
     can_lend = False
+    can_scale = False
     can_scale = False
 
     def __init__(self, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
@@ -183,6 +184,9 @@ class RayDeployer:
 
     async def scale(self, spec: EngineSpec) -> Deployed:
         raise Permanent(f"engine {spec.engine}: in Ray it has the bundles that it was started with")
+
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        raise Permanent(f"engine {spec.engine} cannot have other GPUs: in Ray its actor keeps those that it began with")
 
     async def close(self) -> None:
         await self._driver.close()

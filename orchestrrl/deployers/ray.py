@@ -71,7 +71,6 @@ class RayDeployer:
 
     can_lend = False
     can_scale = False
-    can_scale = False
 
     def __init__(self, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         del clock  # Ray's time is real
@@ -184,9 +183,6 @@ class RayDeployer:
 
     async def scale(self, spec: EngineSpec) -> Deployed:
         raise Permanent(f"engine {spec.engine}: in Ray it has the bundles that it was started with")
-
-    async def scale(self, spec: EngineSpec) -> Deployed:
-        raise Permanent(f"engine {spec.engine} cannot have other GPUs: in Ray its actor keeps those that it began with")
 
     async def close(self) -> None:
         await self._driver.close()

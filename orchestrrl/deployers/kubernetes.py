@@ -11,7 +11,6 @@ serves two engines is kept over the fleet's own numbers, by the annotations of i
 before its first process can run.
 """
 
-import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -45,7 +44,7 @@ from orchestrrl.deployers.kubernetes_objects import (
 from orchestrrl.deployers.kubernetes_options import read_options
 from orchestrrl.deployers.kubernetes_view import FleetView, Found, pods_path, workloads_path
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from planner.model import EngineId
+from planner.model import EngineId, GpuId
 
 INSTALL_LWS = (
     "an engine over several nodes needs LeaderWorkerSet, which this cluster does not have: "
@@ -71,13 +70,18 @@ class KubernetesDeployer:
         nodes_known_s = self._options.poll_s * NODES_KNOWN_POLLS if self._options.read_nodes else None
         self._view = FleetView(self._api, self._options.namespace, self._fleet, nodes_known_s, clock)
         self._pods = pods_path(self._options.namespace)
-        # What is looked at before an engine is made must still hold when it is made.
-        self._making = asyncio.Lock()
+        self._making: list[EngineSpec] = []  # looked for by nobody else yet: their objects are only being made
 
     async def start(self, spec: EngineSpec) -> Deployed:
         wanted = workload(spec, self._launch, self._options, self._fleet)
-        async with self._making:
+        clash = _clash(spec.engine, spec.gpus, {other.engine: other.gpus for other in self._making})
+        if clash is not None:
+            raise clash
+        self._making.append(spec)
+        try:
             await self._make(spec, wanted)
+        finally:
+            self._making.remove(spec)
         return await self._bring_up(spec.engine)
 
     async def stop(self, engine: EngineId) -> None:
@@ -121,7 +125,7 @@ class KubernetesDeployer:
     # Starting.
 
     async def _make(self, spec: EngineSpec, wanted: Object) -> None:
-        """The engine's object is there, the first of its GPUs' to be. Raises Permanent where it may not be."""
+        """The engine's object is there. Raises Permanent where it may not be."""
         everyone = await self._view.all()
         name = wanted["metadata"]["name"]
         made, pods = everyone.pop(name, (None, []))
@@ -130,43 +134,23 @@ class KubernetesDeployer:
             return
         if made is not None or pods:
             raise Retryable(f"engine {spec.engine} is still being removed", RETRY_AFTER_S)
-        self._check_gpus(spec, everyone, None)
+        clash = _clash(spec.engine, spec.gpus, _held(everyone))
+        if clash is not None:
+            raise clash
         kind = workloads_path(self._options.namespace, wanted["apiVersion"] == LWS)
         try:
-            made = await self._api.create(kind, wanted)
+            await self._api.create(kind, wanted)
         except Conflict:
             # Another daemon of this fleet, or an earlier request of ours whose answer was lost.
             self._check_same(spec, await self._api.get(f"{kind}/{name}"))
-            return
         except NotFound as error:
             raise Permanent(INSTALL_LWS if "namespaces" not in str(error) else str(error)) from error
-        try:
-            with _begun(True, f"starting engine {spec.engine}"):
-                everyone = await self._view.all()
-            everyone.pop(name, None)
-            self._check_gpus(spec, everyone, made)
-        except Permanent:
-            await self.stop(spec.engine)
-            raise
 
     def _check_same(self, spec: EngineSpec, made: Object) -> None:
         engine, configuration, gpus = identity_of(made)
         if spec_of(made) != spec:
             held = f"as {configuration} on GPUs {list(gpus)}"
             raise Permanent(f"engine {engine} is there already, {held}, and was started with another spec")
-
-    def _check_gpus(self, spec: EngineSpec, others: Mapping[str, Found], mine: Any) -> None:
-        """`mine`: ours, once it is made. Then only those that were made before it come first."""
-        taken = []
-        for _, (made, pods) in sorted(others.items()):
-            first = made or pods[0]
-            if mine is not None and _age(first) > _age(mine):
-                continue
-            holder, _, held = identity_of(first)
-            shared = sorted(set(held) & set(spec.gpus))
-            taken += [f"GPUs {shared} by {holder}"] if shared else []
-        if taken:
-            raise Permanent(f"engine {spec.engine} cannot have GPUs that are in use: {', '.join(taken)}")
 
     async def _bring_up(self, engine: EngineId) -> Deployed:
         """Let its first pods through, and wait until all of their containers run, or one has ended. How long images may
@@ -183,9 +167,14 @@ class KubernetesDeployer:
         """An error to be raised: it cannot have its pods now, or never."""
         waiting_since_s: float | None = None
         while True:
-            made, pods = await self._view.find(name_of(self._fleet, engine))
+            everyone = await self._view.all()
+            made, pods = everyone.get(name_of(self._fleet, engine), (None, []))
             if made is None or deleting(made):
                 raise Permanent(f"engine {engine} was stopped before it was up")
+            # Two daemons may have made engines for one GPU: who sees the other's before its own has run withdraws.
+            clash = None if uids(made) else _clash(engine, identity_of(made)[2], _held(everyone))
+            if clash is not None:
+                return clash
             refused = cannot_be_made(made)
             if refused and not pods:
                 return self._no_room(engine, refused) if "exceeded quota" in refused else Permanent(refused)
@@ -286,6 +275,16 @@ def _begun(begun: bool, what: str) -> Iterator[None]:
         raise (OutcomeUnknown(f"{what} has begun: {error}") if begun else error) from error
 
 
-def _age(made: Object) -> tuple[str, str]:
-    """Orders objects by when they were made; those of one second, by name."""
-    return made["metadata"]["creationTimestamp"], made["metadata"]["name"]
+def _clash(engine: EngineId, gpus: Sequence[GpuId], held: Mapping[EngineId, Sequence[GpuId]]) -> Permanent | None:
+    """Whether others hold some of these GPUs."""
+    taken = []
+    for holder in sorted(set(held) - {engine}):
+        shared = sorted(set(held[holder]) & set(gpus))
+        taken += [f"GPUs {shared} by {holder}"] if shared else []
+    return Permanent(f"engine {engine} cannot have GPUs that are in use: {', '.join(taken)}") if taken else None
+
+
+def _held(everyone: Mapping[str, Found]) -> dict[EngineId, tuple[GpuId, ...]]:
+    """Who has which GPUs."""
+    identities = [identity_of(made or pods[0]) for made, pods in everyone.values()]
+    return {engine: gpus for engine, _, gpus in identities}

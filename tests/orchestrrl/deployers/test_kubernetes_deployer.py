@@ -291,16 +291,23 @@ async def test_a_quota_is_no_room(place: House) -> None:
 
 
 async def test_two_daemons_that_want_one_gpu_never_both_have_it(place: House) -> None:
-    """That must not be; if it is all the same, no GPU serves two."""
+    """That two daemons have one fleet must not be; if it is all the same, no GPU serves two."""
     deployers = [place.deployer(), place.deployer()]
-    wishes = [spec(ONE, (0, 1)), spec(TWO, (1, 2))]
-    results = await asyncio.gather(
-        *(deployer.start(wish) for deployer, wish in zip(deployers, wishes, strict=True)), return_exceptions=True
-    )
-    started = [each for each in results if isinstance(each, Deployed)]
-    assert len(started) <= 1
-    assert all(isinstance(each, Deployed | Permanent) for each in results), results
-    assert [each.engine for each in await deployers[0].list_engines()] == [each.engine for each in started]
+
+    async def start(number: int, after_s: float) -> Deployed:
+        await asyncio.sleep(after_s)
+        return await deployers[number].start((spec(ONE, (0, 1)), spec(TWO, (1, 2)))[number])
+
+    for ahead_ms in (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16):
+        starts = (start(0, max(0, ahead_ms) / 1000), start(1, max(0, -ahead_ms) / 1000))
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        started = [each for each in results if isinstance(each, Deployed)]
+        assert len(started) <= 1
+        assert all(isinstance(each, Deployed | Permanent) for each in results), results
+        assert [each.engine for each in await deployers[0].list_engines()] == [each.engine for each in started]
+        for each in started:
+            await deployers[0].stop(each.engine)
+        assert empty(place)
 
 
 # A server that fails.

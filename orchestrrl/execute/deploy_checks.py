@@ -24,6 +24,11 @@ class Tolerance:
         if self.tokens < 1 or not self.mean_nats > 0:
             raise ValueError(f"tokens must be >= 1 and mean_nats > 0, got {self.tokens}, {self.mean_nats}")
 
+    @property
+    def single_nats(self) -> float:
+        """Of one token. Logits of 16 bits alone make a quarter of a nat."""
+        return 10 * self.mean_nats
+
 
 def layout_fault(said: EngineLayout, wanted: Parallelism) -> list[str]:
     """What the engine says of itself against what it was started for. What it does not say is not held against it."""
@@ -42,13 +47,36 @@ def capacity_fault(has_tokens: int, planned_tokens: int) -> list[str]:
 
 def answers_fault(reference: Excerpt, scores: tuple[float, ...], tolerance: Tolerance) -> list[str]:
     """Whether it gives another's words the probabilities that the other gave them."""
-    if len(scores) != len(reference.logprobs) or not all(map(math.isfinite, scores)):
-        return [f"gave {len(scores)} log-probabilities for {len(reference.logprobs)} tokens, or such as are none"]
-    differences = [abs(one - other) for one, other in zip(scores, reference.logprobs, strict=True)]
+    return _scores_fault(reference, scores, tolerance, "answers otherwise than the engines before")
+
+
+def reading_fault(written: Excerpt, scores: tuple[float, ...], tolerance: Tolerance) -> list[str]:
+    """Whether it finds its own words, read as a prompt, as likely as when it wrote them: decoding has kernels, graphs
+    and a cache that reading a prompt does not use."""
+    return _scores_fault(written, scores, tolerance, "reads its own answer otherwise than it wrote it")
+
+
+def writing_fault(reference: Excerpt, written: Excerpt, tolerance: Tolerance) -> list[str]:
+    """Whether it writes as the other did. Where the texts part, both took what was likeliest after the same words, so
+    that one was as likely as the other; beyond that they cannot be compared."""
+    for place, (token, other) in enumerate(zip(written.token_ids, reference.token_ids, strict=False)):
+        if token == other:
+            continue
+        difference = abs(written.logprobs[place] - reference.logprobs[place])
+        if difference <= tolerance.single_nats:
+            return []
+        return [
+            f"answers otherwise than the engines before: its token {place + 1} is another, and its log-probability"
+            f" differs by {difference:.3g} nats, limit {tolerance.single_nats:g}"
+        ]
+    return []
+
+
+def _scores_fault(excerpt: Excerpt, scores: tuple[float, ...], tolerance: Tolerance, what: str) -> list[str]:
+    if len(scores) != len(excerpt.logprobs) or not all(map(math.isfinite, scores)):
+        return [f"gave {len(scores)} log-probabilities for {len(excerpt.logprobs)} tokens, or such as are none"]
+    differences = [abs(one - other) for one, other in zip(scores, excerpt.logprobs, strict=True)]
     mean = math.fsum(differences) / len(differences)
     if mean <= tolerance.mean_nats:
         return []
-    return [
-        f"answers otherwise than the engines before: log-probabilities differ by {mean:.3g} nats a token, limit"
-        f" {tolerance.mean_nats:g}"
-    ]
+    return [f"{what}: log-probabilities differ by {mean:.3g} nats a token, limit {tolerance.mean_nats:g}"]

@@ -106,7 +106,16 @@ class RayDeployer:
             "grace_s": chosen.grace_s,
         }
 
+    def check(self, spec: EngineSpec) -> None:
+        nodes = self._options.nodes or self._launch.nodes
+        lines = render(spec, self._launch)
+        places = {part["node"] for process, line in enumerate(lines) for part in self._parts(spec, process, line)}
+        if nodes and max(places) >= len(nodes):
+            known = ", ".join(nodes)
+            raise Permanent(f"engine {spec.engine}: node {max(places)} of the fleet has no address; known: {known}")
+
     async def start(self, spec: EngineSpec) -> Deployed:
+        self.check(spec)
         lines = render(spec, self._launch)
         async with self._turns[spec.engine]:
             self._starting[spec.engine] = spec

@@ -396,6 +396,13 @@ def test_all_faults_of_options_are_told_at_once(tmp_path: Path) -> None:
     ]
 
 
+async def test_a_node_without_an_address_is_refused_beforehand(house: House) -> None:
+    deployer = house.deployer(nodes=["10.0.0.1"])
+    deployer.check(STUB.spec(ONE, (7,)))
+    async with refusal(Permanent, "node 1", "10.0.0.1"):
+        deployer.check(STUB.spec(ONE, (8,)))
+
+
 async def test_a_python_that_is_not_there_is_named(house: House) -> None:
     async with refusal(Permanent, "/nowhere/python"):
         await house.deployer(python="/nowhere/python").start(STUB.spec(ONE))

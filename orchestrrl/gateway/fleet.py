@@ -392,6 +392,8 @@ class Fleet:
             await slot.engine.abort([attempt_id])
         except OrchestrRLError as error:
             logger.debug("abort of %s on %s: %s", attempt_id, slot.id, error)
+        finally:
+            await self._close_if_gone(slot)
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -417,6 +419,7 @@ class Fleet:
                     self.trust(slot)
         finally:
             slot.rechecking = False
+            await self._close_if_gone(slot)
 
     def forget_if_empty(self, slot: Slot) -> None:
         """An engine that left the routes goes once it has nothing of ours, and does not stand still for us."""
@@ -424,6 +427,11 @@ class Fleet:
             del self._slots[slot.id]
             self._usable_slots = None
             self.in_background(slot.engine.close())
+
+    async def _close_if_gone(self, slot: Slot) -> None:
+        """Who asks an engine that has been forgotten meanwhile has opened a connection anew."""
+        if not self.knows(slot):
+            await slot.engine.close()
 
     def _retire(self, slot: Slot) -> None:
         """The id now names an engine elsewhere. What runs on the old one stays there until it is over."""

@@ -1,0 +1,72 @@
+"""An engine that has left the routes keeps no connection, whoever still had something to ask it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from orchestrrl.clock import VirtualClock
+from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.slot import Slot
+from orchestrrl.operations import Route
+from planner.model import EngineId
+
+ENGINE = EngineId("e0")
+URL = "http://e0"
+
+
+class Line:
+    """Opened by whatever is asked, as those of real engines are."""
+
+    def __init__(self) -> None:
+        self.url = URL
+        self.opened = 0
+        self.is_open = False
+
+    def _open(self) -> None:
+        self.opened += 1
+        self.is_open = True
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._open()
+
+    async def healthy(self) -> bool:
+        self._open()
+        return False
+
+    async def close(self) -> None:
+        self.is_open = False
+
+
+def house() -> tuple[VirtualClock, Fleet, Slot, Line]:
+    clock, line = VirtualClock(), Line()
+    engine: Any = line  # what else an engine can do is not asked here
+    fleet = Fleet(lambda url: engine, clock=clock)
+    fleet.set_routes([Route(ENGINE, URL)])
+    slot = fleet.get(ENGINE)
+    assert slot is not None
+    return clock, fleet, slot, line
+
+
+async def test_a_request_that_is_ended_there_afterwards() -> None:
+    """A moved request's old engine is told so when its last one has left, and it with it."""
+    clock, fleet, slot, line = house()
+    fleet.set_routes([])
+    fleet.in_background(fleet.abort(slot, "r"))
+    await clock.advance(1.0)
+    assert (line.opened, line.is_open) == (1, False)
+
+
+async def test_one_that_was_believed_dead() -> None:
+    clock, fleet, slot, line = house()
+    fleet.suspect(slot, "it does not answer")
+    await clock.advance(0.1)
+    fleet.set_routes([])
+    await clock.advance(10.0)
+    assert (line.opened, line.is_open) == (1, False)
+
+
+async def test_one_that_stays_keeps_its_connection() -> None:
+    _, fleet, slot, line = house()
+    await fleet.abort(slot, "r")
+    assert line.is_open
+    await fleet.close()
+    assert not line.is_open

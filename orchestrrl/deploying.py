@@ -8,12 +8,14 @@ from pydantic import Field
 
 from orchestrrl.clock import Clock
 from orchestrrl.deployers.base import Deployer, FleetIdentity, make_deployer
+from orchestrrl.deployers.command_line import render
 from orchestrrl.documents import Name, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from orchestrrl.engines.managed import ManagedEngine, connect_managed
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.execute.deploy_checks import Tolerance
-from orchestrrl.launch import launch_of, spec_of
+from orchestrrl.launch import filled, launch_of, spec_of
 from orchestrrl.switch import Limits
+from planner.model import ConfigurationId
 
 if TYPE_CHECKING:  # they import this module
     from orchestrrl.config import Config
@@ -87,6 +89,20 @@ def deployer_of(config: "Config", clock: Clock) -> Deployer | None:
         raise ProblemFaults([f"{WHERE}.{fault}" for fault in error.faults]) from error
     except Permanent as error:
         raise ProblemFaults([f"{WHERE}.product: {error}, got {settings.product!r}"]) from error
+
+
+def start_faults(config: "Config") -> list[str]:
+    """What could never start of the configurations that are written out; a profile's may be more than are ever used."""
+    fleet = config.fleet
+    if fleet.deployer is None or fleet.launch is None:
+        return []
+    launch, faults = launch_of(fleet), []
+    for entry in fleet.configurations:
+        try:
+            render(filled(fleet, ConfigurationId(entry.id))[0], launch)
+        except ProblemFaults as error:
+            faults += error.faults
+    return list(dict.fromkeys(faults))
 
 
 def switching_of(config: "Config", plane: "ControlPlane", clock: Clock) -> "Switching | None":

@@ -2,8 +2,8 @@
 
 One process writes (a lock file beside the journal sees to it), any number read meanwhile. An entry is on disk for good
 once `append` returns, as far as a killed process goes; a power cut may take the last few, never a generation. The
-oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations and switches, and the latest
-control, calibration, change of the deployment, mode, routes, gate and roster of engines.
+oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations and switches, and the
+latest control, calibration, change of the deployment, mode, routes, gate and roster of engines.
 """
 
 import asyncio

@@ -10,6 +10,7 @@ from orchestrrl.cli.output import JsonFlag, fail, print_json, print_table, repor
 from orchestrrl.cli.running import VerboseFlag, serve
 from orchestrrl.clock import WallClock
 from orchestrrl.config import EXAMPLE, Config, Reloadable, load_config
+from orchestrrl.errors import ProblemFaults
 from planner.model import Mode
 
 
@@ -51,11 +52,16 @@ def check_config(
         return
     if file is None:
         fail("FILE: is missing; `--print-example` shows what it may hold", 2)
+    from orchestrrl.deploying import deployer_of, start_faults
     from orchestrrl.rpc.switches import drivers_of
 
     with reporting_errors():
         config = load_config(file)
-        drivers_of(config.ocs, WallClock())  # opens nothing; each driver checks its own options
+        # Neither opens anything; each driver, and the deployer, checks its own options.
+        drivers_of(config.ocs, WallClock())
+        deployer_of(config, WallClock())
+        if faults := start_faults(config):
+            raise ProblemFaults(faults)
     if as_json:
         print_json(config.model_dump(mode="json"))
     else:
@@ -65,7 +71,10 @@ def check_config(
 def _print_config(config: Config) -> None:
     listen, fast, slow = config.listen, config.fast, config.slow
     where = f"{listen.address}" + (f" and {listen.socket}" if listen.socket else "")
-    acting = "moves requests" if config.mode is Mode.ACT else "decides and explains, changes nothing"
+    acting = "decides and explains, changes nothing"
+    deployer = config.fleet.deployer
+    if config.mode is Mode.ACT:
+        acting = "moves requests" + ("" if deployer is None else ", changes engines")
     rows = [
         ("mode", f"{config.mode}: {acting}"),
         ("listens on", where),
@@ -76,6 +85,7 @@ def _print_config(config: Config) -> None:
         ("GPUs", f"{config.fleet.gpus.count} in nodes of {config.fleet.gpus.per_node}" if config.fleet.gpus else None),
         ("configurations", ", ".join(entry.id for entry in config.fleet.configuration_values()) or None),
         ("engines", ", ".join(f"{entry.id} at {entry.url}" for entry in config.fleet.engines) or "as nodes bring them"),
+        ("deployer", f"{deployer.product}, records in {deployer.folder}" if deployer else None),
         ("switches", ", ".join(f"{entry.id} ({entry.driver})" for entry in config.ocs) or None),
     ]
     print_table("configuration", ("setting", "value"), rows)

@@ -48,6 +48,11 @@ class Deployer(Protocol):
     can_lend: bool  # whether the GPUs of an engine that sleeps can serve another
     can_scale: bool  # whether an engine that runs can be given more GPUs, or fewer
 
+    def check(self, spec: EngineSpec) -> None:
+        """What can be told of a start beforehand, at once and from files alone. Raises ProblemFaults, or Permanent, for
+        what could never start so: a switch asks before it stops anybody."""
+        ...
+
     async def start(self, spec: EngineSpec) -> Deployed:
         """Begin to start an engine; returns when its processes are there and its URL is known, which is before it
         answers. Raises Permanent when a GPU is taken, when the id runs with another spec, or when it can never start

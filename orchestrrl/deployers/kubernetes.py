@@ -72,6 +72,9 @@ class KubernetesDeployer:
         self._pods = pods_path(self._options.namespace)
         self._making: list[EngineSpec] = []  # looked for by nobody else yet: their objects are only being made
 
+    def check(self, spec: EngineSpec) -> None:
+        workload(spec, self._launch, self._options, self._fleet)
+
     async def start(self, spec: EngineSpec) -> Deployed:
         wanted = workload(spec, self._launch, self._options, self._fleet)
         clash = _clash(spec.engine, spec.gpus, {other.engine: other.gpus for other in self._making})

@@ -7,6 +7,7 @@ neither another call, nor a caller that gives up, nor a second daemon of the fle
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -86,6 +87,17 @@ class LocalDeployer:
         self._stopping: Counter[EngineId] = Counter()
         self._exits: dict[tuple[int, float], int] = {}  # status of our own children, by leader
 
+    def check(self, spec: EngineSpec) -> None:
+        lines = render(spec, self._launch)
+        self._check_place(lines)
+        faults = []
+        if shutil.which(lines[0].argv[0]) is None:
+            faults.append(f"{self._launch.where}.python: is no program of this machine, got {lines[0].argv[0]!r}")
+        if spec.weights and not Path(spec.weights).is_dir():
+            faults.append(f"weights: must be a folder of this machine, got {spec.weights!r}")
+        if faults:
+            raise ProblemFaults(faults)
+
     async def start(self, spec: EngineSpec) -> Deployed:
         return await asyncio.to_thread(self._start, spec)
 
@@ -133,7 +145,7 @@ class LocalDeployer:
     # What follows runs in threads.
 
     def _start(self, spec: EngineSpec) -> Deployed:
-        self._check_place(render(spec, self._launch))
+        self.check(spec)
         try:
             with self._records.alone():
                 seen = self._look()

@@ -32,6 +32,11 @@ class SimulatedDeployer:
         self._owner: dict[GpuId, EngineId] = {}
         self.starts_total = 0
 
+    def check(self, spec: EngineSpec) -> None:
+        if spec.configuration not in self._switch_s:
+            known = ", ".join(sorted(self._switch_s))
+            raise Permanent(f"unknown configuration {spec.configuration!r}; known: {known}")
+
     async def start(self, spec: EngineSpec) -> Deployed:
         held = self._engines.get(spec.engine)
         if held is not None:
@@ -86,9 +91,7 @@ class SimulatedDeployer:
             starting.cancel()
 
     def _take(self, spec: EngineSpec) -> None:
-        if spec.configuration not in self._switch_s:
-            known = ", ".join(sorted(self._switch_s))
-            raise Permanent(f"unknown configuration {spec.configuration!r}; known: {known}")
+        self.check(spec)
         taken = sorted(gpu for gpu in spec.gpus if gpu in self._owner)
         if taken:
             owners = ", ".join(f"{gpu} by {self._owner[gpu]}" for gpu in taken)

@@ -15,19 +15,20 @@ from typing import Protocol
 from orchestrrl.deployers.base import Deployed, Deployer, Life
 from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.engines.managed import ManagedEngine
-from orchestrrl.errors import OrchestrRLError, Permanent
+from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.execute import deploy_steps
 from orchestrrl.execute.deploy_checks import Tolerance
 from orchestrrl.execute.deploy_records import (
     HISTORY,
     Fleet,
+    OpenSwitch,
     read_fleet,
     read_history,
     read_open,
     write_end,
 )
 from orchestrrl.execute.deploy_run import SwitchRun
-from orchestrrl.execute.deploy_steps import Hands
+from orchestrrl.execute.deploy_steps import POLL_S, Hands, started_with
 from orchestrrl.execute.deploy_targets import Standing, Wanted, wanted_by_plan, wanted_by_targets
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.plans import DeploymentOutcome, EngineStart
@@ -132,7 +133,13 @@ class Switching:
         self._adopt()
         hands = self._hands(opened.switch)
         self._run = run = SwitchRun(opened.switch, hands, self._plane.journal, self._plane.clock, self._changed)
-        self._task = asyncio.create_task(self._carry(run, run.resume(opened.steps)))
+        self._task = asyncio.create_task(self._carry(run, self._resume(run, opened)))
+
+    async def _resume(self, run: SwitchRun, opened: OpenSwitch) -> None:
+        """Nothing can be moved while a gate is closed, which a daemon before may have left so."""
+        while self._plane.switch_hold():
+            await self._plane.clock.sleep(POLL_S)
+        await run.resume(opened.steps)
 
     async def tend(self) -> None:
         """Notice engines that end by themselves; until cancelled."""
@@ -276,7 +283,22 @@ class Switching:
             limits=self.policy.limits,
         )
         check(switch, stages_of(switch))
+        self._check_starts(switch)
         return switch
+
+    def _check_starts(self, switch: Switch) -> None:
+        """What could never start is told before anybody stops. Raises ProblemFaults with the faults of all."""
+        faults: list[str] = []
+        asleep = {spec.engine for spec in switch.asleep}
+        for spec in switch.coming:
+            if spec.engine in asleep:
+                continue
+            try:
+                self._deployer.check(started_with(spec, switch.weights))
+            except ProblemFaults as error:
+                faults += error.faults
+        if faults:
+            raise ProblemFaults(list(dict.fromkeys(faults)))
 
     def _elastic(self) -> frozenset[EngineId]:
         if not self._deployer.can_scale:

@@ -15,7 +15,15 @@ from orchestrrl.deployers.base import Deployed, Deployer, Life
 from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.engines.managed import Excerpt, ManagedEngine
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.execute.deploy_checks import CANARY_IDS, Tolerance, answers_fault, capacity_fault, layout_fault
+from orchestrrl.execute.deploy_checks import (
+    CANARY_IDS,
+    Tolerance,
+    answers_fault,
+    capacity_fault,
+    layout_fault,
+    reading_fault,
+    writing_fault,
+)
 from orchestrrl.execute.moves import MovesOutcome
 from orchestrrl.execute.routes import Routes
 from orchestrrl.operations import RequestMove
@@ -257,8 +265,9 @@ class Hands:
         try:
             metrics = await self._asking(engine, lambda client: client.metrics())
         except OrchestrRLError:
-            # One that cannot be asked is as good as stopped: gateways take their requests back from it.
-            return await self.deployer.status(engine) is None
+            # One that has ended is as good as stopped: gateways take their requests back from it.
+            told = await self.deployer.status(engine)
+            return told is None or told.life is Life.ENDED
         return metrics.running + metrics.waiting == 0
 
     async def _stop(self, engine: EngineId) -> str:
@@ -292,9 +301,7 @@ class Hands:
         return ""
 
     async def _start(self, engine: EngineId) -> str:
-        spec = self._spec(engine)
-        if self.switch.weights.source:
-            spec = replace(spec, weights=self.switch.weights.source)
+        spec = started_with(self._spec(engine), self.switch.weights)
         before = await self.deployer.status(engine)
         if before is not None and before.life is Life.ENDED:
             await self.deployer.stop(engine)
@@ -374,9 +381,12 @@ class Hands:
         faults += capacity_fault(metrics.kv_capacity_tokens, self.configurations[spec.configuration].kv_capacity_tokens)
         if wanted is not None and version is not None and version != wanted:
             faults.append(f"its weights are version {version}, the fleet's {wanted}")
+        written = await client.excerpt(CANARY_IDS, self.tolerance.tokens)
+        faults += reading_fault(written, await client.score(written), self.tolerance)
         reference = self.switch.reference
         if reference is not None:
             faults += answers_fault(reference, await client.score(reference), self.tolerance)
+            faults += writing_fault(reference, written, self.tolerance)
         if faults:
             raise Permanent(f"{engine}: " + "; ".join(faults))
         self.capacity_tokens[engine] = metrics.kv_capacity_tokens
@@ -389,6 +399,11 @@ class Hands:
             return await ask(client)
         finally:
             await client.close()
+
+
+def started_with(spec: EngineSpec, weights: Weights) -> EngineSpec:
+    """An engine begins with the fleet's weights where it is known where they are: they are not loaded twice then."""
+    return replace(spec, weights=weights.source) if weights.source else spec
 
 
 async def _first_token(client: ManagedEngine) -> float:

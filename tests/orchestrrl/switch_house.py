@@ -109,6 +109,10 @@ class Deployer:
         self.can_lend = machines.can_sleep
         self.can_scale = machines.can_scale
 
+    def check(self, spec: EngineSpec) -> None:
+        if ("check", spec.configuration) in self._machines.faults:
+            raise self._machines.faults["check", spec.configuration]
+
     async def start(self, spec: EngineSpec) -> Deployed:
         machines = self._machines
         await machines.meddle("start", spec)
@@ -139,6 +143,7 @@ class Deployer:
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
         there = self._machines.engines[engine]
+        await self._machines.meddle("lend", there)
         if not lent and there.lent:
             there.lent = False
             self._machines.engines.pop(engine)

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrrl.clock import WallClock
 from orchestrrl.config import EXAMPLE, Config, Reloadable, load_config, parse_config
+from orchestrrl.deploying import deployer_of, start_faults
 from orchestrrl.errors import ProblemFaults
 from planner.model import ConfigurationId, Mode
 
@@ -213,3 +215,26 @@ class TestReload:
         file = Reloadable.load(path)
         path.write_text("mode: act")
         assert file.reload().mode is Mode.ACT
+
+
+def test_what_could_never_start_is_a_fault_of_the_configuration() -> None:
+    text = """
+fleet:
+  gpus: {count: 2}
+  configurations:
+    - {id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 1000, max_sequences: 4,
+       prefill_tokens_per_s: 400, switch_s: 1.5}
+  launch: {model: m, arguments: [--tensor-parallel-size, "3"]}
+  deployer: {product: local, options: {grace_s: -1}}
+"""
+    config = parse_config(text)
+    (fault,) = start_faults(config)
+    assert "--tensor-parallel-size" in fault
+    with pytest.raises(ProblemFaults, match=r"fleet\.deployer\.options\.grace_s"):
+        deployer_of(config, WallClock())
+    with pytest.raises(ProblemFaults) as told:
+        parse_config("fleet: {deployer: {product: local}}")
+    assert told.value.faults == [
+        "fleet.launch: must be given where fleet.deployer is, got nothing",
+        "fleet.gpus: must be given where fleet.deployer is, got nothing",
+    ]

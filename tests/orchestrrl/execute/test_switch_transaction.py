@@ -10,7 +10,7 @@ from switch_house import FakeEngine, House
 
 from orchestrrl.deployers.base import Life
 from orchestrrl.engines.base import Capabilities
-from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.journal import Kind
 from orchestrrl.switch import StepKind, SwitchState, SwitchWish
 from planner.model import EngineId
@@ -384,6 +384,15 @@ async def test_a_daemon_that_is_killed_while_it_scales(tmp_path: Path, after: in
         check_whole(house, {"a"} if done else {"a", "b"}, 1)
         engine = house.machines.engines[EngineId("a")]
         assert (engine.dp, len(engine.spec.gpus)) == ((4, 4) if done else (2, 2))
+
+
+async def test_what_could_never_start_is_told_before_anybody_stops(house: House) -> None:
+    house.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
+    async with house.daemon() as switching:
+        with pytest.raises(ProblemFaults, match="contradict the layout"):
+            switching.begin(TO_TP2)
+        check_whole(house, {"a", "b", "w"})
+        assert not switching.busy
 
 
 async def test_all_engines_may_stop_once_their_requests_have_finished(house: House) -> None:

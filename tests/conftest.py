@@ -1,7 +1,10 @@
 """For all tests: hypothesis without wall-clock deadlines, and with the same examples in every run but `make fuzz`."""
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # As in `orchestrrl` itself, also for tests that load numpy without it.
@@ -12,3 +15,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 settings.register_profile("same", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("ORCHESTRRL_HYPOTHESIS", "same"))
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """A command that is run in a test's own process may turn our log down: not for the tests after it."""
+    ours = logging.getLogger("orchestrrl")
+    before = ours.level
+    yield
+    ours.setLevel(before)

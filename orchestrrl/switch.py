@@ -254,21 +254,28 @@ def stages_of(switch: Switch) -> tuple[Stage, ...]:
 
 
 def stages_back(
-    switch: Switch, alive: Collection[EngineId], asleep: Collection[EngineId] = (), scaled: Collection[EngineId] = ()
+    switch: Switch,
+    alive: Collection[EngineId],
+    asleep: Collection[EngineId] = (),
+    scaled: Collection[EngineId] = (),
+    failing: Collection[EngineId] = (),
 ) -> tuple[Stage, ...]:
     """Back to the old engines, from wherever it broke off. `alive`: all engines of either side whose processes are
     there now, `asleep` those of them that sleep; `scaled`, whose scaling was begun: some may find that nothing came of
-    it."""
+    it; `failing`, who are there and will not be: their stop was begun, or they have ended."""
     new = [spec for spec in switch.coming if spec.engine in alive and spec.engine not in asleep]
     sleeping = {spec.engine for spec in switch.leaving if spec.engine in asleep}
     lent = {spec.engine for spec in switch.asleep}
     grew = [old for old, new in switch.scaled if len(new.gpus) > len(old.gpus)]
     shrank = [old for old, new in switch.scaled if len(new.gpus) < len(old.gpus)]
-    gone = [spec for spec in (*switch.leaving, *grew, *shrank) if spec.engine not in alive]
+    ending = [s for s in (*switch.leaving, *grew, *shrank) if s.engine in failing and s.engine in alive]
+    sleeping -= {spec.engine for spec in ending}
+    gone = [*ending, *(spec for spec in (*switch.leaving, *grew, *shrank) if spec.engine not in alive)]
     untouched = [*gone, *(old for old in (*grew, *shrank) if old.engine not in scaled)]
     plan: _Plan = [
         [
             *(_only(StepKind.SLEEP if spec.engine in lent else StepKind.STOP, spec.engine) for spec in new),
+            *(_only(StepKind.STOP, spec.engine) for spec in ending),
             *(_only(StepKind.SCALE, spec.engine) for spec in grew if spec not in untouched),
         ],
         [

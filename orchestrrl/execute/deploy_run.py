@@ -85,6 +85,8 @@ class SwitchRun:
         self._going: asyncio.Task[None] | None = None  # forward
         self._called_off = ""
         self._point_of_no_return = False
+        self._stopping: set[EngineId] = set()  # begun, and not known to have been done
+        self._dozing: set[EngineId] = set()  # that may sleep, whatever the deployer knows of it
 
     # --- told
 
@@ -200,12 +202,14 @@ class SwitchRun:
         self.hands.going_back = True
         present = await self.hands.look()
         asleep = {engine for engine in present if self.hands.running[engine].lent}
+        asleep |= present & self._dozing & {spec.engine for spec in self.switch.leaving}
+        ended = {engine for engine in present if self.hands.running[engine].life is Life.ENDED}
         scaled = {
             told.step.engine
             for told in self._steps.values()
             if told.step.kind is StepKind.SCALE and told.step.engine is not None and told.began_s is not None
         }
-        self._stages[Direction.BACK] = stages_back(self.switch, present, asleep, scaled)
+        self._stages[Direction.BACK] = stages_back(self.switch, present, asleep, scaled, self._stopping | ended)
         self._list_steps(Direction.BACK)
         brought_up = {step.engine for step in steps_in(self._stages[Direction.BACK]) if step.kind is StepKind.READY}
         self.hands.expect(engine for engine in brought_up if engine is not None)
@@ -228,6 +232,9 @@ class SwitchRun:
                 logger.error("switch %s, on its way back: %s", self.switch.id, failure)
                 if failure.step is not None and failure.step.kind in (*_TAKES_GPUS, StepKind.SCALE, *BRING_UP):
                     await self._let_go(failure.step)
+                    if chain[0].kind is StepKind.WAKE:  # nobody is there to be woken now
+                        start = replace(chain[0], kind=StepKind.START, within_s=self.switch.limits.start_s)
+                        chain = [start, *chain[1:]]
             else:
                 return ""
         return str(failure)
@@ -314,6 +321,7 @@ class SwitchRun:
     def _write(self, told: StepReport) -> None:
         step = told.step
         self._steps[told.direction, step.number] = told
+        self._note(step.kind, step.engine, told.state)
         body: dict[str, Any] = {
             "id": f"{self.switch.id}/{told.direction}/{step.number}",
             "direction": told.direction,
@@ -336,12 +344,27 @@ class SwitchRun:
         logger.info("switch %s: %s %s %s %s", self.switch.id, step.kind, step.engine or "", told.state, told.detail)
         self._told()
 
+    def _note(self, kind: StepKind, engine: EngineId | None, state: StepState) -> None:
+        """Whose processes may be there now, and neither serve nor stay."""
+        if engine is None:
+            return
+        match kind, state:
+            case (StepKind.STOP, StepState.RUNNING):
+                self._stopping.add(engine)
+            case (StepKind.STOP, StepState.DONE) | (StepKind.START, StepState.RUNNING):
+                self._stopping.discard(engine)
+            case (StepKind.SLEEP, StepState.RUNNING):
+                self._dozing.add(engine)
+            case (StepKind.WAKE, StepState.DONE):
+                self._dozing.discard(engine)
+
     def _recall(self, entries: Sequence[Entry]) -> set[tuple[StepKind, EngineId | None]]:
         """What was done, forward. A step that had begun may have been done or not."""
         done = set()
         forward = {step.number: step for step in steps_in(self._stages[Direction.FORWARD])}
         for entry in entries:
             body = entry.body
+            self._note(StepKind(body["kind"]), body["engine"], StepState(body["state"]))
             step = forward.get(body["number"])
             if body["direction"] != Direction.FORWARD or step is None:
                 continue

@@ -167,9 +167,13 @@ def test_back_from_wherever_it_broke_off(switch: Switch, data: st.DataObject) ->
         for step in chain[: data.draw(st.integers(0, len(chain)))]:
             fleet.do(step.kind, step.engine)
     scaled = {old.engine for old, new in switch.scaled if fleet.gpus[old.engine] == new.gpus}
-    back = stages_back(switch, fleet.awake | fleet.asleep, fleet.asleep, scaled)
+    idle = sorted((fleet.awake - fleet.serving) & {spec.engine for spec in switch.leaving})
+    failing = set(data.draw(st.lists(st.sampled_from(idle)))) if idle else set()
+    back = stages_back(switch, fleet.awake | fleet.asleep, fleet.asleep, scaled, failing)
     for step in steps_in(back):
         fleet.do(step.kind, step.engine, back=True)
+    assert failing <= {step.engine for step in steps_in(back) if step.kind is StepKind.STOP}
+    assert failing <= {step.engine for step in steps_in(back) if step.kind is StepKind.START}
     assert fleet.awake == {spec.engine for spec in switch.old}
     assert all(fleet.gpus[spec.engine] == spec.gpus for spec in switch.old)
     assert fleet.asleep <= {spec.engine for spec in switch.asleep}

@@ -10,8 +10,8 @@ from hypothesis import settings
 # As in `orchestrrl` itself, also for tests that load numpy without it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# A shared machine may stall in any example; pytest's own time-out catches what hangs. Whoever changes one thing is not to
-# be stopped by a find in another: searching is a run of its own.
+# A shared machine may stall in any example; pytest's own time-out catches what hangs. Whoever changes one thing is not
+# to be stopped by a find in another: searching is a run of its own.
 settings.register_profile("same", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("ORCHESTRRL_HYPOTHESIS", "same"))

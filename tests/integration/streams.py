@@ -42,8 +42,9 @@ async def read_whole(response: aiohttp.ClientResponse) -> Answer:
     return answer
 
 
-async def read_stream(response: aiohttp.ClientResponse) -> Answer:
-    answer = Answer()
+async def read_stream(response: aiohttp.ClientResponse, answer: Answer | None = None) -> Answer:
+    """`answer`: to be filled, for who looks at it meanwhile."""
+    answer = answer or Answer()
     done = False
     async for line in response.content:
         if line.startswith(b"data: "):

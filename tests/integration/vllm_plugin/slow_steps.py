@@ -10,6 +10,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 ENVIRONMENT = "ORCHESTRRL_TEST_SLOW_STEPS"  # "1000:0.02": 20 ms a step while a request may have 1,000 tokens or more
+WHILE = "ORCHESTRRL_TEST_SLOW_WHILE"  # a file: only while it is there
 
 
 class SlowSteps(LogitsProcessor):
@@ -19,6 +20,7 @@ class SlowSteps(LogitsProcessor):
         least_max_tokens, step_s = os.environ[ENVIRONMENT].split(":")
         self._least_max_tokens = int(least_max_tokens)
         self._step_s = float(step_s)
+        self._while = os.environ.get(WHILE)
         self._slow: dict[int, bool] = {}  # by index in the batch
 
     def is_argmax_invariant(self) -> bool:
@@ -32,6 +34,6 @@ class SlowSteps(LogitsProcessor):
         )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._slow:
+        if self._slow and (self._while is None or os.path.exists(self._while)):
             time.sleep(self._step_s)
         return logits

@@ -1,9 +1,9 @@
 """`orchestrrl demo`: see it work, on simulated engines or on real vLLM servers."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -11,7 +11,10 @@ from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_line
 from orchestrrl.errors import ProblemFaults
 
 if TYPE_CHECKING:
-    from orchestrrl.demo.run import DemoOutcome
+    from orchestrrl.demo.run import DemoOutcome, Report
+    from orchestrrl.demo.scenario import Scenario
+
+_Outcome = TypeVar("_Outcome")
 
 
 def register(app: typer.Typer) -> None:
@@ -21,7 +24,10 @@ def register(app: typer.Typer) -> None:
 def demo(
     engine: Annotated[str, typer.Option(help="simulated | vllm (needs `make venv-vllm`)")] = "simulated",
     kv: Annotated[bool, typer.Option("--kv", help="Long prompts, on engines that can hand KV over.")] = False,
-    seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's five.")] = "",
+    switch: Annotated[
+        bool, typer.Option("--switch", help="The daemon starts the engines, and may replace them by wider ones.")
+    ] = False,
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")] = "",
     out: Annotated[Path, typer.Option(help="Where the report, the picture and the logs go.")] = Path("out/demo"),
     json: JsonFlag = False,
 ) -> None:
@@ -31,48 +37,82 @@ def demo(
     `report.json` and `remaining_requests.png`. Exit status 1 if a request was lost or its tokens differ. With --kv,
     running requests move by KV or by computing their context again, whichever is predicted to take less.
 
+    With --switch, a step of Qwen2.5-14B begins on eight TP=2 engines, once with the planner pinned to them and once
+    without: it may go on with two of TP=8, as in the paper's case study. Writes `switch.json` and `switch.png`.
+
     Example: `orchestrrl demo --seeds 1,2`
     """
     # Imported here so that every other command starts without the demo's numerics.
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from orchestrrl.demo.report import as_json, write
-    from orchestrrl.demo.run import run_demo
     from orchestrrl.demo.scenario import ENGINES, load_scenario
 
     with reporting_errors():
         if engine not in ENGINES:
             raise ProblemFaults([f"--engine: must be one of {', '.join(ENGINES)}, got {engine!r}"])
-        if kv and engine != "simulated":
-            raise ProblemFaults([f"--kv: goes with --engine simulated, got {engine!r}"])
-        scenario = load_scenario("simulated-kv" if kv else engine)
+        faults = [
+            f"{flag}: goes with --engine simulated, got {engine!r}"
+            for flag, given in (("--kv", kv), ("--switch", switch))
+            if given and engine != "simulated"
+        ]
+        if kv and switch:
+            faults.append("--switch: does not go with --kv")
+        if faults:
+            raise ProblemFaults(faults)
+        scenario = load_scenario("simulated-switch" if switch else "simulated-kv" if kv else engine)
         chosen = _seeds(seeds) or list(scenario.seeds)
-        with Progress(
-            TextColumn("{task.description:32}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=stderr,
-            transient=True,
-        ) as bars:
-            task = bars.add_task("", total=None)
-            outcome = asyncio.run(
-                run_demo(
-                    scenario,
-                    engine,
-                    chosen,
-                    out,
-                    lambda what, done, total: bars.update(task, description=what, completed=done, total=total or None),
-                )
-            )
+    whole = _demo_switch(scenario, chosen, out, json) if switch else _demo(scenario, engine, chosen, out, json)
+    if not whole:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _demo(scenario: "Scenario", engine: str, seeds: list[int], out: Path, json: bool) -> bool:
+    """Whether nothing was lost and no answer differs."""
+    from orchestrrl.demo.report import as_json, write
+    from orchestrrl.demo.run import run_demo
+
+    with reporting_errors():
+        outcome = _with_progress(lambda report: run_demo(scenario, engine, seeds, out, report))
         report_path, picture_path = write(outcome, out)
     if json:
         print_json(as_json(outcome))
     else:
         _print_tables(outcome)
         print_lines([*_summary(outcome), f"wrote {report_path} and {picture_path}"])
-    if outcome.lost or outcome.differing:
-        raise typer.Exit(EXIT_FAILURE)
+    return not outcome.lost and not outcome.differing
+
+
+def _demo_switch(scenario: "Scenario", seeds: list[int], out: Path, json: bool) -> bool:
+    """The same, of the demo of a switch."""
+    from orchestrrl.cli.demo_switch import print_switch_demo
+    from orchestrrl.demo.switch_report import as_json, write
+    from orchestrrl.demo.switch_run import run_switch_demo
+
+    with reporting_errors():
+        outcome = _with_progress(lambda report: run_switch_demo(scenario, seeds, out, report))
+        report_path, picture_path = write(outcome, out)
+    if json:
+        print_json(as_json(outcome))
+    else:
+        print_switch_demo(outcome)
+        print_lines([f"wrote {report_path} and {picture_path}"])
+    return not outcome.lost and not outcome.differing
+
+
+def _with_progress(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Outcome:
+    """Its outcome; a bar tells meanwhile how far it is."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        TextColumn("{task.description:32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=stderr,
+        transient=True,
+    ) as bars:
+        task = bars.add_task("", total=None)
+        return asyncio.run(
+            work(lambda what, done, total: bars.update(task, description=what, completed=done, total=total or None))
+        )
 
 
 def _seeds(text: str) -> list[int]:

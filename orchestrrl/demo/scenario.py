@@ -78,6 +78,20 @@ class KvSection(_Section):
     latency_s: Annotated[float, Field(ge=0)]
 
 
+class DeploymentSection(_Section):
+    """Engines that the daemon starts, and may replace by others. What they cost is a built-in profile's; replaced ones
+    sleep until they are wanted again."""
+
+    profile: str
+    gpus: _Count
+    per_node: _Count
+    initial: str  # configuration that each step begins with
+    standby: str  # one that is started before, and put to sleep
+    # What a switch takes here beside the engines' own time, and how soon after another it may come: of the clock.
+    overhead_s: Annotated[float, Field(ge=0)]
+    cooldown_s: Annotated[float, Field(ge=0)]
+
+
 class Scenario(_Section):
     """One generation step, to be run over several seeds."""
 
@@ -91,6 +105,7 @@ class Scenario(_Section):
     # A model without a sense of length: each request's own max_tokens is how long its answer will be.
     length_is_max_tokens: bool = False
     kv: KvSection | None = None  # None: moved requests are computed again
+    deployment: DeploymentSection | None = None  # None: the demo starts the engines, and they stay
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
     speed: _Positive
     tick_s: _Positive = 0.03
@@ -113,8 +128,8 @@ class Sample:
 
 
 def load_scenario(name: str) -> Scenario:
-    """The shipped scenario `simulated`, `simulated-kv` or `vllm`. Raises ProblemFaults if it has been edited into
-    nonsense."""
+    """The shipped scenario `simulated`, `simulated-kv`, `simulated-switch` or `vllm`. Raises ProblemFaults if it has
+    been edited into nonsense."""
     text = files("orchestrrl.demo").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     document = yaml.safe_load(text)
     # YAML 1.1 reads 4.1e-8 as a number but 1e-8 as a string; pydantic takes both.

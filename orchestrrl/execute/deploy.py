@@ -407,11 +407,11 @@ class Switching:
         )
 
     def _as_usual(self, run: SwitchRun, engine: EngineId) -> bool:
-        """Engines that are kept asleep start once, and are woken from then on: that is what the next one will take."""
+        """Engines that are kept asleep start once and are woken from then on, which is what the next will take."""
         if not self.policy.keep_asleep or engine in {spec.engine for spec in run.switch.asleep}:
             return True
         told = self._plane.state.capabilities(engine)
-        return told is None or not told.sleep
+        return told is not None and not told.sleep
 
     def _note_engines(self, run: SwitchRun, report: SwitchReport) -> None:
         specs = {spec.engine: spec for spec in (*run.switch.old, *run.switch.new)}
@@ -425,7 +425,8 @@ class Switching:
             elif told.step.kind is StepKind.VERIFY or not done:
                 body: dict[str, object] = {"done": done, "detail": told.detail}
                 took_s = run.took_s(engine)
-                if done and took_s is not None and engine in {spec.engine for spec in run.switch.coming}:
+                came = engine in {spec.engine for spec in run.switch.coming}
+                if done and took_s is not None and came and self._as_usual(run, engine):
                     spec = specs[engine]
                     expected_s = self.configurations[spec.configuration].switch_s
                     body |= {"configuration": spec.configuration, "gpus": list(spec.gpus)}

@@ -521,7 +521,7 @@ fleet:
     load_within_s: 300.0        # weights
     check_within_s: 120.0       # warm-up, verification
     compare_tokens: 16          # a new engine must find likely what the old ones answer, over so many tokens,
-    compare_nats: 0.05          # but for this mean difference of log-probabilities
+    compare_nats: 0.1           # but for this mean difference of log-probabilities
 
 # Optical circuit switches; there are none by default.
 ocs:

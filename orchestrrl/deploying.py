@@ -50,7 +50,7 @@ class DeployerSettings(Section):
     check_within_s: PositiveFloat = 120.0  # warm-up, verification
     # A new engine must find likely what the old ones answer: mean difference of log-probabilities over so many tokens
     compare_tokens: PositiveInt = 16
-    compare_nats: PositiveFloat = 0.05
+    compare_nats: PositiveFloat = 0.1
 
     def limits(self) -> Limits:
         return Limits(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.deployers.command_line import EngineSpec
+from orchestrrl.engines.managed import Excerpt
 from orchestrrl.journal import Entry, Journal, JournalReader, Kind
 from orchestrrl.switch import Switch, SwitchId, SwitchReport
 from planner.model import EngineId
@@ -14,6 +15,7 @@ from planner.model import EngineId
 logger = logging.getLogger(__name__)
 
 SWITCH = TypeAdapter(Switch)
+EXCERPT = TypeAdapter(Excerpt)
 REPORT = TypeAdapter(SwitchReport)
 _SPECS = TypeAdapter(tuple[EngineSpec, ...])
 

@@ -14,8 +14,8 @@ from typing import Any
 from orchestrrl.clock import Clock
 from orchestrrl.deployers.base import Life
 from orchestrrl.errors import OrchestrRLError, Permanent
-from orchestrrl.execute.deploy_records import SWITCH
-from orchestrrl.execute.deploy_steps import Hands, within
+from orchestrrl.execute.deploy_records import EXCERPT, SWITCH
+from orchestrrl.execute.deploy_steps import REFERENCE_WITHIN_S, Hands, within
 from orchestrrl.journal import Entry, Journal, Kind
 from orchestrrl.switch import (
     BRING_UP,
@@ -38,6 +38,7 @@ from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
+LOOK_AGAIN_S = 2.0
 BACK_ATTEMPTS = 2  # for an engine of before: memory of what was on its GPUs may be freed late
 _TAKES_GPUS = (StepKind.START, StepKind.WAKE)
 _FREES_GPUS = (StepKind.STOP, StepKind.SLEEP)
@@ -127,24 +128,30 @@ class SwitchRun:
 
     def call_off(self, because: str) -> None:
         """Go back. Raises Permanent where that is no longer possible."""
-        if self._going is None or self._going.done() or self._point_of_no_return:
+        going = self._going  # None: it is yet to begin
+        over = self.hands.going_back or self._state is not SwitchState.RUNNING or (going is not None and going.done())
+        if over or self._point_of_no_return:
             raise Permanent(f"switch {self.switch.id} can no longer be called off")
         self._called_off = because
-        self._going.cancel()
+        if going is not None:
+            going.cancel()
 
     # --- run
 
     async def run(self) -> None:
         """From the beginning to the end."""
+        # Who comes on free GPUs is verified before any engine is emptied that could be asked then.
+        early = next(steps_in(self._stages[Direction.FORWARD])).kind in _TAKES_GPUS
+        limit_s = self.switch.limits.check_s if early else REFERENCE_WITHIN_S
         try:
-            reference = await within(self._clock, self.switch.limits.check_s, self.hands.reference())
+            reference = await within(self._clock, limit_s, self.hands.reference(patient=early))
         except OrchestrRLError as error:
-            logger.warning("switch %s: there is nothing to compare answers with: %s", self.switch.id, error)
+            logger.warning("switch %s: nobody was there to compare answers with: %s", self.switch.id, error)
             reference = None
         self.switch = self.hands.switch = replace(self.switch, reference=reference)
         body = {"switch": SWITCH.dump_python(self.switch, mode="json")}
         self._journal.append(self._clock.now_s(), Kind.SWITCH_BEGAN, self.switch.id, body)
-        failure = await self._forward()
+        failure = Failure(None, self._called_off) if self._called_off else await self._forward()
         await self._end(failure)
 
     async def resume(self, steps: Sequence[Entry]) -> None:
@@ -181,26 +188,27 @@ class SwitchRun:
         return None
 
     async def _end(self, failure: Failure | None) -> None:
-        missing: list[str] = []
+        amiss: list[str] = []
         if failure is not None:
             logger.warning("switch %s goes back: %s", self.switch.id, failure)
             self._detail = str(failure)
             self._told()
-            missing = await self._back()
+            amiss = await self._back()
         self._state = SwitchState.DONE
         if failure is not None:
-            self._state = SwitchState.DEGRADED if missing else SwitchState.ROLLED_BACK
-            self._detail = "; ".join([str(failure), *missing])
+            # What failed on the way may have come right in the end, e.g. an engine that would not stop and serves on.
+            self._state = SwitchState.ROLLED_BACK if await self._as_before() else SwitchState.DEGRADED
+            self._detail = "; ".join([str(failure), *amiss])
         self._ended_s = self._clock.now_s()
         self._told()
 
     async def _back(self) -> list[str]:
-        """Why engines of before are not there again."""
+        """What failed on the way."""
         for key, told in list(self._steps.items()):
             if told.state is StepState.PENDING:
                 self._steps[key] = replace(told, state=StepState.SKIPPED)
         self.hands.going_back = True
-        present = await self.hands.look()
+        present = await self._look()
         asleep = {engine for engine in present if self.hands.running[engine].lent}
         asleep |= present & self._dozing & {spec.engine for spec in self.switch.leaving}
         ended = {engine for engine in present if self.hands.running[engine].life is Life.ENDED}
@@ -214,11 +222,27 @@ class SwitchRun:
         brought_up = {step.engine for step in steps_in(self._stages[Direction.BACK]) if step.kind is StepKind.READY}
         self.hands.expect(engine for engine in brought_up if engine is not None)
         self._told()
-        missing: list[str] = []
+        amiss: list[str] = []
         for stage in self._stages[Direction.BACK]:
             outcomes = await asyncio.gather(*(self._chain_back(chain) for chain in stage))
-            missing += [outcome for outcome in outcomes if outcome]
-        return missing
+            amiss += [outcome for outcome in outcomes if outcome]
+        return list(dict.fromkeys(amiss))
+
+    async def _look(self) -> set[EngineId]:
+        """What is there. Without that nothing can be undone, so a deployer that does not answer is asked again."""
+        while True:
+            try:
+                return await self.hands.look()
+            except OrchestrRLError as error:
+                logger.error(
+                    "switch %s cannot go back: the deployer does not say what there is: %s", self.switch.id, error
+                )
+                await self._clock.sleep(LOOK_AGAIN_S)
+
+    async def _as_before(self) -> bool:
+        await self._look()
+        serving = {engine for engine, up in self.hands.running.items() if up.life is Life.ALIVE and not up.lent}
+        return serving == {spec.engine for spec in self.switch.old}
 
     async def _chain_back(self, chain: Sequence[Step]) -> str:
         """Nobody else goes without an engine because of this one; why it failed, if it did."""
@@ -334,6 +358,9 @@ class SwitchRun:
             "took_s": told.took_s,
             "valid_until_s": (told.began_s or 0.0) + step.within_s,
         }
+        if self.switch.reference is None and self.hands.switch.reference is not None:
+            self.switch = self.hands.switch
+            body["reference"] = EXCERPT.dump_python(self.hands.switch.reference, mode="json")
         try:
             self._journal.append(self._clock.now_s(), Kind.SWITCH_STEP, self.switch.id, body)
         except OrchestrRLError as error:
@@ -365,6 +392,9 @@ class SwitchRun:
         for entry in entries:
             body = entry.body
             self._note(StepKind(body["kind"]), body["engine"], StepState(body["state"]))
+            if "reference" in body:
+                reference = EXCERPT.validate_python(body["reference"])
+                self.switch = self.hands.switch = replace(self.switch, reference=reference)
             step = forward.get(body["number"])
             if body["direction"] != Direction.FORWARD or step is None:
                 continue

@@ -6,7 +6,8 @@ The order of steps is `orchestrrl/switch.py`'s; journalling them and going back 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -38,6 +39,8 @@ POLL_S = 0.1
 # A gateway that hears no more of the switch keeps a request for its engine at least this long, and twice the time that
 # this should take; then it goes elsewhere.
 HOLD_S = 30.0
+# For what engines serve to be compared with. It keeps a switch from beginning, or an engine from stopping.
+REFERENCE_WITHIN_S = 10.0
 # After an order a gateway has this long to tell where its requests are; then what is still there is ordered again.
 TOLD_WITHIN_S = 1.5
 
@@ -83,6 +86,7 @@ class Hands:
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
     _given: dict[RequestId, EngineId] = field(default_factory=dict)  # whom the plan does not name
     waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
+    _asks_emptied: bool = False
 
     @property
     def _clock(self) -> Clock:
@@ -110,6 +114,8 @@ class Hands:
                     return ""
         if step.kind is StepKind.SCALE:
             return await self._scale(self._scaled_to(step.engine, back=False))
+        if step.kind in (StepKind.STOP, StepKind.SLEEP):
+            await self._ask_the_emptied(step.engine)
         return await self._of_engine(step.kind, step.engine)
 
     async def back(self, step: Step) -> str:
@@ -123,17 +129,36 @@ class Hands:
             return await self._scale(self._scaled_to(step.engine, back=True))
         return await self._of_engine(step.kind, step.engine)
 
-    async def reference(self) -> Excerpt | None:
-        """How an engine that serves now answers; None where none can be asked."""
+    async def reference(self, *, patient: bool) -> Excerpt | None:
+        """How an engine that serves now answers, the emptiest first; None where none can be asked. Who has no seat free
+        answers once requests have ended: it is asked by the `patient` alone. Others ask who has been emptied, later."""
+        found: list[tuple[bool, int, EngineId]] = []
         for spec in self.switch.old:
             deployed = self.running.get(spec.engine)
             if deployed is None or deployed.life is not Life.ALIVE or not deployed.url:
                 continue
-            try:
-                return await self._asking(spec.engine, lambda engine: engine.excerpt(CANARY_IDS, self.tolerance.tokens))
-            except OrchestrRLError as error:
-                logger.warning("%s gave no excerpt to compare with: %s", spec.engine, error)
+            with _warning(spec.engine):
+                metrics = await self._asking(spec.engine, lambda engine: engine.metrics())
+                full = metrics.waiting > 0 or metrics.running >= self.configurations[spec.configuration].max_sequences
+                found.append((full, metrics.running + metrics.waiting, spec.engine))
+        for full, _, engine in sorted(found):
+            if not full or patient:
+                with _warning(engine):
+                    return await self._excerpt(engine)
         return None
+
+    async def _excerpt(self, engine: EngineId) -> Excerpt:
+        return await self._asking(engine, lambda client: client.excerpt(CANARY_IDS, self.tolerance.tokens))
+
+    async def _ask_the_emptied(self, engine: EngineId) -> None:
+        """Of engines that stop side by side one is enough."""
+        if self.switch.reference is not None or self._asks_emptied or engine not in self.running:
+            return
+        self._asks_emptied = True
+        with _warning(engine):
+            reference = await within(self._clock, REFERENCE_WITHIN_S, self._excerpt(engine))
+            self.switch = replace(self.switch, reference=reference)
+        self._asks_emptied = False
 
     def expect(self, engines: Iterable[EngineId]) -> None:
         """Of this switch's engines, these are to serve soon: gateways send them nothing before they are admitted, keep
@@ -373,25 +398,29 @@ class Hands:
         return f"{len(excerpt.token_ids)} tokens"
 
     async def _verify(self, engine: EngineId, client: ManagedEngine) -> str:
-        spec, faults = self._spec(engine), []
-        layout, metrics = await client.layout(), await client.metrics()
-        version = await client.weight_version()
-        wanted = self.switch.weights.version
-        faults += layout_fault(layout, spec.parallelism)
+        spec, wanted = self._spec(engine), self.switch.weights.version
+        # Side by side: a server may take seconds to collect facts about itself.
+        layout, metrics, version, answers = await asyncio.gather(
+            client.layout(), client.metrics(), client.weight_version(), self._answer_faults(client)
+        )
+        faults = layout_fault(layout, spec.parallelism)
         faults += capacity_fault(metrics.kv_capacity_tokens, self.configurations[spec.configuration].kv_capacity_tokens)
         if wanted is not None and version is not None and version != wanted:
             faults.append(f"its weights are version {version}, the fleet's {wanted}")
+        if faults := faults + answers:
+            raise Permanent("; ".join(faults))
+        self.capacity_tokens[engine] = metrics.kv_capacity_tokens
+        compared = "" if self.switch.reference is not None else "; there was no other to compare its answers with"
+        return f"{layout}, KV of {metrics.kv_capacity_tokens} tokens{compared}"
+
+    async def _answer_faults(self, client: ManagedEngine) -> list[str]:
         written = await client.excerpt(CANARY_IDS, self.tolerance.tokens)
-        faults += reading_fault(written, await client.score(written), self.tolerance)
+        faults = reading_fault(written, await client.score(written), self.tolerance)
         reference = self.switch.reference
         if reference is not None:
             faults += answers_fault(reference, await client.score(reference), self.tolerance)
             faults += writing_fault(reference, written, self.tolerance)
-        if faults:
-            raise Permanent(f"{engine}: " + "; ".join(faults))
-        self.capacity_tokens[engine] = metrics.kv_capacity_tokens
-        compared = "" if reference is not None else "; there was no other to compare its answers with"
-        return f"{layout}, KV of {metrics.kv_capacity_tokens} tokens{compared}"
+        return faults
 
     async def _asking(self, engine: EngineId, ask: Callable[[ManagedEngine], Awaitable[_T]]) -> _T:
         client = self.connect(self.running[engine].url)
@@ -404,6 +433,15 @@ class Hands:
 def started_with(spec: EngineSpec, weights: Weights) -> EngineSpec:
     """An engine begins with the fleet's weights where it is known where they are: they are not loaded twice then."""
     return replace(spec, weights=weights.source) if weights.source else spec
+
+
+@contextmanager
+def _warning(engine: EngineId) -> Iterator[None]:
+    """An engine of before that cannot be asked keeps nobody from replacing it."""
+    try:
+        yield
+    except OrchestrRLError as error:
+        logger.warning("%s gave no excerpt to compare with: %s", engine, error)
 
 
 async def _first_token(client: ManagedEngine) -> float:

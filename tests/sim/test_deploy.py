@@ -158,7 +158,7 @@ async def test_an_engine_that_will_not_stop_has_all_others_come_back(
 
     monkeypatch.setattr(world.deployer, "stop", stuck)
     said = await changed(world)
-    assert said.startswith("False: rolled back: stop of e0: its process does not end")
+    assert said.startswith("False: rolled back: stop of e0: its process does not end; stop of e0:")
     assert sorted(world.engines) == [f"e{number}" for number in range(8)]
 
 

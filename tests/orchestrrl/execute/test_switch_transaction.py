@@ -167,7 +167,7 @@ def dies(engine: FakeEngine) -> None:
 
 
 def answers_wrongly(engine: FakeEngine) -> None:
-    engine.logprob = -1.1
+    engine.logprob = -1.2
 
 
 def laid_out_wrongly(engine: FakeEngine) -> None:
@@ -182,7 +182,7 @@ def too_small(engine: FakeEngine) -> None:
     ("made", "says"),
     [
         (dies, "ready of s1.0: s1.0 ended while it started: died"),
-        (answers_wrongly, "differ by 0.1 nats a token, limit 0.05"),
+        (answers_wrongly, "differ by 0.2 nats a token, limit 0.1"),
         (laid_out_wrongly, "is laid out otherwise: TP 1 instead of 2"),
         (too_small, "has KV for 1500 tokens, and plans count on 2000"),
     ],

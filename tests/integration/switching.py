@@ -175,7 +175,7 @@ class House:
         """Have this fleet, whatever it takes."""
         wishes = [word for target in targets for word in ("--to", target)]
         draft = json.loads(await self.orchestrrl("switch", *wishes, "--dry-run", "--json"))
-        if draft["steps"]:
+        if draft["old_engines"] != draft["new_engines"]:
             await self.switch(*targets)
 
     async def shown(self, report: Mapping[str, Any]) -> str:

@@ -8,8 +8,8 @@ deploy_steps.py's, where engines go deploy_targets.py's.
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from orchestrrl.deployers.base import Deployed, Deployer, Life
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"s([0-9]{1,9})(?:$|\.)")
 TEND_S = 2.0  # between looks at what the deployer has
+VANISHED = "nothing is left of it, and nobody here has stopped it"
 STOPPED_STATES = frozenset({StepKind.STOP, StepKind.RETIRE})
 
 
@@ -147,15 +148,19 @@ class Switching:
             await self._plane.clock.sleep(TEND_S)
             if self.busy:
                 continue
+            before = dict(self._running)
             try:
-                before = set(self._running)
-                await self._look()
+                found = await self._deployer.list_engines()
             except OrchestrRLError as error:
                 logger.warning("the deployer does not say what runs: %s", error)
                 continue
-            for engine, deployed in self._running.items():
-                if deployed.life is Life.ENDED and engine in before:
-                    await self._bury(deployed)
+            if self.busy:  # a switch has begun meanwhile, and knows better
+                continue
+            self._take_stock(found)
+            gone = [replace(told, life=Life.ENDED, detail=VANISHED) for e, told in before.items() if e not in self._running]
+            ended = [told for e, told in self._running.items() if told.life is Life.ENDED and e in before]
+            for deployed in [*gone, *ended]:
+                await self._bury(deployed)
 
     async def _bury(self, deployed: Deployed) -> None:
         """An engine went by itself: its GPUs are freed, and nobody is sent there."""
@@ -165,15 +170,19 @@ class Switching:
         except OrchestrRLError as error:
             logger.error("what is left of %s cannot be cleared: %s", deployed.engine, error)
             return
+        if self.busy:  # it is the business of a switch that has begun meanwhile
+            return
         self._running.pop(deployed.engine, None)
         self._plane.state.remove_engine(deployed.engine)
         self._note_stopped(deployed.engine, done=True, detail=deployed.detail)
         self._plane.engines_deployed()
 
     async def _look(self) -> None:
-        found = {deployed.engine: deployed for deployed in await self._deployer.list_engines()}
+        self._take_stock(await self._deployer.list_engines())
+
+    def _take_stock(self, found: Iterable[Deployed]) -> None:
         self._running.clear()
-        self._running.update(found)
+        self._running.update({deployed.engine: deployed for deployed in found})
 
     def _ours(self) -> tuple[EngineSpec, ...] | None:
         """None where that is not known: all that is found is adopted then."""
@@ -239,8 +248,24 @@ class Switching:
 
     # --- what is wanted
 
+    def unstartable(self) -> dict[ConfigurationId, str]:
+        """Configurations of which no engine can be started, and why: nothing that a plan should choose."""
+        why = {}
+        for id, configuration in self.configurations.items():
+            if configuration.gpus > self._gpus_count:
+                continue  # the planner sees that itself
+            try:
+                gpus = [GpuId(gpu) for gpu in range(configuration.gpus)]
+                self._deployer.check(self._make_spec(EngineId(f"{id}-0"), id, gpus))
+            except ProblemFaults as error:
+                why[id] = "; ".join(error.faults)
+            except Permanent as error:
+                why[id] = str(error)
+        return why
+
     def draft(self, wish: SwitchWish) -> tuple[Switch, tuple[Stage, ...]]:
-        """What would be done. Raises ProblemFaults with every fault of the wish, Permanent where it cannot be now."""
+        """What would be done: no steps where the fleet is so already. Raises ProblemFaults with every fault of the wish,
+        Permanent where it cannot be now."""
         standing = self._standing()
         id = self._next_id()
         if wish.plan and not wish.targets:
@@ -248,7 +273,7 @@ class Switching:
         else:
             wanted = wanted_by_targets(wish, id, standing, self.configurations, self._make_spec)
         switch = self._switch(id, PlanId(wish.plan), wish.reason or "an operator's wish", standing, wanted)
-        return switch, stages_of(switch)
+        return switch, stages_of(switch) if _changes(switch) else ()
 
     def _next_id(self) -> SwitchId:
         """s1, s2, ...: numbers that no switch had, and no engine is called after, also where the journal was lost."""
@@ -349,7 +374,7 @@ class Switching:
         if because := self._plane.switch_hold():
             raise Permanent(because)
         switch, _ = self.draft(wish)
-        if not (switch.leaving or switch.coming or switch.scaled):
+        if not _changes(switch):
             raise Permanent("the fleet is as it is wanted: there is nothing to switch")
         self._begin(switch)
         return switch.id
@@ -508,6 +533,10 @@ def _words(report: SwitchReport) -> str:
     if report.state is SwitchState.DONE:
         return "; ".join(filter(None, [said, report.detail]))
     return f"{report.state.replace('_', ' ')}: {report.detail} ({said})"
+
+
+def _changes(switch: Switch) -> bool:
+    return bool(switch.leaving or switch.coming or switch.scaled)
 
 
 def _log_defect(task: "asyncio.Task[DeploymentOutcome]") -> None:

@@ -72,6 +72,7 @@ async def test_two_narrow_engines_become_a_wide_one(house: House) -> None:
         ]
         with pytest.raises(Permanent, match="nothing to switch"):
             switching.begin(TO_TP2)
+        assert switching.draft(TO_TP2)[1] == ()
     steps = house.entries(Kind.SWITCH_STEP)
     assert [entry.body["state"] for entry in steps if entry.body["kind"] == "start"] == ["running", "done"]
     assert all(entry.body["valid_until_s"] > entry.at_s for entry in steps if entry.body["state"] == "running")

@@ -319,6 +319,7 @@ class ControlPlane:
         self.state.set_facts(engine_facts(config))
         if self.switching is not None:
             self.switching.configurations = {each.id: each for each in config.fleet.configuration_values()}
+            self.planning.unstartable = self.switching.unstartable()
         self.planning.reconfigure(config, self.state.snapshot(self.clock.now_s()), self.journal)
         self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
         self.routes.send(self.state.engines(self.clock.now_s()))

@@ -45,6 +45,7 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
             plane.watch_deployed = lambda urls: watch.follow({engine: (url, product) for engine, url in urls.items()})
             stack.push_async_callback(watch.close)
             stack.push_async_callback(switching.close)
+            plane.planning.unstartable = switching.unstartable()
             await switching.recover()
         switches = SwitchesService(drivers, journal, clock, {entry.id: entry.driver for entry in config.ocs})
         stack.push_async_callback(switches.close)

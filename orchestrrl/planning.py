@@ -40,6 +40,7 @@ class Planning:
         self.known_output_tokens: Mapping[RequestId, int] | None = None  # told by a simulation, for an oracle's plans
         self.nic_share = 1.0  # that moves have; whoever watches the links sets it, and who takes the rest
         self.nic_taken_by: Sequence[str] = ()
+        self.unstartable: Mapping[ConfigurationId, str] = {}  # why no engine of these can be started
         self._config = config
         self._outlook = Outlook()
         self._expected: StepForecast | None = None  # of this step, as the slow loop last forecast it
@@ -107,7 +108,10 @@ class Planning:
         overriding = () if control.configuration is None else (control.configuration,)
         gpus, costs = gpus_count(self._config, snapshot), self.costs.believed()
         notes = (*self.costs.notes(), *self._nic_notes())
-        worth = costs.worth(snapshot, gpus, overriding)
+        running = {engine.configuration for engine in snapshot.engines}
+        barred = {id: why for id, why in self.unstartable.items() if id not in running}
+        worth = [id for id in costs.worth(snapshot, gpus, overriding) if id not in barred]
+        notes = (*notes, *(f"{id} is left out: {why}" for id, why in sorted(barred.items())))
         settings = planner_config(self._config, (), gpus, can_deploy=can_deploy)
         settings = replace(settings, **self.costs.moving(self.nic_share)._asdict())
         lengths = self.lengths

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,20 +153,23 @@ def _draw_engines(axis: "Axes", demo: SwitchDemo, arm: Arm) -> None:
     if len(times) > 1 and gpus_of:
         edges = [*times, 2 * times[-1] - times[-2]]
         loads = [list(gpu) for gpu in zip(*rows, strict=True)]  # [gpu, look]
-        most = max(max(row) for row in loads)
-        mesh = axis.pcolormesh(
-            edges, range(deployment.gpus + 1), loads, norm=LogNorm(0.1, max(1.0, most)), cmap="Blues"
-        )
+        most = max((requests for row in loads for requests in row if not isnan(requests)), default=1.0)
+        norm = LogNorm(0.1, max(1.0, most))
+        mesh = axis.pcolormesh(edges, range(deployment.gpus + 1), loads, norm=norm, cmap="Blues")
         axis.figure.colorbar(mesh, ax=axis, orientation="horizontal", label="requests per GPU", pad=0.25, aspect=40)
+    end_s = arm.record.makespan_s
     for switched in arm.switches:
         began_s = at_s(switched, arm, demo.scenario.speed)
-        for engines, where, align in (("old_engines", -3, "right"), ("new_engines", 3, "left")):
+        over_s = began_s + switched.switching_s * demo.scenario.speed
+        for engines, low_s, high_s in (("old_engines", 0.0, began_s), ("new_engines", over_s, end_s)):
+            borders = [min(engine["gpus"]) for engine in switched.report[engines]]
+            axis.hlines(borders, low_s, high_s, colors="white", linewidth=1.5)
             kinds = Counter(engine["configuration"] for engine in switched.report[engines])
             words = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
-            place = max(began_s, 0.0) + where + (switched.total_s * demo.scenario.speed if align == "left" else 0)
-            axis.text(place, deployment.gpus / 2, words, ha=align, va="center", fontsize=9, color="#d62728")
+            axis.text((low_s + high_s) / 2, deployment.gpus + 0.3, words, ha="center", fontsize=9, color="#d62728")
     axis.set_xlabel("time (engine seconds)")
     axis.set_xlim(left=0)
+    axis.set_yticks(range(0, deployment.gpus + 1, 4))
 
 
 def _gpus_of(arm: Arm) -> dict[str, Sequence[int]]:

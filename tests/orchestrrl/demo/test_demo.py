@@ -121,6 +121,8 @@ def test_an_oracle_without_a_gain_leaves_nothing_to_keep():
     [
         (["--engine", "sglang"], "--engine: must be one of simulated, vllm, got 'sglang'"),
         (["--engine", "vllm", "--kv"], "--kv: goes with --engine simulated, got 'vllm'"),
+        (["--engine", "vllm", "--switch"], "--switch: goes with --engine simulated, got 'vllm'"),
+        (["--switch", "--kv"], "--switch: does not go with --kv"),
         (["--seeds", "1,x,-2"], "--seeds[1]: must be a whole number, got 'x'"),
     ],
 )

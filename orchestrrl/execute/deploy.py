@@ -148,19 +148,22 @@ class Switching:
             await self._plane.clock.sleep(TEND_S)
             if self.busy:
                 continue
-            before = dict(self._running)
+            before, run = dict(self._running), self._run
             try:
                 found = await self._deployer.list_engines()
             except OrchestrRLError as error:
                 logger.warning("the deployer does not say what runs: %s", error)
                 continue
-            if self.busy:  # a switch has begun meanwhile, and knows better
+            if self.busy or self._run is not run:  # a switch knows better by now
                 continue
             self._take_stock(found)
-            gone = [replace(told, life=Life.ENDED, detail=VANISHED) for e, told in before.items() if e not in self._running]
+            gone = [replace(told, life=Life.ENDED, detail=VANISHED) for told in self._missing(before)]
             ended = [told for e, told in self._running.items() if told.life is Life.ENDED and e in before]
             for deployed in [*gone, *ended]:
                 await self._bury(deployed)
+
+    def _missing(self, before: Mapping[EngineId, Deployed]) -> list[Deployed]:
+        return [deployed for engine, deployed in before.items() if engine not in self._running]
 
     async def _bury(self, deployed: Deployed) -> None:
         """An engine went by itself: its GPUs are freed, and nobody is sent there."""

@@ -267,7 +267,7 @@ class Switching:
         return why
 
     def draft(self, wish: SwitchWish) -> tuple[Switch, tuple[Stage, ...]]:
-        """What would be done: no steps where the fleet is so already. Raises ProblemFaults with every fault of the wish,
+        """What would be done: no steps where the fleet is so already. Raises ProblemFaults with all faults of the wish,
         Permanent where it cannot be now."""
         standing = self._standing()
         id = self._next_id()

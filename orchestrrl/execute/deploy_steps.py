@@ -361,6 +361,7 @@ class Hands:
         while True:
             deployed = await self.deployer.status(engine)
             if deployed is None or deployed.life is Life.ENDED:
+                self.waits_for.pop(engine, None)
                 raise Permanent(
                     f"{engine} ended while it started: {deployed.detail if deployed else 'nothing is left'}"
                 )

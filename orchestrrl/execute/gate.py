@@ -259,6 +259,8 @@ class GateKeeper:
             faults.append("engine_ids: names no engine, got []")
         if faults:
             raise ProblemFaults(faults)
+        for engine in engines:  # of one that was restarted before, only what it generates from now on counts
+            self._generated.pop(engine, None)
         self._take(self.state.told(engines, policy_version, weights_source), "version", reason)
         self._changed()
         assert self._state.newest is not None

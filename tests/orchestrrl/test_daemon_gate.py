@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from builders import finished, request
+from builders import finished, request, sample
 from gate_house import CONFIG, E0, E1, Gateway, House
 
 from orchestrrl.engines.base import PauseMode
@@ -327,6 +327,23 @@ async def test_a_restarted_daemon_knows_gate_lease_and_versions(house: House) ->
         await house.restart()
         await house.clock.advance(1.0)
         assert [(r.policy_version, r.newest_policy_version) for r in house.gateways["gw0"].routes] == [(8, 8)] * 2
+
+
+async def test_an_engine_that_got_its_weights_after_a_restart_keeps_them(house: House) -> None:
+    """As one that a switch has started anew under its old name; once told, a further restart is seen as ever."""
+    async with house.running():
+        gate = house.plane.gate
+
+        def generated(tokens: int) -> None:
+            gate.sampled(E0, sample(total=tokens))
+
+        gate.set_version([E0, E1], 7)
+        generated(1000)
+        gate.set_version([E0], 7, "brought by a switch of the deployment")
+        generated(40)
+        assert gate.state.versions == {E0: 7, E1: 7}
+        generated(39)
+        assert gate.state.versions == {E1: 7}
 
 
 async def test_a_daemon_that_is_away_until_the_lease_ends_says_so(house: House) -> None:

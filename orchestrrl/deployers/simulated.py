@@ -1,20 +1,25 @@
-"""A deployer in virtual time: engines answer after their switch time. It owns which GPU serves whom."""
+"""A deployer in virtual time: engines answer after their switch time. Which GPU serves whom outlives each deployer."""
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from orchestrrl.clock import Clock
-from orchestrrl.deployers.base import Deployed
+from orchestrrl.deployers.base import Deployed, Life
 from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.errors import Permanent
 from planner.model import ConfigurationId, EngineId, GpuId
 
 
-class SimulatedDeployer:
-    """`started` and `stopped` are told of every engine that comes to life, and of every one that ends."""
+@dataclass(slots=True)
+class _Engine:
+    deployed: Deployed
+    coming_up: asyncio.Task[None] | None = None  # None: it has come up
 
-    can_lend = False
-    can_scale = False
+
+class SimulatedMachines:
+    """The GPUs of one fleet, and the engines on them. `started` and `stopped` are told of every engine that comes to
+    life, and of every one that ends."""
 
     def __init__(
         self,
@@ -22,85 +27,134 @@ class SimulatedDeployer:
         switch_s: Mapping[ConfigurationId, float],
         started: Callable[[Deployed], None],
         stopped: Callable[[EngineId], None],
+        domain: str = "sim",  # of their URLs
     ) -> None:
         self._clock = clock
         self._switch_s = switch_s
         self._started = started
         self._stopped = stopped
-        self._engines: dict[EngineId, Deployed] = {}
-        self._starting: dict[EngineId, asyncio.Task[None]] = {}
-        self._owner: dict[GpuId, EngineId] = {}
+        self._domain = domain
+        self._engines: dict[EngineId, _Engine] = {}
         self.starts_total = 0
 
+    @property
+    def engines(self) -> tuple[Deployed, ...]:
+        """By id."""
+        return tuple(self._engines[engine].deployed for engine in sorted(self._engines))
+
+    def get(self, engine: EngineId) -> Deployed | None:
+        held = self._engines.get(engine)
+        return None if held is None else held.deployed
+
     def check(self, spec: EngineSpec) -> None:
+        """Raises Permanent for a configuration that nobody knows."""
         if spec.configuration not in self._switch_s:
             known = ", ".join(sorted(self._switch_s))
             raise Permanent(f"unknown configuration {spec.configuration!r}; known: {known}")
 
-    async def start(self, spec: EngineSpec) -> Deployed:
-        held = self._engines.get(spec.engine)
-        if held is not None:
-            if held.spec == spec:
-                return held
-            raise Permanent(f"engine {spec.engine} runs already, as {held.configuration} on GPUs {list(held.gpus)}")
-        self._take(spec)
+    def start(self, spec: EngineSpec) -> Deployed:
+        engine = self._take(spec)
         self.starts_total += 1
-        self._starting[spec.engine] = asyncio.create_task(self._come_up(spec))
-        return self._engines[spec.engine]
+        engine.coming_up = asyncio.create_task(self._come_up(engine, self._switch_s[spec.configuration]))
+        return engine.deployed
 
     def place(self, spec: EngineSpec) -> Deployed:
         """An engine that is there from the beginning."""
-        self._take(spec)
-        self._started(self._engines[spec.engine])
-        return self._engines[spec.engine]
+        engine = self._take(spec)
+        self._started(engine.deployed)
+        return engine.deployed
 
-    def answers(self, engine: EngineId) -> bool:
-        """It has come up by now."""
-        return engine in self._engines and engine not in self._starting
+    def fail(self, engine: EngineId, detail: str) -> None:
+        """It ends by itself: its GPUs are its own until somebody clears it away."""
+        held = self._engines[engine]
+        held.deployed = replace(held.deployed, life=Life.ENDED, detail=detail)
+        self._end(held)
+
+    def remove(self, engine: EngineId) -> None:
+        """As a stop, or as a crash after which somebody has cleared up: its GPUs are free at once."""
+        held = self._engines.pop(engine, None)
+        if held is not None and held.deployed.life is Life.ALIVE:
+            self._end(held)
+
+    def become(self, deployed: Deployed) -> None:
+        """What is told of an engine. Raises Permanent for GPUs that another has."""
+        self._check_free(deployed.engine, deployed.gpus if not deployed.lent else ())
+        self._engines[deployed.engine].deployed = deployed
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            if engine.coming_up is not None:
+                engine.coming_up.cancel()
+
+    def _end(self, engine: _Engine) -> None:
+        if engine.coming_up is not None:
+            engine.coming_up.cancel()
+        else:
+            self._stopped(engine.deployed.engine)
+
+    def _take(self, spec: EngineSpec) -> _Engine:
+        self.check(spec)
+        self._check_free(spec.engine, spec.gpus)
+        url = f"http://{spec.engine}.{self._domain}"
+        engine = _Engine(Deployed(spec.engine, spec.configuration, spec.gpus, url, spec=spec))
+        self._engines[spec.engine] = engine
+        return engine
+
+    def _check_free(self, engine: EngineId, gpus: tuple[GpuId, ...]) -> None:
+        others = (held.deployed for held in self._engines.values() if not held.deployed.lent)
+        owner = {gpu: other.engine for other in others if other.engine != engine for gpu in other.gpus}
+        if taken := sorted(gpu for gpu in gpus if gpu in owner):
+            owners = ", ".join(f"{gpu} by {owner[gpu]}" for gpu in taken)
+            raise Permanent(f"engine {engine} cannot have GPUs that are in use: {owners}")
+
+    async def _come_up(self, engine: _Engine, after_s: float) -> None:
+        await self._clock.sleep(after_s)
+        engine.coming_up = None
+        self._started(engine.deployed)
+
+
+class SimulatedDeployer:
+    """One daemon's hands on the machines."""
+
+    can_lend = True
+    can_scale = True
+
+    def __init__(self, machines: SimulatedMachines) -> None:
+        self._machines = machines
+
+    def check(self, spec: EngineSpec) -> None:
+        self._machines.check(spec)
+
+    async def start(self, spec: EngineSpec) -> Deployed:
+        held = self._machines.get(spec.engine)
+        if held is None:
+            return self._machines.start(spec)
+        if held.spec != spec:
+            raise Permanent(f"engine {spec.engine} runs already, as {held.configuration} on GPUs {list(held.gpus)}")
+        return held
 
     async def stop(self, engine: EngineId) -> None:
-        self.kill(engine)
-
-    def kill(self, engine: EngineId) -> None:
-        """As a crash, or as a stop: its GPUs are free at once."""
-        deployed = self._engines.pop(engine, None)
-        if deployed is None:
-            return
-        for gpu in deployed.gpus:
-            del self._owner[gpu]
-        starting = self._starting.pop(engine, None)
-        if starting is not None:
-            starting.cancel()
-        else:
-            self._stopped(engine)
+        self._machines.remove(engine)
 
     async def status(self, engine: EngineId) -> Deployed | None:
-        return self._engines.get(engine)
+        return self._machines.get(engine)
 
     async def list_engines(self) -> tuple[Deployed, ...]:
-        return tuple(self._engines[engine] for engine in sorted(self._engines))
+        return self._machines.engines
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
-        raise Permanent(f"engine {engine} does not sleep: simulated engines of the cluster are stopped")
+        held = self._machines.get(engine)
+        if held is None:
+            raise Permanent(f"there is no engine {engine} that could lend its GPUs")
+        self._machines.become(replace(held, lent=lent))
 
     async def scale(self, spec: EngineSpec) -> Deployed:
-        raise Permanent(f"engine {spec.engine} does not scale: simulated engines of the cluster are started anew")
+        held = self._machines.get(spec.engine)
+        if held is None or held.life is not Life.ALIVE:
+            raise Permanent(f"there is no engine {spec.engine} that runs and could be scaled")
+        scaled = replace(held, configuration=spec.configuration, gpus=spec.gpus, spec=spec)
+        self._machines.become(scaled)
+        return scaled
 
     async def close(self) -> None:
-        for starting in self._starting.values():
-            starting.cancel()
-
-    def _take(self, spec: EngineSpec) -> None:
-        self.check(spec)
-        taken = sorted(gpu for gpu in spec.gpus if gpu in self._owner)
-        if taken:
-            owners = ", ".join(f"{gpu} by {self._owner[gpu]}" for gpu in taken)
-            raise Permanent(f"engine {spec.engine} cannot have GPUs that are in use: {owners}")
-        url = f"http://{spec.engine}.sim"
-        self._engines[spec.engine] = Deployed(spec.engine, spec.configuration, spec.gpus, url, spec=spec)
-        self._owner.update(dict.fromkeys(spec.gpus, spec.engine))
-
-    async def _come_up(self, spec: EngineSpec) -> None:
-        await self._clock.sleep(self._switch_s[spec.configuration])
-        del self._starting[spec.engine]
-        self._started(self._engines[spec.engine])
+        """There is nothing to release."""

@@ -147,7 +147,7 @@ class _Counts:
         return cls(
             sum(engine.scheduler.busy_s * len(engine.gpus) for engine in engines),
             world.plane.state.totals.moves_done,
-            world.deployer.starts_total,
+            world.machines.starts_total,
             world.gateway.tokens_recomputed,
             sum(engine.scheduler.preemptions_total for engine in engines),
         )

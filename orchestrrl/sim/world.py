@@ -15,7 +15,7 @@ from orchestrrl.config import Config
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.deployers.base import Deployed
 from orchestrrl.deployers.command_line import EngineSpec
-from orchestrrl.deployers.simulated import SimulatedDeployer
+from orchestrrl.deployers.simulated import SimulatedDeployer, SimulatedMachines
 from orchestrrl.errors import Permanent, Retryable
 from orchestrrl.execute.deploy import Switching
 from orchestrrl.gateway.routing import Routing
@@ -88,12 +88,13 @@ class World:
         self.network = Network(self.clock, nic_gbps, share_network, self._links_changed)
         self.transfers = 0
         self._under_way: set[asyncio.Task[None]] = set()
-        self.deployer = SimulatedDeployer(
+        self.machines = SimulatedMachines(
             self.clock,
             {kind.id: kind.profile.switch_s for kind in kinds.values()},
             self._engine_started,
             self._engine_stopped,
         )
+        self.deployer = SimulatedDeployer(self.machines)
         self.gateway = VirtualGateway(
             GATEWAY,
             self.clock,
@@ -129,7 +130,7 @@ class World:
     def deploy(self, configuration: ConfigurationId, fleet: Sequence[Placement]) -> None:
         """Engines that are there from the beginning."""
         for placement in fleet:
-            self.deployer.place(self._make_spec(placement.engine, configuration, placement.gpus))
+            self.machines.place(self._make_spec(placement.engine, configuration, placement.gpus))
 
     def know(self, output_tokens: Mapping[RequestId, int]) -> None:
         """Let the planner know how long every answer will be."""
@@ -154,6 +155,7 @@ class World:
         self.network.close()
         await self.plane.close(0.0)
         await self.deployment.close()
+        self.machines.close()
         await self.gateway.fleet.close()
         self.journal.close()
         for outcome in outcomes:
@@ -379,11 +381,11 @@ class World:
         if engine is None:
             return
         self._crashed.add(engine.id)
-        self.deployer.kill(engine.id)
+        self.machines.remove(engine.id)
         if fault.back_after_s is not None:
             await self.clock.sleep(fault.back_after_s)
             with suppress(Permanent):  # its GPUs may serve another engine by now
-                self.deployer.place(self._make_spec(engine.id, engine.kind.id, engine.gpus))
+                self.machines.place(self._make_spec(engine.id, engine.kind.id, engine.gpus))
 
 
 def _url(engine: EngineId) -> str:

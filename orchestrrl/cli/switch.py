@@ -23,7 +23,8 @@ def switch(
         list[str] | None,
         typer.Option(
             metavar="CONFIGURATION[=N]",
-            help="So many engines of it; without N: as many as the GPUs make that others leave. Repeat it.",
+            help="So many engines of it; without N: as many as the GPUs make that others leave. Repeat it. `nothing`:"
+            " all stop, once their requests have finished.",
         ),
     ] = None,
     plan: Annotated[str, typer.Option(metavar="PLAN", help="The fleet that this plan proposes.")] = "",

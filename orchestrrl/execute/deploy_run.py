@@ -88,6 +88,7 @@ class SwitchRun:
         self._point_of_no_return = False
         self._stopping: set[EngineId] = set()  # begun, and not known to have been done
         self._dozing: set[EngineId] = set()  # that may sleep, whatever the deployer knows of it
+        self._unready: set[EngineId] = set()  # on their way up, and not known to have been verified
 
     # --- told
 
@@ -210,14 +211,16 @@ class SwitchRun:
         self.hands.going_back = True
         present = await self._look()
         asleep = {engine for engine in present if self.hands.running[engine].lent}
-        asleep |= present & self._dozing & {spec.engine for spec in self.switch.leaving}
+        old = {spec.engine for spec in self.switch.leaving}
+        asleep |= present & self._dozing & old
+        there = present - (self._unready & old)  # starting one again is harmless, and brings it up
         ended = {engine for engine in present if self.hands.running[engine].life is Life.ENDED}
         scaled = {
             told.step.engine
             for told in self._steps.values()
             if told.step.kind is StepKind.SCALE and told.step.engine is not None and told.began_s is not None
         }
-        self._stages[Direction.BACK] = stages_back(self.switch, present, asleep, scaled, self._stopping | ended)
+        self._stages[Direction.BACK] = stages_back(self.switch, there, asleep, scaled, self._stopping | ended)
         self._list_steps(Direction.BACK)
         brought_up = {step.engine for step in steps_in(self._stages[Direction.BACK]) if step.kind is StepKind.READY}
         self.hands.expect(engine for engine in brought_up if engine is not None)
@@ -375,7 +378,15 @@ class SwitchRun:
         """Whose processes may be there now, and neither serve nor stay."""
         if engine is None:
             return
+        if kind in _TAKES_GPUS and state is StepState.RUNNING:
+            self._unready.add(engine)
+        if kind in (*_TAKES_GPUS, *_FREES_GPUS) and state is StepState.RUNNING:
+            self.hands.loaded.discard(engine)
         match kind, state:
+            case (StepKind.LOAD, StepState.DONE):
+                self.hands.loaded.add(engine)
+            case (StepKind.VERIFY, StepState.DONE):
+                self._unready.discard(engine)
             case (StepKind.STOP, StepState.RUNNING):
                 self._stopping.add(engine)
             case (StepKind.STOP, StepState.DONE) | (StepKind.START, StepState.RUNNING):

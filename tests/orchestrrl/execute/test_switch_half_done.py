@@ -10,7 +10,7 @@ from switch_house import House
 from orchestrrl.deployers.base import Life
 from orchestrrl.engines.base import Capabilities
 from orchestrrl.errors import Permanent
-from orchestrrl.switch import SwitchState, SwitchWish
+from orchestrrl.switch import Direction, StepKind, SwitchState, SwitchWish
 from planner.model import EngineId
 
 TO_TP2 = SwitchWish((("tp2", 0),), reason="the test says so")
@@ -68,7 +68,7 @@ async def test_so_is_one_that_is_called_off(house: House) -> None:
 
 
 async def test_one_that_was_started_again_is_not_stopped_by_the_next_daemon(house: House) -> None:
-    """Killed on the way back: who is there by then stays."""
+    """Killed on the way back: who is there by then stays, and serves once it has been verified."""
     house.machines.hangs.add(("stop", "a"))
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
@@ -79,9 +79,12 @@ async def test_one_that_was_started_again_is_not_stopped_by_the_next_daemon(hous
         assert house.machines.starts == {"a": 1, "b": 1}
     house.machines.hangs.clear()
     async with house.daemon():
-        assert (await house.until_ended()).state is SwitchState.ROLLED_BACK
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert house.machines.starts == {"a": 1, "b": 1}
+        back = [told.step for told in report.steps if told.direction is Direction.BACK]
+        assert [step.engine for step in back if step.kind is StepKind.VERIFY] == ["a"]
 
 
 async def test_who_fell_asleep_and_is_not_known_to_is_woken(tmp_path: Path) -> None:

@@ -288,8 +288,15 @@ class ControlPlane:
         return await self._move(moves, self.state.snapshot(self.clock.now_s()))
 
     def weights_told(self, engines: Sequence[EngineId], weights: Weights) -> None:
-        if weights.version is not None and engines:
-            self.gate.set_version(engines, weights.version, "brought by a switch of the deployment")
+        known = {view.id for view in self.state.engines(self.clock.now_s())}  # an operator may have removed some
+        if weights.version is not None and (there := [engine for engine in engines if engine in known]):
+            self.gate.set_version(there, weights.version, "brought by a switch of the deployment")
+
+    def engine_stopped(self, engine: EngineId) -> None:
+        """It is none any more, nor are its weights any of the fleet's."""
+        self.state.remove_engine(engine)
+        self.gate.gone([engine])
+        self.state.weights = self.gate.state
 
     def engines_deployed(self) -> None:
         """Whom a deployer has started has changed."""

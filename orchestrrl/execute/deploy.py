@@ -64,8 +64,6 @@ class Plane(deploy_steps.Plane, Protocol):
     def plan_named(self, plan: str) -> Plan:
         """Raises Permanent for one that is not remembered."""
 
-    def current_weights(self) -> Weights: ...
-
     def switch_hold(self) -> str:
         """Why nothing may be changed now; empty: it may."""
 
@@ -176,7 +174,7 @@ class Switching:
         if self.busy:  # it is the business of a switch that has begun meanwhile
             return
         self._running.pop(deployed.engine, None)
-        self._plane.state.remove_engine(deployed.engine)
+        self._plane.engine_stopped(deployed.engine)
         self._note_stopped(deployed.engine, done=True, detail=deployed.detail)
         self._plane.engines_deployed()
 
@@ -304,8 +302,8 @@ class Switching:
             old=standing.serving,
             new=wanted.new,
             asleep=standing.asleep,
-            can_sleep=self._can_sleep(standing, wanted.new),
-            keep_asleep=self.policy.keep_asleep,
+            can_sleep=frozenset() if wanted.sleepers_too else self._can_sleep(standing, wanted.new),
+            keep_asleep=self.policy.keep_asleep and not wanted.sleepers_too,
             destinations=wanted.destinations,
             weights=weights,
             limits=self.policy.limits,

@@ -58,6 +58,12 @@ class Plane(Protocol):
     def weights_told(self, engines: Sequence[EngineId], weights: Weights) -> None:
         """These engines have those weights; version None: they have what they were started with."""
 
+    def current_weights(self) -> Weights:
+        """What all engines have to serve."""
+
+    def engine_stopped(self, engine: EngineId) -> None:
+        """It serves no longer; `engines_deployed` follows."""
+
     def engines_deployed(self) -> None:
         """Whom a deployer started has changed: watch these, and tell gateways."""
 
@@ -84,6 +90,7 @@ class Hands:
     tally: Tally = field(default_factory=Tally)
     going_back: bool = False
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
+    loaded: set[EngineId] = field(default_factory=set)  # by this switch, with what all have to serve
     _given: dict[RequestId, EngineId] = field(default_factory=dict)  # whom the plan does not name
     waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
     _asks_emptied: bool = False
@@ -109,6 +116,7 @@ class Hands:
                     return self._fence(step)
                 case StepKind.ADMIT:
                     changed = (*self.switch.coming, *(new for _, new in self.switch.scaled))
+                    self._check_weights()
                     return self._admit([spec.engine for spec in changed])
                 case _:
                     return ""
@@ -192,13 +200,30 @@ class Hands:
         """Requests go to these; nobody is fenced or expected any longer."""
         for engine in engines:
             self.plane.state.add_engine(self.facts(self.running[engine]))
-        self.plane.weights_told(engines, self.switch.weights)
+        # Of the others nobody knows more than before.
+        self.plane.weights_told([engine for engine in engines if engine in self.loaded], self._weights)
         of_switch = {spec.engine for spec in (*self.switch.old, *self.switch.new)}
         self.plane.routes.draining.difference_update(of_switch)
         for engine in of_switch:
             self.plane.routes.expected.pop(engine, None)
         self.plane.engines_deployed()
         return f"requests go to {len(engines)} engines"
+
+    @property
+    def _weights(self) -> Weights:
+        """On the way back the fleet's, which may be others than when it began."""
+        return self.plane.current_weights() if self.going_back else self.switch.weights
+
+    @property
+    def _reference(self) -> Excerpt | None:
+        """Of the same weights."""
+        return self.switch.reference if self._weights.version == self.switch.weights.version else None
+
+    def _check_weights(self) -> None:
+        """Requests would stand still at engines that come with yesterday's weights."""
+        began, now = self.switch.weights, self.plane.current_weights()
+        if now.version != began.version and now.source:
+            raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
 
     def facts(self, deployed: Deployed) -> EngineFacts:
         configuration = self.configurations[deployed.configuration]
@@ -298,7 +323,7 @@ class Hands:
     async def _stop(self, engine: EngineId) -> str:
         await self.deployer.stop(engine)
         self.running.pop(engine, None)
-        self.plane.state.remove_engine(engine)
+        self.plane.engine_stopped(engine)
         self.plane.engines_deployed()
         return ""
 
@@ -306,7 +331,7 @@ class Hands:
         await self._asking(engine, self._put_to_sleep)
         await self.deployer.lend(engine, True)
         self.running[engine] = replace(self.running[engine], lent=True)
-        self.plane.state.remove_engine(engine)
+        self.plane.engine_stopped(engine)
         self.plane.engines_deployed()
         return ""
 
@@ -326,7 +351,7 @@ class Hands:
         return ""
 
     async def _start(self, engine: EngineId) -> str:
-        spec = started_with(self._spec(engine), self.switch.weights)
+        spec = started_with(self._spec(engine), self._weights)
         before = await self.deployer.status(engine)
         if before is not None and before.life is Life.ENDED:
             await self.deployer.stop(engine)
@@ -351,9 +376,13 @@ class Hands:
 
         if len(spec.gpus) > len(self.running[spec.engine].gpus):
             self.running[spec.engine] = await self.deployer.scale(spec)
-            return await self._asking(spec.engine, scale)
-        said = await self._asking(spec.engine, scale)
-        self.running[spec.engine] = await self.deployer.scale(spec)
+            said = await self._asking(spec.engine, scale)
+        else:
+            said = await self._asking(spec.engine, scale)
+            self.running[spec.engine] = await self.deployer.scale(spec)
+        scaled = self.running.pop(spec.engine)
+        self.plane.engines_deployed()  # its watch begins anew: it has other seats now
+        self.running[spec.engine] = scaled
         return said
 
     async def _until_ready(self, engine: EngineId) -> str:
@@ -376,7 +405,7 @@ class Hands:
             await self._clock.sleep(POLL_S)
 
     async def _load(self, engine: EngineId, client: ManagedEngine) -> str:
-        wanted = self.switch.weights
+        wanted = self._weights
         if wanted.version is None:
             return "nobody has named weights: it keeps its own"
         has = await client.weight_version()
@@ -399,7 +428,7 @@ class Hands:
         return f"{len(excerpt.token_ids)} tokens"
 
     async def _verify(self, engine: EngineId, client: ManagedEngine) -> str:
-        spec, wanted = self._spec(engine), self.switch.weights.version
+        spec, wanted = self._spec(engine), self._weights.version
         # Side by side: a server may take seconds to collect facts about itself.
         layout, metrics, version, answers = await asyncio.gather(
             client.layout(), client.metrics(), client.weight_version(), self._answer_faults(client)
@@ -411,13 +440,13 @@ class Hands:
         if faults := faults + answers:
             raise Permanent("; ".join(faults))
         self.capacity_tokens[engine] = metrics.kv_capacity_tokens
-        compared = "" if self.switch.reference is not None else "; there was no other to compare its answers with"
+        compared = "" if self._reference is not None else "; there was no other to compare its answers with"
         return f"{layout}, KV of {metrics.kv_capacity_tokens} tokens{compared}"
 
     async def _answer_faults(self, client: ManagedEngine) -> list[str]:
         written = await client.excerpt(CANARY_IDS, self.tolerance.tokens)
         faults = reading_fault(written, await client.score(written), self.tolerance)
-        reference = self.switch.reference
+        reference = self._reference
         if reference is not None:
             faults += answers_fault(reference, await client.score(reference), self.tolerance)
             faults += writing_fault(reference, written, self.tolerance)

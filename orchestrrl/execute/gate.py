@@ -303,6 +303,14 @@ class GateKeeper:
             self._take(self.state.forgotten(told), "forgotten", reason)
             self._changed()
 
+    def gone(self, engines: Iterable[EngineId]) -> None:
+        """They were stopped, or sleep: what they had is no weights of the fleet's any longer."""
+        told = sorted(engine for engine in engines if engine in self._state.versions)
+        for engine in told:
+            self._generated.pop(engine, None)
+        if told:
+            self._take(self.state.forgotten(told), "forgotten", f"{', '.join(told)} stopped")
+
     def close(self) -> list[Order]:
         """Stop waiting for gateways."""
         return self._orders.stop()

@@ -1,12 +1,15 @@
 """Where the parts of a switch meet: what runs beside it, or happens to it, and is none of its steps. Virtual time."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
+from builders import engine_report, sample
 from switch_house import House
 
 from orchestrrl.deployers.base import Life
+from orchestrrl.errors import Permanent
 from orchestrrl.switch import SwitchState, SwitchWish
 from planner.model import EngineId
 
@@ -82,3 +85,127 @@ async def test_a_look_that_a_switch_has_overtaken_is_not_taken_for_the_truth(hou
         assert report.state is SwitchState.DONE
         check_whole(house, "s1.0", "w")
         tending.cancel()
+
+
+def breaks(house: House) -> None:
+    """New engines start, and answer nothing."""
+    house.machines.faults["probe", "tp2"] = Permanent("is broken")
+
+
+def tell_tokens(house: House, engine: str, tokens: int) -> None:
+    """As whoever watches it does: what it has generated since its start."""
+    read = dataclasses.replace(sample(house.clock.now_s()), generation_tokens_total=tokens)
+    house.sequence = getattr(house, "sequence", 0) + 1
+    told = engine_report(engine, sequence=house.sequence, sample=read)
+    house.plane.engine_reported(told, 1)
+
+
+async def test_who_was_started_again_on_the_way_back_keeps_the_weights_that_it_was_given(house: House) -> None:
+    """Its count of tokens begins anew, which of any other engine means that it has lost its weights."""
+    async with house.daemon() as switching:
+        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in house.machines.engines.values():
+            engine.weights = 7
+        tell_tokens(house, "a", 1000)
+        assert house.plane.gate._generated == {A: 1000}
+        breaks(house)
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        tell_tokens(house, "a", 17)
+        await house.clock.advance(1.0)
+        assert house.plane.gate.state.versions[A] == 7
+        check_whole(house, "a", "b", "w")
+
+
+async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(house: House) -> None:
+    """One that missed the last update and was left out of service comes back as it was."""
+    async with house.daemon() as switching:
+        house.plane.gate.set_version([A, B, W], 6, "", "/ckpt/6")
+        house.plane.gate.set_version([A, B], 7, "", "/ckpt/7")
+        house.plane.gate.set_version([W], 6)
+        house.plane.gate._take(dataclasses.replace(house.plane.gate.state, newest=7, newest_source="/ckpt/7"), "test")
+        house.plane._gate_changed()
+        house.machines.engines[W].weights = 6
+        house.machines.engines[A].weights = house.machines.engines[B].weights = 7
+        breaks(house)
+        switching.begin(SwitchWish((("tp2", 2),)))
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        assert house.plane.gate.state.versions == {A: 7, B: 7, W: 6}
+        assert not house.plane.gate.state.serves(W)
+
+
+async def test_engines_that_are_no_more_have_no_say_in_the_fleets_weights(house: House) -> None:
+    async with house.daemon() as switching:
+        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in house.machines.engines.values():
+            engine.weights = 7
+        switching.begin(TO_TP2)
+        new = EngineId(f"{(await house.until_ended()).id}.0")
+        assert house.plane.gate.state.versions == {new: 7, W: 7}
+        house.plane.gate.set_version([new, W], 8, "", "/ckpt/8")
+        assert house.plane.gate.state.newest == 8
+        await house.clock.advance(2.0)
+        check_whole(house, new, "w")
+
+
+async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(house: House) -> None:
+    """It runs when the next daemon comes, and that is all that is known of it."""
+    async with house.daemon() as switching:
+        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in house.machines.engines.values():
+            engine.weights = 7
+        breaks(house)
+        house.machines.hangs.add(("probe", "a"))
+        switching.begin(TO_TP2)
+        await house.clock.advance(16.0)
+        assert house.machines.starts["a"] == 1
+    house.machines.hangs.clear()
+    async with house.daemon():
+        await house.clock.advance(0.5)
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        check_whole(house, "a", "b", "w")
+        assert house.machines.engines[A].weights == 7
+        assert house.plane.gate.state.versions == {A: 7, B: 7, W: 7}
+        assert house.machines.starts["a"] == 1
+
+
+async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(house: House) -> None:
+    async with house.daemon() as switching:
+        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in house.machines.engines.values():
+            engine.weights = 7
+        switching.begin(TO_TP2)
+        await house.clock.advance(1.0)
+        house.plane.gate.set_version([W], 8, "", "/ckpt/8")
+        house.machines.engines[W].weights = 8
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        assert "the fleet's weights became version 8 meanwhile, from 7" in report.detail
+        assert {engine.weights for engine in house.machines.engines.values()} == {8}
+        assert house.plane.gate.state.versions == {A: 8, B: 8, W: 8}
+        check_whole(house, "a", "b", "w")
+
+
+async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_switch(house: House) -> None:
+    async with house.daemon() as switching:
+        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in house.machines.engines.values():
+            engine.weights = 7
+        breaks(house)
+        switching.begin(TO_TP2)
+        await house.clock.advance(0.5)
+        house.gateway.held.clear()
+        house.gateway.requests.clear()
+        house.plane.enrolment._change("remove", A, house.plane.enrolment.roster.with_removed(A), "")
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK, report.detail
+        check_whole_but(house, "a")
+
+
+def check_whole_but(house: House, removed: str) -> None:
+    assert removed not in {str(engine) for engine in house.gateway.usable()}
+    assert not house.plane.routes.draining
+    assert not house.plane.routes.expected

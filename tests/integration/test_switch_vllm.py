@@ -5,6 +5,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,16 +88,8 @@ async def test_who_comes_has_the_weights_that_the_others_were_given(house: House
     assert {engine["engine_id"]: engine["policy_version"] for engine in gate["engines"]} == dict.fromkeys(engines, 3)
 
 
-@pytest.mark.parametrize(
-    ("bad", "step_kind", "why"),
-    [
-        ("refused", "ready", "max_model_len"),
-        ("untrained", "verify", "answers otherwise than the engines before"),
-        pytest.param("bent", "verify", "answers otherwise than the engines before", marks=pytest.mark.slow),
-    ],
-)
-async def test_a_new_engine_that_is_no_good_is_taken_back(house: House, bad: str, step_kind: str, why: str) -> None:
-    """It takes the GPU of an engine, whose requests wait for it, and in the end for that engine."""
+async def rolled_back(house: House, *targets: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A switch in the middle of a step that goes back, all requests answered: the report, and the step that failed."""
     step = Step()
     await house.at("tp1=2")
     engines = await house.engines()
@@ -104,15 +97,40 @@ async def test_a_new_engine_that_is_no_good_is_taken_back(house: House, bad: str
     with house.slowly():
         asking = step.begin(house.url)
         await asking.each_has(20)
-        report = await house.switch("tp1=1", f"{bad}=1", state="rolled_back")
+        report = await house.switch(*targets, state="rolled_back")
     assert await asking.end() == undisturbed
     print(await house.shown(report))
-    (failed,) = (told for told in report["steps"] if told["state"] == "failed")
-    assert (failed["kind"], failed["direction"]) == (step_kind, "forward")
-    assert why in failed["detail"]
-    assert why in report["detail"]
-    assert report["requests_parked"] > 0
     assert set(report["engine_ids"]) == (await house.engines()).keys() == engines.keys()
+    (failed,) = (told for told in report["steps"] if told["state"] == "failed")
+    assert failed["direction"] == "forward"
+    assert failed["detail"] in report["detail"]
+    return report, failed
+
+
+async def test_a_new_engine_that_does_not_start_is_taken_back(house: House) -> None:
+    """It was to have the GPU of an engine, whose requests wait for it, and in the end for that engine."""
+    report, failed = await rolled_back(house, "tp1=1", "refused=1")
+    assert failed["kind"] == "ready"
+    assert "User-specified max_model_len (1000000) is greater than" in failed["detail"]
+    assert report["requests_parked"] > 0
+    assert report["closed_s"] > 0
+
+
+async def test_a_new_engine_that_answers_wrongly_is_taken_back(house: House) -> None:
+    """Its GPU was free: the others serve on."""
+    report, failed = await rolled_back(house, "tp1=2", "untrained=1")
+    assert failed["kind"] == "verify"
+    assert "answers otherwise than the engines before" in failed["detail"]
+    assert (report["requests_parked"], report["requests_moved"], report["closed_s"]) == (0, 0, None)
+
+
+@pytest.mark.slow
+async def test_a_new_engine_that_writes_wrongly_is_taken_back(house: House) -> None:
+    """Alone in what it chooses: how it reads is as it was."""
+    report, failed = await rolled_back(house, "tp1=1", "bent=1")
+    assert failed["kind"] == "verify"
+    assert "answers otherwise than the engines before: its token 1 is another" in failed["detail"]
+    assert report["requests_parked"] > 0
 
 
 async def test_a_new_engine_that_hangs_in_its_start_up_is_taken_back(house: House) -> None:

@@ -87,7 +87,7 @@ class Switch:
     new: tuple[EngineSpec, ...]
     asleep: tuple[EngineSpec, ...] = ()  # that can be woken instead of starting their like
     can_sleep: frozenset[EngineId] = frozenset()  # of those that leave
-    keep_asleep: bool = False  # who was put to sleep stays so, to be woken by a later switch
+    keep_asleep: bool = False  # who sleeps and is not wanted stays so, to be woken by a later switch
     destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)  # of requests, as the plan has them
     weights: Weights = Weights()
     limits: Limits = Limits()
@@ -249,7 +249,9 @@ def stages_of(switch: Switch) -> tuple[Stage, ...]:
     )
     plan += [[[(StepKind.ADMIT, None)]], [[(StepKind.COMMIT, None)]]]
     if not switch.keep_asleep:
-        plan.append([[(StepKind.RETIRE, engine)] for engine, way in leave.items() if way is StepKind.SLEEP])
+        slept = [engine for engine, way in leave.items() if way is StepKind.SLEEP]
+        slept += [spec.engine for spec in switch.asleep if spec not in switch.new]
+        plan.append([_only(StepKind.RETIRE, engine) for engine in slept])
     return _numbered(plan, switch.limits)
 
 

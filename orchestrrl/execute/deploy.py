@@ -537,7 +537,8 @@ def _words(report: SwitchReport) -> str:
 
 
 def _changes(switch: Switch) -> bool:
-    return bool(switch.leaving or switch.coming or switch.scaled)
+    unwanted = not switch.keep_asleep and any(spec not in switch.new for spec in switch.asleep)
+    return bool(switch.leaving or switch.coming or switch.scaled) or unwanted
 
 
 def _log_defect(task: "asyncio.Task[DeploymentOutcome]") -> None:

@@ -40,6 +40,7 @@ class Standing:
 class Wanted:
     new: tuple[EngineSpec, ...]
     destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)
+    sleepers_too: bool = False  # who sleeps is to end as well
 
 
 def wanted_by_plan(plan: Plan, standing: Standing, make_spec: MakeSpec) -> Wanted:
@@ -81,7 +82,7 @@ def wanted_by_targets(
     if faults:
         raise ProblemFaults(faults)
     if wish.targets == NOTHING:
-        return Wanted(standing.kept_anyway)
+        return Wanted(standing.kept_anyway, sleepers_too=True)
     targets = [(ConfigurationId(target), count) for target, count in wish.targets]
     keepable = _keepable(targets, standing)
     for dropped in range(len(keepable) + 1):  # as few as need be

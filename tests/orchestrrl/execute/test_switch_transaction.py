@@ -407,6 +407,22 @@ async def test_all_engines_may_stop_once_their_requests_have_finished(house: Hou
         assert house.machines.engines == {}
 
 
+async def test_who_sleeps_ends_too_when_all_are_to_stop(tmp_path: Path) -> None:
+    house = House(tmp_path, sleepers=True, keep_asleep=True)
+    house.place("a", "tp1", 0)
+    house.place("b", "tp1", 1)
+    async with house.daemon() as switching:
+        tell_capabilities(house, "a", "b")
+        switching.begin(SwitchWish((("tp2", 1),)))
+        await house.until_ended()
+        assert len(house.machines.engines) == 3
+        switching.begin(SwitchWish((("nothing", 0),)))
+        assert (await house.until_ended()).state is SwitchState.DONE
+        assert house.machines.engines == {}
+        with pytest.raises(Permanent, match="nothing to switch"):
+            switching.begin(SwitchWish((("nothing", 0),)))
+
+
 def tell_capabilities(house: House, *engines: str) -> None:
     """As the watch of an engine does."""
     machines = house.machines

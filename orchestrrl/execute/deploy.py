@@ -42,7 +42,6 @@ from orchestrrl.switch import (
     SwitchReport,
     SwitchState,
     SwitchWish,
-    Weights,
     check,
     stages_of,
 )

@@ -195,11 +195,12 @@ class SwitchRun:
             self._detail = str(failure)
             self._told()
             amiss = await self._back()
-        self._state = SwitchState.DONE
+        state = SwitchState.DONE
         if failure is not None:
             # What failed on the way may have come right in the end, e.g. an engine that would not stop and serves on.
-            self._state = SwitchState.ROLLED_BACK if await self._as_before() else SwitchState.DEGRADED
+            state = SwitchState.ROLLED_BACK if await self._as_before() else SwitchState.DEGRADED
             self._detail = "; ".join([str(failure), *amiss])
+        self._state = state  # in one go: whoever looks sees a switch that runs, or how it ended
         self._ended_s = self._clock.now_s()
         self._told()
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,11 +46,13 @@ async def run_step(
     progress: Progress,
     *,
     hold: bool,
+    begun: Callable[[], Awaitable[None]] | None = None,
 ) -> StepRecord:
     """Send every sample to its URL at once and wait for all answers.
 
     hold: freeze the engines until they have every request, so that handing them in, which takes the same wall time at
-    any speed of the engines, does not count as engine time. Failures of single requests are recorded, not raised.
+    any speed of the engines, does not count as engine time. `begun` is awaited after that, while the engines run.
+    Failures of single requests are recorded, not raised.
     """
     record = StepRecord()
     limits = aiohttp.TCPConnector(limit=0)
@@ -67,6 +69,8 @@ async def run_step(
             await _all_accepted(engines, len(samples))
             await asyncio.gather(*(engine.resume() for engine in engines))
             start.begin()
+        if begun is not None:
+            await begun()
         async with _watching_idle(engines, start) as idle:
             await asyncio.gather(*sending)
     record.makespan_s = max(record.finish_s.values(), default=0.0)

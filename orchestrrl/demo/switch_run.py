@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -126,7 +126,7 @@ class SwitchDemo:
 
 
 async def run_switch_demo(scenario: Scenario, seeds: Sequence[int], out_dir: Path, report: Report) -> SwitchDemo:
-    """Every seed twice: first the planner is pinned to the fleet as it is, then it is free."""
+    """Every seed twice: first the planner is pinned to the fleet as it is, then it is free once the step has begun."""
     report("starting OrchestrRL and the engines", 0, 0)
     outcomes = []
     async with switch_stack(scenario, out_dir) as stack:
@@ -134,10 +134,10 @@ async def run_switch_demo(scenario: Scenario, seeds: Sequence[int], out_dir: Pat
         for seed in seeds:
             step = samples(scenario, "simulated", seed)
             await stack.begin_with(stack.deployment.initial, "each step begins so")
-            await stack.control.ask(stack.control.control.PinPlan, control_pb2.PinPlanRequest(reason="for comparison"))
+            await stack.pin()
             pinned = await _run(scenario, stack, step, partial(report, f"pinned, seed {seed}"))
-            await stack.control.ask(stack.control.control.ReleasePlan, control_pb2.ReleasePlanRequest())
-            free = await _run(scenario, stack, step, partial(report, f"free to switch, seed {seed}"))
+            # While engines are frozen until they have every request, a switch would cost the step nothing.
+            free = await _run(scenario, stack, step, partial(report, f"free to switch, seed {seed}"), stack.release)
             outcomes.append(SwitchSeed(seed, step, pinned, free))
     return SwitchDemo(
         scenario,
@@ -148,7 +148,11 @@ async def run_switch_demo(scenario: Scenario, seeds: Sequence[int], out_dir: Pat
 
 
 async def _run(
-    scenario: Scenario, stack: SwitchStack, step: Sequence[Sample], progress: Callable[[int, int], None]
+    scenario: Scenario,
+    stack: SwitchStack,
+    step: Sequence[Sample],
+    progress: Callable[[int, int], None],
+    begun: Callable[[], Awaitable[None]] | None = None,
 ) -> Arm:
     control = stack.control
     known = {switch["switch_id"] for switch in await _switches(control)}
@@ -157,7 +161,9 @@ async def _run(
     looks: list[Look] = []
     try:
         async with _looking(control, looks):
-            record = await run_step(scenario, step, lambda _: stack.gateway_url, clients, progress, hold=True)
+            record = await run_step(
+                scenario, step, lambda _: stack.gateway_url, clients, progress, hold=True, begun=begun
+            )
             ended_s = time.time()
     finally:
         for client in clients:

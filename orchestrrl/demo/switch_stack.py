@@ -47,6 +47,13 @@ class SwitchStack:
                 raise Permanent(f"the fleet is not brought to {configuration}: {report['state']}, {report['detail']}")
         await self._until_all_are_known()
 
+    async def pin(self) -> None:
+        """The planner leaves the fleet as it is."""
+        await self.control.ask(self.control.control.PinPlan, control_pb2.PinPlanRequest(reason="for comparison"))
+
+    async def release(self) -> None:
+        await self.control.ask(self.control.control.ReleasePlan, control_pb2.ReleasePlanRequest())
+
     async def _status(self) -> control_pb2.Status:
         return await self.control.ask(self.control.control.GetStatus, control_pb2.GetStatusRequest())
 

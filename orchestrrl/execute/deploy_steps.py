@@ -117,6 +117,7 @@ class Hands:
                 case StepKind.ADMIT:
                     changed = (*self.switch.coming, *(new for _, new in self.switch.scaled))
                     self._check_weights()
+                    await self._check_there([spec.engine for spec in changed])
                     return self._admit([spec.engine for spec in changed])
                 case _:
                     return ""
@@ -195,6 +196,13 @@ class Hands:
         self.plane.routes.draining.update(leaving)
         self.plane.engines_deployed()
         return f"{len(leaving)} engines take nothing new"
+
+    async def _check_there(self, engines: Sequence[EngineId]) -> None:
+        """Where others took long to come up, who was verified first may have ended meanwhile. Raises Permanent."""
+        for engine in engines:
+            told = await self.deployer.status(engine)
+            if told is None or told.life is Life.ENDED:
+                raise Permanent(f"{engine} ended before it served: {told.detail if told else 'nothing is left'}")
 
     def _admit(self, engines: Sequence[EngineId]) -> str:
         """Requests go to these; nobody is fenced or expected any longer."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from builders import engine_report, sample
-from switch_house import House
+from switch_house import FakeEngine, House
 
 from orchestrrl.deployers.base import Life
 from orchestrrl.engines.base import Capabilities
@@ -132,6 +132,24 @@ async def test_an_engine_that_ends_while_its_requests_leave_is_as_good_as_stoppe
         report = await house.until_ended()
         assert report.state is SwitchState.DONE
         check_whole(house, f"{report.id}.0", "w")
+
+
+async def test_one_that_ends_while_others_come_up_is_not_admitted(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    house.place("wide", "tp2", 0, 1)
+    house.gateway.put("r", "wide")
+
+    def slow(engine: FakeEngine) -> None:
+        engine.up_at_s += 5.0 if engine.spec.engine == "s1.1" else 0.0
+
+    house.machines.made = slow
+    async with house.daemon() as switching:
+        switching.begin(SwitchWish((("tp1", 2),)))
+        await house.clock.advance(4.0)
+        house.machines.engines[EngineId("s1.0")].life = Life.ENDED
+        report = await house.until_ended()
+        assert (report.state, report.detail) == (SwitchState.ROLLED_BACK, "admit: s1.0 ended before it served: died")
+        check_whole(house, "wide")
 
 
 async def test_going_back_brings_back_who_ended_meanwhile(house: House) -> None:

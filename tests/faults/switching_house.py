@@ -1,0 +1,385 @@
+"""A daemon that starts and stops engines, a gateway with a ledger, and a step of requests, all of them processes.
+
+Three engines on four GPUs, `NARROW`: a wide one, which stays, and two narrow ones, which a switch to `WIDE` replaces by
+another wide one. What there is, is looked for as the deployer does, whatever anybody says.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import yaml
+from front import Question, check, session, until
+
+from orchestrrl.clock import WallClock
+from orchestrrl.config import load_config
+from orchestrrl.deployers.base import Deployed
+from orchestrrl.deployers.local_processes import Found, find_processes
+from orchestrrl.deployers.local_records import Logs
+from orchestrrl.deploying import deployer_of
+from orchestrrl.errors import OrchestrRLError
+from orchestrrl.journal import Entry, JournalReader, Kind
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2
+from tests.integration.streams import Answer, read_stream
+from tests.orchestrrl.gateway.processes import free_port
+
+Targets = Sequence[tuple[str, int]]
+NARROW: Targets = (("tp1", 2), ("tp2", 1))
+WIDE: Targets = (("tp2", 2),)
+
+AT_MARK = Path(__file__).parent / "daemon_at_mark.py"
+SPEED = 5.0  # of engines: 4 ms a token
+TOKENS = 600
+GPUS = 4
+LENGTHS = "{quantiles: [0.0, 1.0], tokens: [100, 200]}"
+LIMITS_S = {"drain_within_s": 10, "stop_within_s": 20, "start_within_s": 5, "ready_within_s": 15}
+
+# Wide engines that fail, by what they are started with.
+FAULTS = {
+    "fails": ["--fail-start"],
+    "hangs": ["--hang"],
+    "wrong": ["--wrong-answers"],
+    "lies": ["--misreport", "tp=1"],
+    "late": ["--start-delay-s", "1000"],
+}
+
+
+class Command:
+    """One of OrchestrRL's own as a process. The first line of its output is where it serves."""
+
+    def __init__(self, name: str, words: Sequence[str], folder: Path) -> None:
+        self.log_path = folder / f"{name}.log"
+        self._words = list(words)
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        assert self._process is not None
+        return self._process
+
+    async def start(self) -> None:
+        self.address = await asyncio.to_thread(self._spawn)
+        assert self.address, self.log_path.read_text()[-4000:]
+
+    def _spawn(self) -> str:
+        with self.log_path.open("ab") as log:
+            command, none, pipe = [sys.executable, *self._words], subprocess.DEVNULL, subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=log, cwd=self._folder)
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().decode().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    async def until_ended(self) -> int:
+        return await asyncio.to_thread(self.process.wait, 60)
+
+    async def stop(self) -> int:
+        """SIGTERM; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return await self.until_ended()
+
+    async def until_still(self) -> None:
+        """Until it has been stopped by a mark."""
+
+        async def still() -> bool:
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+
+        await until(still, 0.005)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+class House:
+    """`folder` is its own, and empty. Of the engines it knows what it finds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lengths = folder / "lengths.yaml"  # without it, engines of `own-file` do not start
+        config_path = folder / "orchestrrl.yaml"
+        document = _document(folder, self.lengths)
+        config_path.write_text(yaml.safe_dump(document, sort_keys=False))
+        self.daemon_address: str = document["listen"]["address"]
+        self.daemon = Command("daemon", [str(AT_MARK), "-c", str(config_path)], folder)
+        self.gateway = self.make_gateway("gateway")
+        config, deployer = load_config(config_path), deployer_of(load_config(config_path), WallClock())
+        assert deployer is not None
+        assert config.fleet.deployer is not None
+        self.deployer = deployer
+        self._fleet = f"{config.fleet.deployer.name} in {os.path.realpath(config.fleet.deployer.folder)}"
+        self._logs = Logs(Path(config.fleet.deployer.folder), 3)
+        self._journal_path = Path(config.journal.path)
+        self._numbers = itertools.count(100, 100)
+        self._ports: set[int] = set()
+
+    def make_gateway(self, name: str) -> Command:
+        words = ["-m", "orchestrrl", "gateway", "--listen", f"127.0.0.1:{free_port()}", "--engine-kind", "simulated"]
+        words += ["--daemon", self.daemon_address, "--id", name, "--drain-s", "0"]
+        return Command(name, [*words, "--ledger", str(self.folder / f"{name}.ledger")], self.folder)
+
+    async def open(self) -> None:
+        self.lengths.write_text(LENGTHS)
+        await asyncio.gather(self.daemon.start(), self.gateway.start())
+
+    async def close(self) -> None:
+        """Nothing of it is left, and its ports are free."""
+        await asyncio.gather(self.daemon.stop(), self.gateway.stop())
+        for deployed in await self.deployer.list_engines():
+            await self.deployer.stop(deployed.engine)
+        assert self.found() == {}
+        assert await self.deployer.list_engines() == ()
+        for port in self._ports:
+            with socket.socket() as holder:
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                holder.bind(("127.0.0.1", port))
+
+    # --- what there is
+
+    def found(self) -> dict[str, list[Found]]:
+        """Processes, by engine."""
+        return {str(engine): found for engine, found in find_processes(self._fleet, self._logs).items()}
+
+    def leader(self, engine: str) -> int:
+        """The process id of its server."""
+        (process,) = [found.process.pid for found in self.found()[engine] if found.leads]
+        return process
+
+    async def engines(self) -> dict[str, Deployed]:
+        """As the deployer has them."""
+        deployed = {str(each.engine): each for each in await self.deployer.list_engines()}
+        self._ports.update(int(each.url.rsplit(":", 1)[1]) for each in deployed.values() if each.url)
+        return deployed
+
+    async def named(self, configuration: str) -> str:
+        """The first engine of it."""
+        return next(
+            name for name, engine in sorted((await self.engines()).items()) if engine.configuration == configuration
+        )
+
+    def check_gpus(self) -> None:
+        """No two processes have the same."""
+        owner: dict[int, str] = {}
+        for engine, found in self.found().items():
+            for record in (each.record for each in found if each.leads and each.alive):
+                for gpu in record.spec.gpus if record is not None else ():
+                    assert owner.setdefault(gpu, engine) == engine, f"GPU {gpu}: {owner[gpu]} and {engine}"
+
+    def journal(self, *kinds: Kind) -> list[Entry]:
+        reader = JournalReader(self._journal_path)
+        try:
+            return reader.tail(1000, kinds)
+        finally:
+            reader.close()
+
+    # --- the daemon
+
+    def mark(self, *, before: bool = False, stop: bool = False, **where: object) -> None:
+        """The daemon dies there, or stands still."""
+        sent = signal.SIGSTOP if stop else signal.SIGKILL
+        draft = self.folder / "mark.draft"
+        draft.write_text(json.dumps({**where, "before": before, "signal": sent}))
+        draft.replace(self.folder / "mark.json")
+
+    @property
+    def marked(self) -> bool:
+        """It has not come to the mark."""
+        return (self.folder / "mark.json").exists()
+
+    def unmark(self) -> None:
+        (self.folder / "mark.json").unlink(missing_ok=True)
+
+    async def ask(self, method: str, request: Any) -> Any:
+        async with ControlClient(self.daemon_address) as client:
+            return await client.ask(getattr(client.control, method), request)
+
+    async def begin(self, targets: Targets) -> str:
+        """A switch; its id. Raises what the daemon refuses it with."""
+        wanted = [control_pb2.SwitchTarget(configuration=name, engines=count) for name, count in targets]
+        order = control_pb2.SwitchDeploymentRequest(targets=wanted, reason="the test says so")
+        async with ControlClient(self.daemon_address) as client:
+            async for report in client.watch(client.control.SwitchDeployment, order):
+                return str(report.switch_id)
+        raise AssertionError("the daemon said nothing")
+
+    async def begin_and_die(self, targets: Targets) -> str:
+        """A switch in which the daemon comes to a mark that kills it; the switch's id."""
+        with contextlib.suppress(OrchestrRLError):  # it may have no time for a word
+            await self.begin(targets)
+        assert await self.daemon.until_ended() == -signal.SIGKILL
+        assert not self.marked
+        return self.journal(Kind.SWITCH_BEGAN)[-1].subject
+
+    @contextlib.asynccontextmanager
+    async def standing_still(self, targets: Targets, kind: str, state: str) -> AsyncIterator[str]:
+        """In a switch whose daemon stands still when it has written that; it goes on when this is left."""
+        self.mark(stop=True, kind=kind, state=state)
+        switch = await self.begin(targets)
+        await self.daemon.until_still()
+        yield switch
+        self.daemon.go_on()
+
+    async def report(self, switch: str) -> control_pb2.SwitchReport:
+        told: control_pb2.SwitchReport = await self.ask("GetSwitch", control_pb2.GetSwitchRequest(switch_id=switch))
+        return told
+
+    async def until_over(self, switch: str) -> control_pb2.SwitchReport:
+        """By the word of whichever daemon there is."""
+
+        async def over() -> control_pb2.SwitchReport | None:
+            self.check_gpus()
+            told = await self.report(switch)
+            return told if told.state != "running" else None
+
+        report = await until(over, 0.1)
+        assert report is not None
+        return report
+
+    async def until_at(self, switch: str, kind: str, state: str = "running") -> None:
+        """Until a step of this kind stands so, or beyond."""
+        states = ["pending", "running", "done", "failed"]
+
+        async def reached() -> bool:
+            told = await self.report(switch)
+            return any(s.kind == kind and states.index(s.state) >= states.index(state) for s in told.steps)
+
+        await until(reached, 0.01)
+
+    async def become(self, targets: Targets) -> None:
+        """Where it is not so already."""
+        wanted = sorted(name for name, count in targets for _ in range(count))
+        if sorted(engine.configuration for engine in (await self.engines()).values()) != wanted:
+            report = await self.until_over(await self.begin(targets))
+            assert report.state == "done", report.detail
+        await self.routed(self.gateway)
+
+    async def routed(self, gateway: Command) -> None:
+        """Return when it would use all engines."""
+        wanted = set(await self.engines())
+
+        async def trusts() -> bool:
+            async with session() as http, http.get(gateway.address + "/health") as response:
+                return set((await response.json())["engines"]) == wanted
+
+        await until(trusts)
+
+    # --- requests
+
+    @contextlib.asynccontextmanager
+    async def step(self, count: int = 9, gateway: Command | None = None) -> AsyncIterator["Step"]:
+        """Under way on all engines when this is entered; all of them answered, once and rightly, when it is left."""
+        async with session() as http:
+            step = Step(http, gateway or self.gateway, _asked(next(self._numbers), count))
+            await step.begin(len(await self.engines()))
+            yield step
+            await step.ended()
+
+
+class Step:
+    """Streamed requests. Who asks comes back with the same id when the gateway breaks off, as trainers do."""
+
+    def __init__(self, http: aiohttp.ClientSession, gateway: Command, questions: list[Question]) -> None:
+        self.questions = questions
+        self._http = http
+        self._gateway = gateway
+        self._asking: dict[str, asyncio.Task[Answer]] = {}
+        self.gateway_was_killed = False
+
+    async def begin(self, engines: int) -> None:
+        self._asking = {question.id: asyncio.create_task(self._ask(question)) for question in self.questions}
+
+        async def under_way() -> bool:
+            shown = (await self.shown())["in_flight"]
+            return len({item["engine"] for item in shown if item["generated_tokens"]}) == engines
+
+        await until(under_way)
+
+    async def ended(self) -> None:
+        answers = await asyncio.gather(*(self._asking[question.id] for question in self.questions))
+        for question, answer in zip(self.questions, answers, strict=True):
+            check(question, answer)
+        shown = await self.shown()
+        assert shown["in_flight"] == []
+        ids = {question.id for question in self.questions}
+        ended = Counter(item["id"] for item in shown["finished"] if item["id"] in ids)
+        assert set(ended.values()) == {1}
+        assert self.gateway_was_killed or ended.keys() == ids  # what another life of it finished it does not list
+
+    async def leave(self, *ids: str) -> None:
+        """Their clients go."""
+        self.questions = [question for question in self.questions if question.id not in ids]
+        gone = [self._asking.pop(id) for id in ids]
+        for asking in gone:
+            asking.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+
+    async def shown(self) -> dict[str, Any]:
+        """The gateway's ledger."""
+        async with self._http.get(self._gateway.address + "/orchestrrl/requests") as response:
+            shown: dict[str, Any] = await response.json()
+            return shown
+
+    async def _ask(self, question: Question) -> Answer:
+        headers = {"X-Request-Id": question.id}
+        while True:
+            try:
+                url = self._gateway.address + "/v1/completions"
+                async with self._http.post(url, json=question.body, headers=headers) as response:
+                    assert response.status == 200, await response.text()
+                    return await read_stream(response)
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.1)
+
+
+def _asked(first: int, count: int) -> list[Question]:
+    return [
+        Question(number, max_tokens=TOKENS + 7 * number % 100, stream=True) for number in range(first, first + count)
+    ]
+
+
+def _configuration(name: str, gpus: int) -> dict[str, Any]:
+    rates = {"alpha_s": 0.02, "beta_s": 1e-4, "gamma_s": 4e-8, "prefill_tokens_per_s": 40_000}
+    return {"id": name, "gpus": gpus, **rates, "kv_capacity_tokens": 200_000, "max_sequences": 16, "switch_s": 3}
+
+
+def _document(folder: Path, lengths: Path) -> dict[str, Any]:
+    narrow: dict[str, list[str]] = {"tp1": [], "own-file": ["--lengths", str(lengths)]}
+    wide: dict[str, list[str]] = {"tp2": [], **FAULTS}
+    sizes = [(name, 1) for name in narrow] + [(name, 2) for name in wide]
+    own = {name: {"arguments": words} for name, words in {**narrow, **wide}.items()}
+    first_port = 18_000 + 64 * (os.getpid() % 200)
+    launch = {
+        "engine": "simulated",
+        "ports": [first_port, first_port + 63],
+        "arguments": ["--speed", str(SPEED), "--tick-s", "0.01"],
+        "configurations": own,
+    }
+    return {
+        "mode": "act",
+        "listen": {"address": f"127.0.0.1:{free_port()}"},
+        "journal": {"path": str(folder / "journal.sqlite")},
+        "slow": {"interval_s": 3600},
+        "fleet": {
+            "gpus": {"count": GPUS, "per_node": GPUS},
+            "configurations": [_configuration(*size) for size in sizes],
+            "launch": launch,
+            "deployer": {"product": "local", "folder": str(folder / "engines"), "name": "faults", **LIMITS_S},
+        },
+    }

@@ -284,8 +284,8 @@ class ControlPlane:
         lease = self.gate.state.lease
         return "" if lease is None else f"the gate is closed: {lease}"
 
-    async def move_for_switch(self, moves: Sequence[RequestMove]) -> MovesOutcome:
-        return await self._move(moves, self.state.snapshot(self.clock.now_s()))
+    async def move_for_switch(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
+        return await self._move(moves, snapshot)
 
     def weights_told(self, engines: Sequence[EngineId], weights: Weights) -> None:
         known = {view.id for view in self.state.engines(self.clock.now_s())}  # an operator may have removed some

@@ -5,7 +5,6 @@ The order of steps is `orchestrrl/switch.py`'s; journalling them and going back 
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,24 +24,20 @@ from orchestrrl.execute.deploy_checks import (
     reading_fault,
     writing_fault,
 )
+from orchestrrl.execute.deploy_emptying import Emptying, Tally
 from orchestrrl.execute.moves import MovesOutcome
 from orchestrrl.execute.routes import Routes
 from orchestrrl.operations import RequestMove
 from orchestrrl.state import EngineFacts, State
 from orchestrrl.switch import Step, StepKind, Switch, Weights
-from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestView
+from planner.model import Configuration, ConfigurationId, EngineId, Snapshot
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 POLL_S = 0.1
-# A gateway that hears no more of the switch keeps a request for its engine at least this long, and twice the time that
-# this should take; then it goes elsewhere.
-HOLD_S = 30.0
 # For what engines serve to be compared with. It keeps a switch from beginning, or an engine from stopping.
 REFERENCE_WITHIN_S = 10.0
-# After an order a gateway has this long to tell where its requests are; then what is still there is ordered again.
-TOLD_WITHIN_S = 1.5
 
 
 class Plane(Protocol):
@@ -52,7 +47,7 @@ class Plane(Protocol):
     clock: Clock
     routes: Routes
 
-    async def move_for_switch(self, moves: Sequence[RequestMove]) -> MovesOutcome:
+    async def move_for_switch(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
         """Carry them out, whatever the mode."""
 
     def weights_told(self, engines: Sequence[EngineId], weights: Weights) -> None:
@@ -66,14 +61,6 @@ class Plane(Protocol):
 
     def engines_deployed(self) -> None:
         """Whom a deployer started has changed: watch these, and tell gateways."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """What became of requests."""
-
-    moved: set[RequestId] = field(default_factory=set)
-    parked: set[RequestId] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -91,9 +78,12 @@ class Hands:
     going_back: bool = False
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
     loaded: set[EngineId] = field(default_factory=set)  # by this switch, with what all have to serve
-    _given: dict[RequestId, EngineId] = field(default_factory=dict)  # whom the plan does not name
     waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
     _asks_emptied: bool = False
+    _emptying: Emptying = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._emptying = Emptying(self.plane, self.switch, self.configurations, self.tally)
 
     @property
     def _clock(self) -> Clock:
@@ -271,62 +261,31 @@ class Hands:
 
     async def _evacuate(self, engine: EngineId) -> str:
         """Until neither a gateway nor the engine itself knows of a request there."""
-        ordered: dict[RequestId, float] = {}
         took = 0
         while True:
-            now_s = self._clock.now_s()
-            snapshot = self.plane.state.snapshot(now_s)
-            here = [request for request in snapshot.requests if request.engine == engine]
-            moves = self._moves_of([r for r in here if r.movable and ordered.get(r.id, 0.0) <= now_s])
-            for move in moves:
-                ordered[move.request] = now_s + TOLD_WITHIN_S
-            if moves:
-                outcome = await self.plane.move_for_switch(moves)
-                for move, item in zip(moves, outcome.items, strict=True):
-                    if item.done:
-                        took += 1
-                        parks = move.to_engine in self.plane.routes.expected
-                        (self.tally.parked if parks else self.tally.moved).add(move.request)
-            stuck = [r for r in here if not r.movable]
-            if not stuck and await self._empty(engine):
+            took += await self._emptying.order(engine)
+            here = self._emptying.here(engine)
+            stuck = [request for request in here if not request.movable]
+            busy = "" if stuck else await self._busy(engine)
+            if not stuck and not busy:
                 return f"{took} requests left" if took else "nothing was there"
             why = f", {len(stuck)} of them cannot move: {stuck[0].movable_detail}" if stuck else ""
-            self.waits_for[engine] = f"{len(here)} requests are still there{why}"
+            self.waits_for[engine] = f"{len(here)} requests are still there{why}" if here else busy
             await self._clock.sleep(POLL_S)
 
-    def _moves_of(self, requests: Sequence[RequestView]) -> list[RequestMove]:
-        """Where the plan wants each, as far as that engine is yet to serve; the others where least is."""
-        changed = (*self.switch.coming, *(new for _, new in self.switch.scaled))
-        coming = {spec.engine for spec in changed}
-        open_to = {spec.engine: len(spec.gpus) or 1 for spec in self.switch.new}
-        there = {request.id: request.engine for request in self.plane.state.snapshot(self._clock.now_s()).requests}
-        load = Counter({**there, **self.switch.destinations, **self._given}.values())
-        moves = []
-        for request in requests:
-            assert request.engine is not None
-            destination: EngineId | None = self.switch.destinations.get(request.id)
-            if destination not in open_to and open_to:
-                destination = min(open_to, key=lambda engine: (load[engine] / open_to[engine], engine))
-                load[destination] += 1
-                self._given[request.id] = destination
-            if destination is not None and destination in open_to:
-                hold_s = 0.0
-                if destination in coming:
-                    hold_s = HOLD_S + 2 * self.configurations[self._spec(destination).configuration].switch_s
-                moves.append(RequestMove(request.id, request.engine, destination, hold_s))
-        return moves
-
-    async def _empty(self, engine: EngineId) -> bool:
+    async def _busy(self, engine: EngineId) -> str:
+        """With what, as the engine itself knows; empty: with nothing."""
         deployed = self.running.get(engine)
         if deployed is None or deployed.life is not Life.ALIVE or not deployed.url:
-            return True
+            return ""
         try:
             metrics = await self._asking(engine, lambda client: client.metrics())
-        except OrchestrRLError:
+        except OrchestrRLError as error:
             # One that has ended is as good as stopped: gateways take their requests back from it.
             told = await self.deployer.status(engine)
-            return told is None or told.life is Life.ENDED
-        return metrics.running + metrics.waiting == 0
+            return "" if told is None or told.life is Life.ENDED else f"it does not say what it has: {error}"
+        has = metrics.running + metrics.waiting
+        return f"it has {has} requests that no gateway has told of" if has else ""
 
     async def _stop(self, engine: EngineId) -> str:
         await self.deployer.stop(engine)

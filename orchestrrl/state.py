@@ -152,6 +152,10 @@ class State:
         self._removed.discard(facts.id)
         self._deployed[facts.id] = self._facts[facts.id] = facts
 
+    def barred(self, engine: EngineId) -> bool:
+        """An operator has removed it: it is none of the fleet's, also while it runs."""
+        return engine in self._barred
+
     def remove_engine(self, engine: EngineId) -> None:
         """An engine that was stopped: it is none any more, unless an agent reports it well again."""
         self._removed.add(engine)

@@ -234,13 +234,17 @@ class Switching:
             serving=tuple(serving),
             asleep=tuple(asleep),
             elastic=self._elastic(),
-            alive=frozenset(e for e, deployed in self._running.items() if deployed.life is Life.ALIVE),
+            alive=frozenset(e for e, deployed in self._running.items() if self._serves(deployed)),
             drained=frozenset(drained),
             lost=frozenset(lost),
             others=others,
             gpus_count=self._gpus_count,
             per_node=self._per_node,
         )
+
+    def _serves(self, deployed: Deployed) -> bool:
+        """It lives, and no operator has removed it, who wants no requests there."""
+        return deployed.life is Life.ALIVE and not self._plane.state.barred(deployed.engine)
 
     def _spec_of(self, deployed: Deployed) -> EngineSpec:
         """Of an engine whose record was lost: as it would be started now."""

@@ -181,7 +181,8 @@ class Enrolment:
     def _takes(self, engine: EngineView) -> bool:
         """Of one without an agent only its gateways know whether it is well."""
         well = engine.health is EngineHealth.OK or not self._state.reported(engine.id)
-        return well and not (engine.draining or engine.outdated) and engine.id not in self._routes.draining
+        changing = engine.id in self._routes.draining or engine.id in self._routes.expected
+        return well and not (engine.draining or engine.outdated or changing)
 
     def _round_ended(self, moves: Sequence[RequestMove], task: "asyncio.Task[MovesOutcome]") -> None:
         self._round = None

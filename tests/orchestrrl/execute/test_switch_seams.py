@@ -10,6 +10,8 @@ from switch_house import House
 
 from orchestrrl.deployers.base import Life
 from orchestrrl.errors import Permanent
+from orchestrrl.journal import Kind
+from orchestrrl.operations import ItemResult, MoveRequests, Operation, OperationResult
 from orchestrrl.switch import SwitchState, SwitchWish
 from planner.model import EngineId
 
@@ -209,3 +211,70 @@ def check_whole_but(house: House, removed: str) -> None:
     assert removed not in {str(engine) for engine in house.gateway.usable()}
     assert not house.plane.routes.draining
     assert not house.plane.routes.expected
+
+
+async def test_a_drained_engine_gets_none_of_the_requests_of_those_that_leave(house: House) -> None:
+    async with house.daemon() as switching:
+        house.plane.enrolment.drain(W)
+        switching.begin(SwitchWish((("tp2", 1),)))
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE, report.detail
+        assert house.gateway.on(W) == ["r2", "r5"]
+        assert report.requests_moved == 0
+        assert set(house.gateway.usable()) == {f"{report.id}.0"}
+
+
+async def test_who_is_refused_by_an_engine_goes_to_another(house: House) -> None:
+    """An engine that stays has fallen ill, as its gateway knows and the daemon does not yet."""
+    perform = house.gateway._perform
+
+    def refusing(operation: Operation) -> OperationResult:
+        assert isinstance(operation.action, MoveRequests)
+        taken = tuple(move for move in operation.action.moves if move.to_engine != W)
+        refused = [move for move in operation.action.moves if move.to_engine == W]
+        done = perform(dataclasses.replace(operation, action=MoveRequests(taken)))
+        items = (*done.items, *(ItemResult(move.request, False, "w takes no requests") for move in refused))
+        return dataclasses.replace(done, items=items)
+
+    house.gateway._perform = refusing  # type: ignore[method-assign]
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE, report.detail
+        assert report.requests_moved == 0
+        assert report.requests_parked == 4
+
+
+async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(house: House) -> None:
+    house.gateway.requests.clear()
+    async with house.daemon() as switching:
+        house.gateway.on = lambda engine: ["elsewhere"] * 3  # type: ignore[method-assign,assignment]
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        assert "it has 3 requests that no gateway has told of" in report.detail
+
+
+async def test_an_engine_that_an_operator_removed_is_no_engine_of_the_fleet_that_is_wanted(house: House) -> None:
+    house.gateway.requests.clear()
+    async with house.daemon() as switching:
+        await house.plane.enrolment.remove(B)
+        switching.begin(SwitchWish((("tp1", 2), ("tp2", 1))))
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE
+        check_whole(house, "a", "w", f"{report.id}.0")
+
+
+async def test_engines_that_are_yet_to_be_verified_are_no_place_for_who_leaves_a_drained_one(house: House) -> None:
+    house.machines.hangs.add(("layout", "tp2"))
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        await house.clock.advance(4.0)
+        tell_tokens(house, "s1.0", 1)  # its watch finds it well
+        tell_tokens(house, "w", 1)
+        house.plane.enrolment.drain(W, move=True)
+        await house.clock.advance(3.0)
+        ordered = [entry.body["operation"]["action"]["moves"] for entry in house.entries(Kind.OPERATION_INTENT)]
+        assert "w" not in {move["from_engine"] for moves in ordered for move in moves}
+        house.machines.hangs.clear()
+        await house.until_ended()

@@ -8,7 +8,8 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import perf_counter
@@ -290,12 +291,23 @@ class ControlPlane:
     def weights_told(self, engines: Sequence[EngineId], weights: Weights) -> None:
         known = {view.id for view in self.state.engines(self.clock.now_s())}  # an operator may have removed some
         if weights.version is not None and (there := [engine for engine in engines if engine in known]):
-            self.gate.set_version(there, weights.version, "brought by a switch of the deployment")
+            with self._although_unwritten():
+                self.gate.set_version(there, weights.version, "brought by a switch of the deployment")
+            self.state.weights = self.gate.state
+
+    @contextmanager
+    def _although_unwritten(self) -> Iterator[None]:
+        """What is so of engines is so where the journal cannot take it, too: a switch has to go on."""
+        try:
+            yield
+        except OrchestrRLError as error:
+            logger.error("the weights of engines cannot be written down: %s", error)
 
     def engine_stopped(self, engine: EngineId) -> None:
         """It is none any more, nor are its weights any of the fleet's."""
         self.state.remove_engine(engine)
-        self.gate.gone([engine])
+        with self._although_unwritten():
+            self.gate.gone([engine])
         self.state.weights = self.gate.state
 
     def engines_deployed(self) -> None:

@@ -17,26 +17,17 @@ from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.engines.managed import ManagedEngine
 from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.execute import deploy_steps
+from orchestrrl.execute.deploy_book import SwitchBook, in_words, starts_of
 from orchestrrl.execute.deploy_checks import Tolerance
-from orchestrrl.execute.deploy_records import (
-    HISTORY,
-    Fleet,
-    OpenSwitch,
-    read_fleet,
-    read_history,
-    read_open,
-    write_end,
-)
+from orchestrrl.execute.deploy_records import Fleet, OpenSwitch, read_fleet, read_open
 from orchestrrl.execute.deploy_run import SwitchRun
 from orchestrrl.execute.deploy_steps import POLL_S, Hands, started_with
 from orchestrrl.execute.deploy_targets import Standing, Wanted, wanted_by_plan, wanted_by_targets
-from orchestrrl.journal import Journal, Kind
-from orchestrrl.plans import DeploymentOutcome, EngineStart
+from orchestrrl.journal import Journal
+from orchestrrl.plans import DeploymentOutcome
 from orchestrrl.switch import (
     Limits,
     Stage,
-    StepKind,
-    StepState,
     Switch,
     SwitchId,
     SwitchReport,
@@ -52,7 +43,6 @@ logger = logging.getLogger(__name__)
 _NUMBERED = re.compile(r"s([0-9]{1,9})(?:$|\.)")
 TEND_S = 2.0  # between looks at what the deployer has
 VANISHED = "nothing is left of it, and nobody here has stopped it"
-STOPPED_STATES = frozenset({StepKind.STOP, StepKind.RETIRE})
 
 
 class Plane(deploy_steps.Plane, Protocol):
@@ -104,11 +94,10 @@ class Switching:
         self._per_node = per_node
         self._running: dict[EngineId, Deployed] = {}
         self._fleet = read_fleet(plane.journal)  # None: nothing has been switched here
-        self._history = read_history(plane.journal)
         self._run: SwitchRun | None = None
         self._task: asyncio.Task[DeploymentOutcome] | None = None
         self._starting = False
-        self._watchers: dict[SwitchId, set[asyncio.Queue[SwitchReport]]] = {}
+        self._book = SwitchBook(plane.journal, plane.clock, lambda: None if self._run is None else self._run.report())
 
     # --- the engines that there are
 
@@ -174,7 +163,7 @@ class Switching:
             return
         self._running.pop(deployed.engine, None)
         self._plane.engine_stopped(deployed.engine)
-        self._note_stopped(deployed.engine, done=True, detail=deployed.detail)
+        self._book.note_stopped(deployed.engine, done=True, detail=deployed.detail)
         self._plane.engines_deployed()
 
     async def _look(self) -> None:
@@ -191,9 +180,15 @@ class Switching:
     async def _end_strangers(self, ours: set[EngineId]) -> None:
         for engine in [engine for engine in self._running if engine not in ours]:
             logger.warning("engine %s belongs to no deployment and is ended", engine)
-            await self._deployer.stop(engine)
+            try:
+                await self._deployer.stop(engine)
+            except OrchestrRLError as error:  # the others have to be served all the same
+                logger.error("engine %s does not end: %s", engine, error)
+                self._plane.routes.draining.add(engine)
+                self._book.note_stopped(engine, done=False, detail=str(error))
+                continue
             del self._running[engine]
-            self._note_stopped(engine, done=True, detail="belonged to no deployment")
+            self._book.note_stopped(engine, done=True, detail="belonged to no deployment")
 
     async def _end_dead(self) -> None:
         for deployed in [deployed for deployed in self._running.values() if deployed.life is Life.ENDED]:
@@ -204,9 +199,8 @@ class Switching:
         hands = self._hands(None)
         for deployed in self._running.values():
             if deployed.life is Life.ALIVE and deployed.url and not deployed.lent:
-                if deployed.configuration in self.configurations:
-                    self._plane.state.add_engine(hands.facts(deployed))
-                else:
+                self._plane.state.add_engine(hands.facts(deployed))
+                if deployed.configuration not in self.configurations:
                     logger.error(
                         "engine %s runs as %s, which is not configured", deployed.engine, deployed.configuration
                     )
@@ -281,7 +275,7 @@ class Switching:
 
     def _next_id(self) -> SwitchId:
         """s1, s2, ...: numbers that no switch had, and no engine is called after, also where the journal was lost."""
-        used = [*self._history, *(() if self._run is None else (self._run.switch.id,)), *self._running]
+        used = [*self._book.ids, *self._running]
         numbers = (int(found[1]) for name in used if (found := _NUMBERED.match(name)))
         return SwitchId(f"s{max(numbers, default=0) + 1}")
 
@@ -407,33 +401,33 @@ class Switching:
         )
 
     async def _carry(self, run: SwitchRun, work: Awaitable[None], *, tell: bool = True) -> DeploymentOutcome:
-        await work
-        await self._look()
+        try:
+            await work
+        except Exception:  # a defect of ours: nobody is to wait for a switch that goes on no further
+            run.hands.let_be()
+            raise
+        try:
+            await self._look()
+        except OrchestrRLError as error:  # what the switch has seen is as good
+            logger.warning("the deployer does not say what runs: %s", error)
         report = run.report()
         specs = {spec.engine: spec for spec in (*run.switch.asleep, *run.switch.old, *run.switch.new)}
-        there = [(specs[e], d) for e, d in sorted(self._running.items()) if e in specs and d.life is Life.ALIVE]
+        there = [(specs[e], d) for e, d in sorted(self._running.items()) if e in specs and d.life is not Life.ENDED]
         self._fleet = Fleet(
             serving=tuple(spec for spec, deployed in there if not deployed.lent),
             asleep=tuple(spec for spec, deployed in there if deployed.lent),
         )
-        self._remember(report)
-        write_end(self._plane.journal, self._plane.clock.now_s(), report, self._fleet)
-        outcome = DeploymentOutcome(
-            report.state is SwitchState.DONE, _words(report), self._plane.clock.now_s(), self._starts(run)
-        )
-        self._note_engines(run, report)
-        if tell:
-            self._plane.switch_ended(run.switch.plan, outcome)
+        now_s, starts = self._plane.clock.now_s(), starts_of(run, self._as_usual)
+        outcome = DeploymentOutcome(report.state is SwitchState.DONE, in_words(report), now_s, starts)
+        try:
+            self._book.ended(report, self._fleet)
+            self._book.note_engines(run, self._as_usual)
+            if tell:
+                self._plane.switch_ended(run.switch.plan, outcome)
+        except OrchestrRLError as error:
+            logger.error("the end of switch %s cannot be written down: %s", report.id, error)
         self._changed()
         return outcome
-
-    def _starts(self, run: SwitchRun) -> tuple[EngineStart, ...]:
-        """What configurations take to come up, for who estimates it."""
-        return tuple(
-            EngineStart(spec.configuration, took_s, self.configurations[spec.configuration].switch_s)
-            for spec in run.switch.coming
-            if self._as_usual(run, spec.engine) and (took_s := run.took_s(spec.engine)) is not None
-        )
 
     def _as_usual(self, run: SwitchRun, engine: EngineId) -> bool:
         """Engines that are kept asleep start once and are woken from then on, which is what the next will take."""
@@ -442,65 +436,19 @@ class Switching:
         told = self._plane.state.capabilities(engine)
         return told is not None and not told.sleep
 
-    def _note_engines(self, run: SwitchRun, report: SwitchReport) -> None:
-        specs = {spec.engine: spec for spec in (*run.switch.old, *run.switch.new)}
-        for told in report.steps:
-            engine = told.step.engine
-            if engine is None or told.state not in (StepState.DONE, StepState.FAILED):
-                continue
-            done = told.state is StepState.DONE
-            if told.step.kind in STOPPED_STATES:
-                self._note_stopped(engine, done=done, detail=told.detail)
-            elif told.step.kind is StepKind.VERIFY or not done:
-                body: dict[str, object] = {"done": done, "detail": told.detail}
-                took_s = run.took_s(engine)
-                came = engine in {spec.engine for spec in run.switch.coming}
-                if done and took_s is not None and came and self._as_usual(run, engine):
-                    spec = specs[engine]
-                    expected_s = self.configurations[spec.configuration].switch_s
-                    body |= {"configuration": spec.configuration, "gpus": list(spec.gpus)}
-                    body |= {"took_s": took_s, "expected_s": expected_s}
-                self._plane.journal.append(self._plane.clock.now_s(), Kind.ENGINE_STARTED, engine, body)
-
-    def _note_stopped(self, engine: EngineId, *, done: bool, detail: str) -> None:
-        body = {"done": done, "detail": detail}
-        self._plane.journal.append(self._plane.clock.now_s(), Kind.ENGINE_STOPPED, engine, body)
-
     # --- told
 
     def report(self, id: str = "") -> SwitchReport:
         """The one under way, or that was last, or the one of that id. Raises Permanent where there is none."""
-        if self._run is not None and id in ("", self._run.switch.id):
-            return self._run.report()
-        if not id and self._history:
-            return next(reversed(self._history.values()))
-        if SwitchId(id) in self._history:
-            return self._history[SwitchId(id)]
-        raise Permanent(f"there is no switch {id!r} among the {HISTORY} newest" if id else "nothing was switched yet")
+        return self._book.report(id)
 
     def history(self, limit: int = 0) -> list[SwitchReport]:
         """Newest first; 0: all that are remembered."""
-        reports = dict(self._history)
-        if self._run is not None:
-            reports[self._run.switch.id] = self._run.report()
-        newest = list(reversed(reports.values()))
-        return newest[:limit] if limit else newest
+        return self._book.newest(limit)
 
-    async def watch(self, id: str) -> AsyncIterator[SwitchReport]:
+    def watch(self, id: str) -> AsyncIterator[SwitchReport]:
         """The switch as it stands, then whenever it changes, until it has ended."""
-        report = self.report(id)
-        queue: asyncio.Queue[SwitchReport] = asyncio.Queue()
-        watchers = self._watchers.setdefault(report.id, set())
-        watchers.add(queue)
-        try:
-            yield report
-            while report.state is SwitchState.RUNNING:
-                report = await queue.get()
-                while not queue.empty():  # only the newest matters
-                    report = queue.get_nowait()
-                yield report
-        finally:
-            watchers.discard(queue)
+        return self._book.watch(id)
 
     def cancel(self, id: str, reason: str) -> SwitchReport:
         """Go back to the engines from before. Raises Permanent where nothing can be called off."""
@@ -518,25 +466,7 @@ class Switching:
 
     def _changed(self) -> None:
         assert self._run is not None
-        report = self._run.report()
-        for queue in self._watchers.get(report.id, ()):
-            queue.put_nowait(report)
-
-    def _remember(self, report: SwitchReport) -> None:
-        self._history[report.id] = report
-        for old in list(self._history)[:-HISTORY]:
-            del self._history[old]
-
-
-def _words(report: SwitchReport) -> str:
-    forward = [told for told in report.steps if told.state is StepState.DONE]
-    stopped = sum(told.step.kind in (StepKind.STOP, StepKind.SLEEP) for told in forward)
-    started = sum(told.step.kind is StepKind.VERIFY for told in forward)
-    moved = report.requests_moved + report.requests_parked
-    said = f"{stopped} engines stopped, {started} started, {moved} requests moved"
-    if report.state is SwitchState.DONE:
-        return "; ".join(filter(None, [said, report.detail]))
-    return f"{report.state.replace('_', ' ')}: {report.detail} ({said})"
+        self._book.changed(self._run.report())
 
 
 def _changes(switch: Switch) -> bool:

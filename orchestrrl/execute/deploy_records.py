@@ -61,7 +61,9 @@ def read_open(journal: JournalReader) -> OpenSwitch | None:
     opened = journal.open_operations(Kind.SWITCH_BEGAN)
     if not opened:
         return None
-    begun = opened[-1]
+    begun, ended = opened[-1], journal.latest(Kind.SWITCH_ENDED)
+    if ended is not None and ended.sequence > begun.sequence:  # it has ended, and that could not be written down
+        return None
     switch = SWITCH.validate_python(begun.body["switch"])
     steps = [
         entry for entry in journal.since(begun.sequence, (Kind.SWITCH_STEP,), MOST_STEPS) if entry.subject == switch.id

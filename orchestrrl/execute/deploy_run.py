@@ -151,7 +151,13 @@ class SwitchRun:
             reference = None
         self.switch = self.hands.switch = replace(self.switch, reference=reference)
         body = {"switch": SWITCH.dump_python(self.switch, mode="json")}
-        self._journal.append(self._clock.now_s(), Kind.SWITCH_BEGAN, self.switch.id, body)
+        try:
+            self._journal.append(self._clock.now_s(), Kind.SWITCH_BEGAN, self.switch.id, body)
+        except OrchestrRLError as error:
+            self._state, self._ended_s = SwitchState.ROLLED_BACK, self._clock.now_s()
+            self._detail = f"nothing was begun, since it cannot be written down: {error}"
+            self._told()
+            return
         failure = Failure(None, self._called_off) if self._called_off else await self._forward()
         await self._end(failure)
 
@@ -327,6 +333,12 @@ class SwitchRun:
         except OrchestrRLError as error:
             waits = self.hands.waits_for.get(step.engine, "") if step.engine is not None else ""
             why = f"{error}: {waits}" if waits and waits not in str(error) else str(error)
+            self._write(self._ended_step(direction, step, StepState.FAILED, why, began_s))
+            raise _ChainFailed(Failure(step, why)) from error
+        except Exception as error:
+            # A defect, ours or a deployer's, must not leave the fleet between the two.
+            logger.exception("switch %s: %s %s", self.switch.id, step.kind, step.engine or "")
+            why = f"a defect: {error!r}"
             self._write(self._ended_step(direction, step, StepState.FAILED, why, began_s))
             raise _ChainFailed(Failure(step, why)) from error
         except asyncio.CancelledError:

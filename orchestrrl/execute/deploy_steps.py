@@ -138,7 +138,8 @@ class Hands:
                 continue
             with _warning(spec.engine):
                 metrics = await self._asking(spec.engine, lambda engine: engine.metrics())
-                full = metrics.waiting > 0 or metrics.running >= self.configurations[spec.configuration].max_sequences
+                known = self.configurations.get(spec.configuration)
+                full = metrics.waiting > 0 or (known is not None and metrics.running >= known.max_sequences)
                 found.append((full, metrics.running + metrics.waiting, spec.engine))
         for full, _, engine in sorted(found):
             if not full or patient:
@@ -167,6 +168,14 @@ class Hands:
         for spec in (*self.switch.old, *self.switch.new):
             routes.expected.pop(spec.engine, None)
         routes.expected.update(dict.fromkeys(engines, self._clock.now_s() + lasts_s))
+        self.plane.engines_deployed()
+
+    def let_be(self) -> None:
+        """Nobody is fenced or expected any longer: requests go to whatever serves."""
+        engines = {spec.engine for spec in (*self.switch.old, *self.switch.new)}
+        self.plane.routes.draining.difference_update(engines)
+        for engine in engines:
+            self.plane.routes.expected.pop(engine, None)
         self.plane.engines_deployed()
 
     async def look(self) -> set[EngineId]:
@@ -200,11 +209,7 @@ class Hands:
             self.plane.state.add_engine(self.facts(self.running[engine]))
         # Of the others nobody knows more than before.
         self.plane.weights_told([engine for engine in engines if engine in self.loaded], self._weights)
-        of_switch = {spec.engine for spec in (*self.switch.old, *self.switch.new)}
-        self.plane.routes.draining.difference_update(of_switch)
-        for engine in of_switch:
-            self.plane.routes.expected.pop(engine, None)
-        self.plane.engines_deployed()
+        self.let_be()
         return f"requests go to {len(engines)} engines"
 
     @property
@@ -224,14 +229,15 @@ class Hands:
             raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
 
     def facts(self, deployed: Deployed) -> EngineFacts:
-        configuration = self.configurations[deployed.configuration]
+        configuration = self.configurations.get(deployed.configuration)
+        planned_tokens = configuration.kv_capacity_tokens if configuration else None
         return EngineFacts(
             deployed.engine,
             deployed.url,
-            deployed.configuration,
+            configuration.id if configuration else None,
             deployed.gpus,
-            configuration.max_sequences,
-            self.capacity_tokens.get(deployed.engine, configuration.kv_capacity_tokens),
+            configuration.max_sequences if configuration else None,
+            self.capacity_tokens.get(deployed.engine, planned_tokens),
         )
 
     # --- of an engine
@@ -401,7 +407,8 @@ class Hands:
             client.layout(), client.metrics(), client.weight_version(), self._answer_faults(client)
         )
         faults = layout_fault(layout, spec.parallelism)
-        faults += capacity_fault(metrics.kv_capacity_tokens, self.configurations[spec.configuration].kv_capacity_tokens)
+        if (known := self.configurations.get(spec.configuration)) is not None:
+            faults += capacity_fault(metrics.kv_capacity_tokens, known.kv_capacity_tokens)
         if wanted is not None and version is not None and version != wanted:
             faults.append(f"its weights are version {version}, the fleet's {wanted}")
         if faults := faults + answers:

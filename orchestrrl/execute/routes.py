@@ -1,15 +1,19 @@
 """Tell gateways which engines there are, how loaded each is, and whether anything new may go there."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrrl.clock import Clock
 from orchestrrl.config import Config
+from orchestrrl.errors import OrchestrRLError
 from orchestrrl.execute.runner import Runner
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.nodes import NodeRegistry
 from orchestrrl.operations import Route, SetRoutes
 from orchestrrl.state import State
 from planner.model import EngineId, EngineView
+
+logger = logging.getLogger(__name__)
 
 
 class Routes:
@@ -62,7 +66,10 @@ class Routes:
         if shape != self._told:
             self._told, self._expected_before = shape, expected
             listing = [{"engine": r.engine, "url": r.url, "health": r.health, "draining": r.draining} for r in routes]
-            self._journal.append(self._clock.now_s(), Kind.ROUTES, "", {"routes": listing, "expected": expected})
+            try:
+                self._journal.append(self._clock.now_s(), Kind.ROUTES, "", {"routes": listing, "expected": expected})
+            except OrchestrRLError as error:  # gateways have them all the same
+                logger.error("routes cannot be written down: %s", error)
 
     @staticmethod
     def _still_expected(expected: Mapping[EngineId, float], now_s: float) -> dict[EngineId, float]:

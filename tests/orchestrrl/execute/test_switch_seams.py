@@ -2,14 +2,17 @@
 
 import asyncio
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import engine_report, sample
-from switch_house import House
+from switch_house import CONFIG, FakeEngine, House
 
+from orchestrrl.config import parse_config
 from orchestrrl.deployers.base import Life
-from orchestrrl.errors import Permanent
+from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.journal import Kind
 from orchestrrl.operations import ItemResult, MoveRequests, Operation, OperationResult
 from orchestrrl.switch import SwitchState, SwitchWish
@@ -278,3 +281,126 @@ async def test_engines_that_are_yet_to_be_verified_are_no_place_for_who_leaves_a
         assert "w" not in {move["from_engine"] for moves in ordered for move in moves}
         house.machines.hangs.clear()
         await house.until_ended()
+
+
+async def test_a_deployer_that_does_not_answer_at_the_end_does_not_leave_the_switch_open(house: House) -> None:
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        await house.clock.advance(1.0)
+        listed, refusals = switching._deployer.list_engines, []
+
+        async def refusing() -> object:
+            if not refusals:
+                refusals.append(house.clock.now_s())
+                raise Retryable("the API server is away", 1.0)
+            return await listed()
+
+        switching._deployer.list_engines = refusing
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE
+        assert len(refusals) == 1
+        assert [entry.subject for entry in house.entries(Kind.SWITCH_ENDED)] == [report.id]
+        check_whole(house, f"{report.id}.0", "w")
+
+
+async def test_a_switch_that_was_never_closed_is_not_taken_up_after_a_later_one(house: House) -> None:
+    """Its end could not be written down, as on a disk that was full then."""
+    async with house.daemon() as switching:
+        append = house.plane.journal.append
+
+        def full(at_s: float, kind: Kind, subject: str, body: Any) -> int:
+            if kind is Kind.SWITCH_ENDED:
+                raise Permanent("disk full")
+            return append(at_s, kind, subject, body)
+
+        house.plane.journal.append = full
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.DONE
+        house.plane.journal.append = append
+        switching.begin(SwitchWish((("tp1", 2), ("tp2", 1))))
+        back = await house.until_ended()
+        assert back.state is SwitchState.DONE
+    async with house.daemon() as switching:
+        await house.until_ended()
+        assert house.machines.stops == ["a", "b", "w"]
+        check_whole(house, f"{back.id}.0", f"{back.id}.1", f"{report.id}.0")
+
+
+async def test_a_defect_in_a_step_has_the_old_engines_come_back_like_any_failure(house: House) -> None:
+    async with house.daemon() as switching:
+        house.machines.faults["layout", "tp2"] = ZeroDivisionError("of somebody")  # type: ignore[assignment]
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        assert "ZeroDivisionError('of somebody')" in report.detail
+        check_whole(house, "a", "b", "w")
+
+
+async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(house: House) -> None:
+    async with house.daemon() as switching:
+        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in house.machines.engines.values():
+            engine.weights = 7
+        breaks(house)
+        switching.begin(TO_TP2)
+        await house.clock.advance(5.0)
+
+        def full(at_s: float, kind: Kind, subject: str, body: Any) -> int:
+            raise Permanent("disk full")
+
+        append, house.plane.journal.append = house.plane.journal.append, full
+        with suppress(AssertionError):
+            await house.until_ended()
+        house.plane.journal.append = append
+        await house.clock.advance(2.0)
+        assert house.switching.report().state is SwitchState.ROLLED_BACK
+        check_whole(house, "a", "b", "w")
+        assert house.plane.gate.state.versions == {A: 7, B: 7, W: 7}
+
+
+async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_serving(house: House) -> None:
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+    house.machines.engines[EngineId("stranger")] = FakeEngine(house.spec("stranger", "tp1", 3), 0.0)
+    house.machines.faults["stop", "stranger"] = OutcomeUnknown("processes do not end on SIGKILL")
+    async with house.daemon():
+        assert {f"{report.id}.0", "w"} == set(house.gateway.usable())
+
+
+@pytest.mark.parametrize("when", ["reload", "restart"])
+async def test_configurations_that_are_no_more_do_not_keep_engines_from_coming_back(house: House, when: str) -> None:
+    breaks(house)
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        await house.clock.advance(2.0)
+        assert "s1.0" in house.machines.engines
+        text = CONFIG.replace("id: tp1", "id: narrow").replace("id: tp2", "id: wide")
+        house.config = parse_config(text)
+        if when == "reload":
+            house.plane.reconfigure(house.config)
+            report = await house.until_ended()
+    if when == "restart":
+        async with house.daemon():
+            report = await house.until_ended()
+            assert report.state is SwitchState.ROLLED_BACK, report.detail
+            check_whole(house, "a", "b", "w")
+    assert report.state is SwitchState.ROLLED_BACK, report.detail
+
+
+async def test_a_switch_that_cannot_be_written_down_is_not_begun(house: House) -> None:
+    async with house.daemon() as switching:
+        append = house.plane.journal.append
+
+        def full(at_s: float, kind: Kind, subject: str, body: Any) -> int:
+            if kind is Kind.SWITCH_BEGAN:
+                raise Permanent("disk full")
+            return append(at_s, kind, subject, body)
+
+        house.plane.journal.append = full
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        assert report.detail == "nothing was begun, since it cannot be written down: disk full"
+        check_whole(house, "a", "b", "w")

@@ -55,7 +55,7 @@ def _beside_the_paper(demo: SwitchDemo, switched: Switched) -> Iterator[tuple[ob
     yield row("  as modelled: going to sleep, waking", modelled_s, None, PAPER["switching_s"])
     yield row("  processes, checks, HTTP on this machine", switched.switching_s - modelled_s, None, None)
     if resumed is not None:
-        what = f"KV recomputed: {resumed.requests} requests, {resumed.context_tokens:,} tokens"
+        what = f"KV recomputed: {len(resumed.each)} requests, {resumed.context_tokens:,} tokens"
         yield row(what, resumed.last_s, resumed.predicted_s, PAPER["kv_recompute_s"])
     yield row("in all", switched.total_s, plan["switch_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
 

@@ -3,12 +3,11 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrrl.demo.switch_run import Arm, SwitchDemo, Switched, SwitchSeed
+from orchestrrl.demo.switch_run import Arm, Resumption, SwitchDemo, Switched, SwitchSeed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,12 +61,7 @@ def _switch_json(switched: Switched, arm: Arm, speed: float) -> dict[str, Any]:
         "at_s": at_s(switched, arm, speed),
         "switching": {"wall_s": switched.switching_s, "s": switched.switching_s * speed},
         "predicted_switching_s": switched.plan["switch_cost_s"] * speed,
-        "recompute": None
-        if resumed is None
-        else {
-            **{name: value for name, value in asdict(resumed).items() if not name.endswith("_s")},
-            **{name: value * speed for name, value in asdict(resumed).items() if name.endswith("_s")},
-        },
+        "recompute": None if resumed is None else _resumption_json(resumed, speed),
         "total": {"wall_s": switched.total_s, "s": switched.total_s * speed},
         "predicted_gain_s": switched.predicted_gain_s * speed,
         "predicted_rest_s": switched.plan["predicted_s"] * speed,
@@ -83,6 +77,25 @@ def _switch_json(switched: Switched, arm: Arm, speed: float) -> dict[str, Any]:
             }
             for step in report["steps"]
             if step["began_unix_s"] is not None
+        ],
+    }
+
+
+def _resumption_json(resumed: Resumption, speed: float) -> dict[str, Any]:
+    return {
+        "requests": len(resumed.each),
+        "context_tokens": resumed.context_tokens,
+        "predicted_s": resumed.predicted_s * speed,
+        "median_s": resumed.median_s * speed,
+        "last_s": resumed.last_s * speed,
+        "each": [
+            {
+                "request": each.request,
+                "context_tokens": each.context_tokens,
+                "predicted_alone_s": None if each.alone_s is None else each.alone_s * speed,
+                "s": each.after_s * speed,
+            }
+            for each in resumed.each
         ],
     }
 

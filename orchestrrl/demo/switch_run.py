@@ -34,14 +34,33 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumption:
-    """Requests that their gateway kept through a switch: how they went on. Seconds of the clock."""
+class Resumed:
+    """A request that its gateway kept through a switch. Seconds of the clock."""
 
-    requests: int
-    context_tokens: int  # of all of them, computed again
+    request: str
+    context_tokens: int  # computed again
+    alone_s: float | None  # what the plan says that this takes by itself; None: it does not name the request
+    after_s: float  # from admission until its first new token
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """How the requests that waited for a switch went on, the first first. Seconds of the clock."""
+
+    each: tuple[Resumed, ...]
     predicted_s: float  # until the last has its first new token, by the plan
-    median_s: float  # from admission until a request has its first new token
-    last_s: float
+
+    @property
+    def context_tokens(self) -> int:
+        return sum(resumed.context_tokens for resumed in self.each)
+
+    @property
+    def median_s(self) -> float:
+        return median(resumed.after_s for resumed in self.each)
+
+    @property
+    def last_s(self) -> float:
+        return self.each[-1].after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +259,9 @@ def resumption(report: Mapping[str, Any], plan: Mapping[str, Any], looks: Sequen
                     first.setdefault(request, look.at_s - admitted[0])
     if not first:
         return None
+    alone_s = {move["request_id"]: float(move["cost_s"]) for move in plan["moves"]}
+    each = [Resumed(request, held[request], alone_s.get(request), after_s) for request, after_s in first.items()]
     return Resumption(
-        requests=len(first),
-        context_tokens=sum(held[request] for request in first),
+        tuple(sorted(each, key=lambda resumed: resumed.after_s)),
         predicted_s=max((float(instance["migration_s"]) for instance in plan["instances"]), default=0.0),
-        median_s=median(first.values()),
-        last_s=max(first.values()),
     )

@@ -29,7 +29,8 @@ def report(old: str = "narrow", new: str = "wide") -> dict[str, Any]:
 
 
 def plan(*migration_s: float) -> dict[str, Any]:
-    return {"instances": [{"migration_s": each} for each in migration_s]}
+    moves = [{"request_id": "a", "cost_s": 0.25}]
+    return {"instances": [{"migration_s": each} for each in migration_s], "moves": moves}
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 9000), st.floats(0.1, 9.0)), min_size=1))
@@ -47,7 +48,10 @@ def test_requests_that_waited_are_timed_from_admission_to_their_first_new_token(
         )
     found = resumption(report(), plan(3.0, 4.0), looks)
     assert found is not None
-    assert (found.requests, found.context_tokens) == (len(waiting), sum(before.values()))
+    assert {each.request: each.context_tokens for each in found.each} == before
+    assert [each.after_s for each in found.each] == pytest.approx(sorted(after_s for _, after_s in waiting.values()))
+    assert {each.request for each in found.each if each.alone_s is not None} == {"a"}.intersection(waiting)
+    assert found.context_tokens == sum(before.values())
     assert found.last_s == pytest.approx(max(after_s for _, after_s in waiting.values()))
     assert 0 < found.median_s <= found.last_s
     assert found.predicted_s == 4.0

@@ -44,8 +44,9 @@ AT_MARK = Path(__file__).parent / "daemon_at_mark.py"
 SPEED = 5.0  # of engines: 4 ms a token
 TOKENS = 600
 GPUS = 4
+REQUESTS = 9
 LENGTHS = "{quantiles: [0.0, 1.0], tokens: [100, 200]}"
-LIMITS_S = {"drain_within_s": 10, "stop_within_s": 20, "start_within_s": 5, "ready_within_s": 15}
+LIMITS_S = {"drain_within_s": 10, "stop_within_s": 20, "start_within_s": 20, "ready_within_s": 30}
 
 # Wide engines that fail, by what they are started with.
 FAULTS = {
@@ -283,10 +284,10 @@ class House:
     # --- requests
 
     @contextlib.asynccontextmanager
-    async def step(self, count: int = 9, gateway: Command | None = None) -> AsyncIterator["Step"]:
+    async def step(self, gateway: Command | None = None, tokens: int = TOKENS) -> AsyncIterator["Step"]:
         """Under way on all engines when this is entered; all of them answered, once and rightly, when it is left."""
         async with session() as http:
-            step = Step(http, gateway or self.gateway, _asked(next(self._numbers), count))
+            step = Step(http, gateway or self.gateway, _asked(next(self._numbers), tokens))
             await step.begin(len(await self.engines()))
             yield step
             await step.ended()
@@ -348,10 +349,8 @@ class Step:
                 await asyncio.sleep(0.1)
 
 
-def _asked(first: int, count: int) -> list[Question]:
-    return [
-        Question(number, max_tokens=TOKENS + 7 * number % 100, stream=True) for number in range(first, first + count)
-    ]
+def _asked(first: int, tokens: int) -> list[Question]:
+    return [Question(first + place, max_tokens=tokens + 10 * place, stream=True) for place in range(REQUESTS)]
 
 
 def _configuration(name: str, gpus: int) -> dict[str, Any]:

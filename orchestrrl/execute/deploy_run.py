@@ -156,7 +156,6 @@ class SwitchRun:
         except OrchestrRLError as error:
             self._state, self._ended_s = SwitchState.ROLLED_BACK, self._clock.now_s()
             self._detail = f"nothing was begun, since it cannot be written down: {error}"
-            self._told()
             return
         failure = Failure(None, self._called_off) if self._called_off else await self._forward()
         await self._end(failure)
@@ -208,7 +207,7 @@ class SwitchRun:
             self._detail = "; ".join([str(failure), *amiss])
         self._state = state  # in one go: whoever looks sees a switch that runs, or how it ended
         self._ended_s = self._clock.now_s()
-        self._told()
+        # Whose run it is tells of it, once the next one may begin.
 
     async def _back(self) -> list[str]:
         """What failed on the way."""

@@ -404,3 +404,26 @@ async def test_a_switch_that_cannot_be_written_down_is_not_begun(house: House) -
         assert report.state is SwitchState.ROLLED_BACK
         assert report.detail == "nothing was begun, since it cannot be written down: disk full"
         check_whole(house, "a", "b", "w")
+
+
+async def test_who_is_told_that_a_switch_has_ended_may_begin_the_next(house: House) -> None:
+    async with house.daemon() as switching:
+        listed = switching._deployer.list_engines
+
+        async def slowly() -> object:
+            await house.clock.sleep(0.5)
+            return await listed()
+
+        switching._deployer.list_engines = slowly
+
+        async def follow() -> str:
+            async for report in switching.watch(switching.begin(TO_TP2)):
+                state = report.state
+            assert state is SwitchState.DONE
+            return str(switching.begin(SwitchWish((("tp1", 2), ("tp2", 1)))))
+
+        following = asyncio.create_task(follow())
+        for _ in range(60):
+            await house.clock.advance(0.5)
+        assert following.result() == "s2"
+        assert (await house.until_ended()).state is SwitchState.DONE

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from orchestrrl.deployers.base import Deployed, Deployer, Life
 from orchestrrl.deployers.command_line import EngineSpec
+from orchestrrl.engines.base import Capabilities
 from orchestrrl.engines.managed import ManagedEngine
 from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.execute import deploy_steps
@@ -323,17 +324,22 @@ class Switching:
         if faults:
             raise ProblemFaults(list(dict.fromkeys(faults)))
 
+    def _offers(self, engine: EngineId) -> Capabilities | None:
+        """As it was last reported; right after a switch, as it told then."""
+        verified = None if self._run is None else self._run.hands.offers.get(engine)
+        return self._plane.state.capabilities(engine) or verified
+
     def _elastic(self) -> frozenset[EngineId]:
         if not self._deployer.can_scale:
             return frozenset()
-        offers = self._plane.state.capabilities
+        offers = self._offers
         return frozenset(e for e in self._running if (told := offers(e)) is not None and told.scale_elastic_ep)
 
     def _can_sleep(self, standing: Standing, new: Sequence[EngineSpec]) -> frozenset[EngineId]:
         if not self._deployer.can_lend:
             return frozenset()
         wanted = {spec.engine for spec in new}
-        offers = self._plane.state.capabilities
+        offers = self._offers
         return frozenset(
             spec.engine
             for spec in standing.serving
@@ -433,7 +439,7 @@ class Switching:
         """Engines that are kept asleep start once and are woken from then on, which is what the next will take."""
         if not self.policy.keep_asleep or engine in {spec.engine for spec in run.switch.asleep}:
             return True
-        told = self._plane.state.capabilities(engine)
+        told = self._offers(engine)
         return told is not None and not told.sleep
 
     # --- told

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from orchestrrl.clock import Clock
 from orchestrrl.deployers.base import Deployed, Deployer, Life
 from orchestrrl.deployers.command_line import EngineSpec
+from orchestrrl.engines.base import Capabilities
 from orchestrrl.engines.managed import Excerpt, ManagedEngine
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.execute.deploy_checks import (
@@ -77,6 +78,7 @@ class Hands:
     tally: Tally = field(default_factory=Tally)
     going_back: bool = False
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
+    offers: dict[EngineId, Capabilities] = field(default_factory=dict)  # the same
     loaded: set[EngineId] = field(default_factory=set)  # by this switch, with what all have to serve
     waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
     _asks_emptied: bool = False
@@ -403,8 +405,12 @@ class Hands:
     async def _verify(self, engine: EngineId, client: ManagedEngine) -> str:
         spec, wanted = self._spec(engine), self._weights.version
         # Side by side: a server may take seconds to collect facts about itself.
-        layout, metrics, version, answers = await asyncio.gather(
-            client.layout(), client.metrics(), client.weight_version(), self._answer_faults(client)
+        layout, metrics, version, offers, answers = await asyncio.gather(
+            client.layout(),
+            client.metrics(),
+            client.weight_version(),
+            client.capabilities(),
+            self._answer_faults(client),
         )
         faults = layout_fault(layout, spec.parallelism)
         if (known := self.configurations.get(spec.configuration)) is not None:
@@ -414,6 +420,7 @@ class Hands:
         if faults := faults + answers:
             raise Permanent("; ".join(faults))
         self.capacity_tokens[engine] = metrics.kv_capacity_tokens
+        self.offers[engine] = offers
         compared = "" if self._reference is not None else "; there was no other to compare its answers with"
         return f"{layout}, KV of {metrics.kv_capacity_tokens} tokens{compared}"
 

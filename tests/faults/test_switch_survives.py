@@ -132,7 +132,7 @@ async def test_daemon_and_new_engine_are_killed_at_once(house: House) -> None:
     await check_whole(house, report, "rolled_back")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("stop", marks=pytest.mark.slow), "ready", "admit"])
+@pytest.mark.parametrize("kind", ["ready", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stop", "admit"))])
 async def test_the_gateway_is_killed(house: House, kind: str) -> None:
     async with house.step() as step:
         async with house.standing_still(WIDE, kind, "running") as id:
@@ -143,7 +143,9 @@ async def test_the_gateway_is_killed(house: House, kind: str) -> None:
     await check_whole(house, report, "done")
 
 
-@pytest.mark.parametrize("kind", ["start", pytest.param("warm_up", marks=pytest.mark.slow), "verify"])
+@pytest.mark.parametrize(
+    "kind", ["verify", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("start", "warm_up"))]
+)
 async def test_the_new_engine_is_killed_before_it_serves(house: House, kind: str) -> None:
     async with house.step():
         async with house.standing_still(WIDE, kind, "done") as id:
@@ -246,6 +248,7 @@ async def test_an_operator_calls_it_off(house: House, kind: str) -> None:
         await check_whole(house, report, "rolled_back")
 
 
+@pytest.mark.slow
 async def test_a_hung_engine_is_called_off(house: House) -> None:
     async with house.step():
         id = await house.begin((("tp2", 1), ("hangs", 1)))

@@ -91,7 +91,19 @@ def wanted_by_targets(
             return _reusing(Wanted((*standing.kept_anyway, *new)), standing)
     free = len(_free(standing, standing.kept_anyway))
     asked = ", ".join(f"{count or 'any'} x {target} of {configurations[target].gpus} GPUs" for target, count in targets)
-    raise ProblemFaults([f"targets: do not fit on the {free} GPUs in nodes of {standing.per_node}, got {asked}"])
+    fault = f"targets: do not fit on the {free} GPUs in nodes of {standing.per_node}, got {asked}"
+    raise ProblemFaults([fault + _taken_by(standing)])
+
+
+def _taken_by(standing: Standing) -> str:
+    """Who has the GPUs that no switch can free."""
+    kept = {gpu: spec.engine for spec in standing.kept_anyway for gpu in spec.gpus}
+    words = (
+        (kept, "drained by an operator, or nobody knows how they are"),
+        (standing.others, "not started by this deployer, which does not stop them"),
+    )
+    told = [f"{', '.join(sorted(set(owner.values())))} ({why})" for owner, why in words if owner]
+    return f"; the other GPUs have {' and '.join(told)}" if told else ""
 
 
 def _target_faults(wish: SwitchWish, configurations: Mapping[ConfigurationId, Configuration]) -> list[str]:

@@ -12,7 +12,8 @@ from switch_house import CONFIG, FakeEngine, House
 
 from orchestrrl.config import parse_config
 from orchestrrl.deployers.base import Life
-from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.execute.enrolment import NewEngine
 from orchestrrl.journal import Kind
 from orchestrrl.operations import ItemResult, MoveRequests, Operation, OperationResult
 from orchestrrl.switch import SwitchState, SwitchWish
@@ -427,3 +428,17 @@ async def test_who_is_told_that_a_switch_has_ended_may_begin_the_next(house: Hou
             await house.clock.advance(0.5)
         assert following.result() == "s2"
         assert (await house.until_ended()).state is SwitchState.DONE
+
+
+async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(house: House) -> None:
+    async with house.daemon() as switching:
+        house.plane.enrolment.drain(W)
+        with pytest.raises(ProblemFaults, match=r"the 2 GPUs .*; the other GPUs have w \(drained by an operator"):
+            switching.begin(SwitchWish((("tp2", 2),)))
+        house.plane.enrolment.drain(W)
+        added = NewEngine("elsewhere", "http://elsewhere:8000", "tp1", (3,))
+        house.machines.engines[W].life = Life.ENDED
+        await switching._bury((await switching._deployer.list_engines())[2])
+        house.plane.enrolment.add(added)
+        with pytest.raises(ProblemFaults, match=r"the other GPUs have elsewhere \(not started by this deployer"):
+            switching.begin(SwitchWish((("tp2", 2),)))

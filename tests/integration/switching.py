@@ -199,7 +199,7 @@ class Step:
     """Requests of one generation step: greedy, so that they have one right answer each."""
 
     requests: int = 8
-    tokens: int = 1200  # of the first; each of the others has 5 more
+    tokens: int = 1000  # of the first; each of the others has 5 more
 
     def bodies(self) -> list[dict[str, Any]]:
         return [

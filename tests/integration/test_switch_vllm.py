@@ -90,7 +90,7 @@ async def test_who_comes_has_the_weights_that_the_others_were_given(house: House
 
 async def rolled_back(house: House, *targets: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """A switch in the middle of a step that goes back, all requests answered: the report, and the step that failed."""
-    step = Step()
+    step = Step(tokens=400)
     await house.at("tp1=2")
     engines = await house.engines()
     undisturbed = await step.undisturbed(next(iter(engines.values())))
@@ -135,7 +135,7 @@ async def test_a_new_engine_that_writes_wrongly_is_taken_back(house: House) -> N
 
 async def test_a_new_engine_that_hangs_in_its_start_up_is_taken_back(house: House) -> None:
     """Its GPU was free: the others serve on. The daemon, which is another one by then, finds them running."""
-    step = Step()
+    step = Step(tokens=400)
     await house.at("tp1=2")
     engines = await house.engines()
     undisturbed = await step.undisturbed(next(iter(engines.values())))

@@ -115,6 +115,7 @@ class State:
         self._deployed: dict[EngineId, EngineFacts] = {}  # since the start, by us
         self._added: dict[EngineId, EngineFacts] = {}  # by an operator
         self._removed: set[EngineId] = set()
+        self._back_again: set[EngineId] = set()  # removed, and reported well since, by nobody's word but their agent's
         self._barred: frozenset[EngineId] = frozenset()  # by an operator: whoever reports them, they are none
         self._draining: frozenset[EngineId] = frozenset()  # by an operator
         self._forget_after_s = forget_after_s
@@ -144,12 +145,14 @@ class State:
                 self._engines[engine] = _EngineRecord(capabilities=self._engines[engine].capabilities)
         self._added = {facts.id: facts for facts in added}
         self._removed.difference_update(self._added)
+        self._back_again.difference_update(self._added)
 
     def add_engine(self, facts: EngineFacts) -> None:
         """An engine that was deployed, unless an operator has removed it since."""
         if facts.id in self._barred:
             return
         self._removed.discard(facts.id)
+        self._back_again.discard(facts.id)
         self._deployed[facts.id] = self._facts[facts.id] = facts
 
     def barred(self, engine: EngineId) -> bool:
@@ -186,6 +189,12 @@ class State:
             if report.health is not EngineHealth.OK:
                 return False
             self._removed.discard(report.engine)
+            self._back_again.add(report.engine)
+        elif report.engine in self._back_again and report.health is EngineHealth.GONE:
+            # Its agent's word from before it was stopped came late, or it was somebody's for a while.
+            self._back_again.discard(report.engine)
+            self.remove_engine(report.engine)
+            return False
         record = self._engines.setdefault(report.engine, _EngineRecord())
         if stream != STAND_IN:
             if (stream, report.sequence) <= record.order:

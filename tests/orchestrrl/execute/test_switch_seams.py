@@ -11,13 +11,14 @@ from builders import engine_report, sample
 from switch_house import CONFIG, FakeEngine, House
 
 from orchestrrl.config import parse_config
+from orchestrrl.control_plane import ControlPlane
 from orchestrrl.deployers.base import Life
 from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.execute.enrolment import NewEngine
 from orchestrrl.journal import Kind
 from orchestrrl.operations import ItemResult, MoveRequests, Operation, OperationResult
 from orchestrrl.switch import SwitchState, SwitchWish
-from planner.model import EngineId
+from planner.model import EngineHealth, EngineId
 
 TO_TP2 = SwitchWish((("tp2", 0),), reason="the test says so")
 A, B, W = EngineId("a"), EngineId("b"), EngineId("w")
@@ -442,3 +443,58 @@ async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(house: House
         house.plane.enrolment.add(added)
         with pytest.raises(ProblemFaults, match=r"the other GPUs have elsewhere \(not started by this deployer"):
             switching.begin(SwitchWish((("tp2", 2),)))
+
+
+@pytest.mark.parametrize("killed_after", [10, 20])
+async def test_a_gate_that_is_closed_when_the_next_daemon_comes_brings_its_weights(
+    house: House, killed_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer goes on with its update while the daemon is away; the switch waits for it, and then for nothing."""
+    async with house.daemon() as switching:
+        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in house.machines.engines.values():
+            engine.weights = 7
+        house.killed_after = killed_after
+        switching.begin(TO_TP2)
+        await house.clock.advance(8.0)
+    house.killed_after = None
+    closed = ["the gate is closed"]
+    monkeypatch.setattr(ControlPlane, "switch_hold", lambda plane: closed[0])
+    async with house.daemon():
+        await house.clock.advance(2.0)
+        stops = list(house.machines.stops)
+        there = list(house.machines.alive())
+        house.plane.gate.set_version(there, 8, "", "/ckpt/8")
+        for engine in house.machines.engines.values():
+            engine.weights = 8
+        await house.clock.advance(2.0)
+        assert house.machines.stops == stops
+        closed[0] = ""
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        check_whole(house, "a", "b", "w")
+        assert house.plane.gate.state.versions == {A: 8, B: 8, W: 8}
+        assert {engine.weights for engine in house.machines.engines.values()} == {8}
+
+
+async def test_engines_named_by_the_configuration_with_the_id_of_one_that_was_stopped(house: House) -> None:
+    """A reload does not bring back what a switch has stopped."""
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        house.plane.reconfigure(house.config)
+        await house.clock.advance(2.0)
+        check_whole(house, f"{report.id}.0", "w")
+
+
+async def test_an_agent_that_reports_an_engine_after_its_stop_does_not_bring_it_back(house: House) -> None:
+    async with house.daemon() as switching:
+        tell_tokens(house, "a", 5)
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        for health in (EngineHealth.OK, EngineHealth.GONE):  # a word that was long on its way, and what follows
+            house.sequence += 1  # type: ignore[attr-defined]
+            told = engine_report("a", sequence=house.sequence, health=health)  # type: ignore[attr-defined]
+            house.plane.engine_reported(told, 1)
+        await house.clock.advance(2.0)
+        assert {route.engine for route in house.gateway.routes.routes} == {f"{report.id}.0", "w"}

@@ -209,9 +209,11 @@ class Hands:
         """Requests go to these; nobody is fenced or expected any longer."""
         for engine in engines:
             self.plane.state.add_engine(self.facts(self.running[engine]))
-        # Of the others nobody knows more than before.
-        self.plane.weights_told([engine for engine in engines if engine in self.loaded], self._weights)
-        self.let_be()
+        try:
+            # Of the others nobody knows more than before.
+            self.plane.weights_told([engine for engine in engines if engine in self.loaded], self._weights)
+        finally:  # what cannot be written down keeps no request from those who serve
+            self.let_be()
         return f"requests go to {len(engines)} engines"
 
     @property

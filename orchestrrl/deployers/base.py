@@ -56,7 +56,7 @@ class Deployer(Protocol):
     async def start(self, spec: EngineSpec) -> Deployed:
         """Begin to start an engine; returns when its processes are there and its URL is known, which is before it
         answers. Raises Permanent when a GPU is taken, when the id runs with another spec, or when it can never start
-        so; ProblemFaults, a Permanent too, for what cannot be put into command lines. Retryable while room may come."""
+        so; ProblemFaults for what cannot be put into command lines. Retryable while room may come."""
         ...
 
     async def stop(self, engine: EngineId) -> None:

@@ -298,8 +298,14 @@ class Hands:
         return f"it has {has} requests that no gateway has told of" if has else ""
 
     async def _stop(self, engine: EngineId) -> str:
-        await self.deployer.stop(engine)
-        self.running.pop(engine, None)
+        held = self.running.pop(engine, None)
+        self.plane.engines_deployed()  # nobody is to watch it go
+        try:
+            await self.deployer.stop(engine)
+        except BaseException:
+            if held is not None:
+                self.running[engine] = held
+            raise
         self.plane.engine_stopped(engine)
         self.plane.engines_deployed()
         return ""

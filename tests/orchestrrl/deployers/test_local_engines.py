@@ -310,7 +310,7 @@ async def test_odd_names_are_names(fleet: Fleet) -> None:
 
 async def test_a_program_that_is_not_there_starts_nothing(tmp_path: Path, fleet: Fleet) -> None:
     fleet.launch = replace(fleet.launch, python=str(tmp_path / "nothing"))
-    with pytest.raises(Permanent, match="nothing: No such file"):
+    with pytest.raises(ProblemFaults, match=r"python: is no program of this machine, got '.*nothing'"):
         await fleet.deployer().start(spec())
     assert await fleet.deployer().list_engines() == ()
 

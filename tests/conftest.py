@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+# Its assertions are shown as those of tests are.
+pytest.register_assert_rewrite("orchestrrl.deployers.conformance")
+
 # As in `orchestrrl` itself, also for tests that load numpy without it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

@@ -119,6 +119,11 @@ class Switch:
         return tuple(spec for spec in self.new if spec.engine not in there)
 
     @property
+    def preparing(self) -> tuple[EngineSpec, ...]:
+        """Those to be verified before they serve: who comes, and who is scaled, as wanted."""
+        return (*self.coming, *(new for _, new in self.scaled))
+
+    @property
     def staying(self) -> tuple[EngineSpec, ...]:
         before = {spec.engine: spec for spec in self.old}
         return tuple(s for s in self.new if s.engine in before and before[s.engine].gpus == s.gpus)
@@ -404,8 +409,7 @@ def _take(owner: dict[GpuId, EngineId], spec: EngineSpec) -> None:
 def goes_on(switch: Switch, done: Collection[tuple[StepKind, EngineId | None]], alive: Collection[EngineId]) -> bool:
     """Whether a switch that was cut short is finished rather than undone: all that is new has been verified, and is
     still there, so that going back would cost more than going on."""
-    changed = [*switch.coming, *(new for _, new in switch.scaled)]
-    ready = all((StepKind.VERIFY, spec.engine) in done and spec.engine in alive for spec in changed)
+    ready = all((StepKind.VERIFY, spec.engine) in done and spec.engine in alive for spec in switch.preparing)
     # A switch that only stops engines is undone as long as they are all there.
-    began = bool(changed) or any((StepKind.STOP, spec.engine) in done for spec in switch.leaving)
+    began = bool(switch.preparing) or any((StepKind.STOP, spec.engine) in done for spec in switch.leaving)
     return ready and began

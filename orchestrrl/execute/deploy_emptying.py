@@ -34,6 +34,8 @@ LOOK_S_PER_REQUEST = 1.5e-5
 
 
 class Plane(Protocol):
+    """What emptying needs of the control plane."""
+
     state: State
     clock: Clock
     routes: Routes
@@ -68,9 +70,7 @@ class Emptying:
         self._plane = plane
         self._switch = switch
         self._tally = tally
-        self._coming = {
-            spec.engine: spec.configuration for spec in (*switch.coming, *(new for _, new in switch.scaled))
-        }
+        self._coming = {spec.engine: spec.configuration for spec in switch.preparing}
         self._hold_s = {
             engine: HOLD_S + 2 * (configurations[id].switch_s if id in configurations else 0.0)
             for engine, id in self._coming.items()

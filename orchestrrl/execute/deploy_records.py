@@ -1,7 +1,6 @@
 """Switches and the fleet that they left, in the journal: written and read in one form."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
@@ -10,7 +9,6 @@ from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.engines.managed import Excerpt
 from orchestrrl.journal import Entry, Journal, JournalReader, Kind
 from orchestrrl.switch import Switch, SwitchId, SwitchReport
-from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +78,3 @@ def read_history(journal: JournalReader) -> dict[SwitchId, SwitchReport]:
         except (ValidationError, KeyError):
             logger.warning("switch %s is left out: another version wrote it", entry.subject)
     return reports
-
-
-def specs_by_id(fleet: Fleet) -> Mapping[EngineId, EngineSpec]:
-    return {spec.engine: spec for spec in (*fleet.serving, *fleet.asleep)}

@@ -175,10 +175,8 @@ class SwitchRun:
 
     async def _forward(self, done: set[tuple[StepKind, EngineId | None]] | None = None) -> Failure | None:
         skip = done or set()
-        self.hands.expect(
-            [*(spec.engine for spec in self.switch.coming), *(new.engine for _, new in self.switch.scaled)]
-        )
-        self._going = asyncio.ensure_future(self._run_stages(Direction.FORWARD, self.hands.forward, skip))
+        self.hands.expect(spec.engine for spec in self.switch.preparing)
+        self._going = asyncio.ensure_future(self._run_stages(skip))
         try:
             await self._going
         except _ChainFailed as failed:
@@ -280,14 +278,9 @@ class SwitchRun:
         except OrchestrRLError as error:
             logger.error("%s: %s", step.engine, error)
 
-    async def _run_stages(
-        self,
-        direction: Direction,
-        act: Callable[[Step], Awaitable[str]],
-        skip: set[tuple[StepKind, EngineId | None]],
-    ) -> None:
-        for stage in self._stages[direction]:
-            chains = [asyncio.ensure_future(self._run_chain(direction, chain, act, skip)) for chain in stage]
+    async def _run_stages(self, skip: set[tuple[StepKind, EngineId | None]]) -> None:
+        for stage in self._stages[Direction.FORWARD]:
+            chains = [asyncio.ensure_future(self._run_chain(chain, skip)) for chain in stage]
             try:
                 await asyncio.wait(chains, return_when=asyncio.FIRST_EXCEPTION)
             finally:
@@ -300,18 +293,12 @@ class SwitchRun:
             if failures:
                 raise (told or failures)[0]
 
-    async def _run_chain(
-        self,
-        direction: Direction,
-        chain: Sequence[Step],
-        act: Callable[[Step], Awaitable[str]],
-        skip: set[tuple[StepKind, EngineId | None]],
-    ) -> None:
+    async def _run_chain(self, chain: Sequence[Step], skip: set[tuple[StepKind, EngineId | None]]) -> None:
         for step in chain:
             if (step.kind, step.engine) in skip:
                 continue
             try:
-                await self._do(direction, step, act)
+                await self._do(Direction.FORWARD, step, self.hands.forward)
             except _ChainFailed as failed:
                 if step.kind is not StepKind.RETIRE:
                     raise

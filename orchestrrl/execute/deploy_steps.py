@@ -16,6 +16,7 @@ from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.engines.base import Capabilities
 from orchestrrl.engines.managed import Excerpt, ManagedEngine
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.execute import deploy_emptying
 from orchestrrl.execute.deploy_checks import (
     CANARY_IDS,
     Tolerance,
@@ -26,12 +27,9 @@ from orchestrrl.execute.deploy_checks import (
     writing_fault,
 )
 from orchestrrl.execute.deploy_emptying import Emptying, Tally
-from orchestrrl.execute.moves import MovesOutcome
-from orchestrrl.execute.routes import Routes
-from orchestrrl.operations import RequestMove
-from orchestrrl.state import EngineFacts, State
+from orchestrrl.state import EngineFacts
 from orchestrrl.switch import Step, StepKind, Switch, Weights
-from planner.model import Configuration, ConfigurationId, EngineId, Snapshot
+from planner.model import Configuration, ConfigurationId, EngineId
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -41,15 +39,8 @@ POLL_S = 0.1
 REFERENCE_WITHIN_S = 10.0
 
 
-class Plane(Protocol):
+class Plane(deploy_emptying.Plane, Protocol):
     """What steps need of the control plane."""
-
-    state: State
-    clock: Clock
-    routes: Routes
-
-    async def move_for_switch(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
-        """Carry them out, whatever the mode."""
 
     def weights_told(self, engines: Sequence[EngineId], weights: Weights) -> None:
         """These engines have those weights; version None: they have what they were started with."""
@@ -97,9 +88,6 @@ class Hands:
         specs = (*old, *new, *self.switch.asleep) if self.going_back else (*new, *old, *self.switch.asleep)
         return next(spec for spec in specs if spec.engine == engine)
 
-    def _scaled_to(self, engine: EngineId, *, back: bool) -> EngineSpec:
-        return next(old if back else new for old, new in self.switch.scaled if new.engine == engine)
-
     async def forward(self, step: Step) -> str:
         """Do it; a word on it for the report. Raises OrchestrRLError."""
         if step.engine is None:
@@ -107,14 +95,12 @@ class Hands:
                 case StepKind.FENCE:
                     return self._fence(step)
                 case StepKind.ADMIT:
-                    changed = (*self.switch.coming, *(new for _, new in self.switch.scaled))
+                    engines = [spec.engine for spec in self.switch.preparing]
                     self._check_weights()
-                    await self._check_there([spec.engine for spec in changed])
-                    return self._admit([spec.engine for spec in changed])
+                    await self._check_there(engines)
+                    return self._admit(engines)
                 case _:
                     return ""
-        if step.kind is StepKind.SCALE:
-            return await self._scale(self._scaled_to(step.engine, back=False))
         if step.kind in (StepKind.STOP, StepKind.SLEEP):
             await self._ask_the_emptied(step.engine)
         return await self._of_engine(step.kind, step.engine)
@@ -126,8 +112,6 @@ class Hands:
                 return ""
             there = [spec.engine for spec in self.switch.old if spec.engine in self.running]
             return self._admit([engine for engine in there if self.running[engine].life is Life.ALIVE])
-        if step.kind is StepKind.SCALE:
-            return await self._scale(self._scaled_to(step.engine, back=True))
         return await self._of_engine(step.kind, step.engine)
 
     async def reference(self, *, patient: bool) -> Excerpt | None:
@@ -165,20 +149,21 @@ class Hands:
     def expect(self, engines: Iterable[EngineId]) -> None:
         """Of this switch's engines, these are to serve soon: gateways send them nothing before they are admitted, keep
         requests for them, and let nobody give up meanwhile."""
-        limits, routes = self.switch.limits, self.plane.routes
+        limits = self.switch.limits
         lasts_s = limits.drain_s + limits.stop_s + limits.start_s + limits.ready_s + limits.load_s + 2 * limits.check_s
-        for spec in (*self.switch.old, *self.switch.new):
-            routes.expected.pop(spec.engine, None)
-        routes.expected.update(dict.fromkeys(engines, self._clock.now_s() + lasts_s))
+        self._expect_nobody()
+        self.plane.routes.expected.update(dict.fromkeys(engines, self._clock.now_s() + lasts_s))
         self.plane.engines_deployed()
 
     def let_be(self) -> None:
         """Nobody is fenced or expected any longer: requests go to whatever serves."""
-        engines = {spec.engine for spec in (*self.switch.old, *self.switch.new)}
-        self.plane.routes.draining.difference_update(engines)
-        for engine in engines:
-            self.plane.routes.expected.pop(engine, None)
+        self.plane.routes.draining.difference_update(spec.engine for spec in (*self.switch.old, *self.switch.new))
+        self._expect_nobody()
         self.plane.engines_deployed()
+
+    def _expect_nobody(self) -> None:
+        for spec in (*self.switch.old, *self.switch.new):
+            self.plane.routes.expected.pop(spec.engine, None)
 
     async def look(self) -> set[EngineId]:
         """What is there now, of all that the deployer has."""
@@ -258,6 +243,8 @@ class Hands:
                 return await self._start(engine)
             case StepKind.WAKE:
                 return await self._wake(engine)
+            case StepKind.SCALE:
+                return await self._scale(self._spec(engine))
             case StepKind.READY:
                 return await self._until_ready(engine)
             case StepKind.LOAD:

@@ -163,6 +163,19 @@ class House:
         (process,) = [found.process.pid for found in self.found()[engine] if found.leads]
         return process
 
+    async def kill(self, engine: str) -> None:
+        """Return when its server has ended: a signal that was sent may take a while to be delivered."""
+        server = psutil.Process(self.leader(engine))
+        server.kill()
+
+        async def ended() -> bool:
+            try:
+                return server.status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                return True
+
+        await until(ended, 0.005)
+
     async def engines(self) -> dict[str, Deployed]:
         """As the deployer has them."""
         deployed = {str(each.engine): each for each in await self.deployer.list_engines()}

@@ -6,9 +6,7 @@ is answered once, with the tokens of the undisturbed run.
 
 import asyncio
 import contextlib
-import os
 import resource
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -126,7 +124,7 @@ async def test_daemon_and_new_engine_are_killed_at_once(house: House) -> None:
     house.mark(kind="verify", state="done")
     async with house.step():
         id = await house.begin_and_die(WIDE)
-        os.kill(house.leader(await new_engine(house, id)), signal.SIGKILL)
+        await house.kill(await new_engine(house, id))
         await house.daemon.start()
         report = await house.until_over(id)
     await check_whole(house, report, "rolled_back")
@@ -149,7 +147,7 @@ async def test_the_gateway_is_killed(house: House, kind: str) -> None:
 async def test_the_new_engine_is_killed_before_it_serves(house: House, kind: str) -> None:
     async with house.step():
         async with house.standing_still(WIDE, kind, "done") as id:
-            os.kill(house.leader(await new_engine(house, id)), signal.SIGKILL)
+            await house.kill(await new_engine(house, id))
         report = await house.until_over(id)
     assert f"{id}.0" in report.detail
     await check_whole(house, report, "rolled_back")
@@ -159,7 +157,7 @@ async def test_the_new_engine_is_killed_when_it_is_the_deployment(house: House) 
     stays = await house.named("tp2")
     async with house.step():
         async with house.standing_still(WIDE, "commit", "done") as id:
-            os.kill(house.leader(await new_engine(house, id)), signal.SIGKILL)
+            await house.kill(await new_engine(house, id))
         report = await house.until_over(id)
     assert report.state == "done"
 
@@ -174,7 +172,7 @@ async def test_an_old_engine_is_killed_while_its_requests_leave(house: House) ->
     old = await house.named("tp1")
     async with house.step():
         async with house.standing_still(WIDE, "evacuate", "running") as id:
-            os.kill(house.leader(old), signal.SIGKILL)
+            await house.kill(old)
         report = await house.until_over(id)
     await check_whole(house, report, "done")
 
@@ -184,7 +182,7 @@ async def test_the_engine_that_stays_is_killed(house: House) -> None:
     stays = await house.named("tp2")
     async with house.step():
         async with house.standing_still(WIDE, "ready", "running") as id:
-            os.kill(house.leader(stays), signal.SIGKILL)
+            await house.kill(stays)
         report = await house.until_over(id)
     assert report.state == "done"
 

@@ -1,0 +1,73 @@
+"""The vocabulary of the fabric: what circuits end at, and what carries them. Frozen, self-checking values.
+
+A circuit is full duplex and joins two endpoints. In the aggregation layer of a PoD these are its ToRs and its uplinks;
+in the core layer they are PoDs. A cross-connect (`PortPair`) is what carries a circuit: two ports of one switch.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NewType
+
+EndpointId = NewType("EndpointId", str)  # a ToR, an uplink or a PoD
+OcsId = NewType("OcsId", str)  # an optical circuit switch
+Pair = tuple[EndpointId, EndpointId]  # two endpoints, the smaller id first
+
+
+def pair_of(one: EndpointId, other: EndpointId) -> Pair:
+    """Raises ValueError where the two are one."""
+    if one == other:
+        raise ValueError(f"a circuit joins two endpoints, got {one!r} twice")
+    return (one, other) if one < other else (other, one)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PortPair:
+    """One cross-connect: light goes both ways between two ports of a switch. The smaller port stands first."""
+
+    switch: OcsId
+    port_a: int
+    port_b: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port_a < self.port_b:
+            raise ValueError(f"ports must be >= 0 and the smaller one first, got {self.port_a} and {self.port_b}")
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        return self.port_a, self.port_b
+
+    def __str__(self) -> str:
+        return f"{self.switch}:{self.port_a}-{self.port_b}"
+
+
+def port_pair(switch: OcsId, one: int, other: int) -> PortPair:
+    """The same in whichever order the ports come."""
+    return PortPair(switch, min(one, other), max(one, other))
+
+
+@dataclass(frozen=True, slots=True)
+class Cabling:
+    """Which endpoint each port of each switch is fibred to. An endpoint's fibres may end on several switches."""
+
+    ports: Mapping[OcsId, Mapping[int, EndpointId]]
+
+    @classmethod
+    def of(cls, switches: Mapping[OcsId, Mapping[EndpointId, Iterable[int]]]) -> "Cabling":
+        """From each switch's endpoints with their ports. Raises ValueError where a port has two endpoints."""
+        ports: dict[OcsId, dict[int, EndpointId]] = {}
+        for switch, endpoints in switches.items():
+            owner = ports.setdefault(switch, {})
+            for endpoint, numbers in endpoints.items():
+                for port in numbers:
+                    if owner.setdefault(port, endpoint) != endpoint:
+                        raise ValueError(f"port {port} of {switch} has two endpoints: {owner[port]} and {endpoint}")
+        return cls(ports)
+
+    def endpoint(self, switch: OcsId, port: int) -> EndpointId | None:
+        return self.ports.get(switch, {}).get(port)
+
+    def ends(self, cross_connect: PortPair) -> Pair | None:
+        """The endpoints that it joins; None where a port has no fibre, or both are of one endpoint."""
+        one = self.endpoint(cross_connect.switch, cross_connect.port_a)
+        other = self.endpoint(cross_connect.switch, cross_connect.port_b)
+        return None if one is None or other is None or one == other else pair_of(one, other)

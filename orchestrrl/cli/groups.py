@@ -15,3 +15,10 @@ def group(app: typer.Typer, name: str, help_text: str, panel: str | None = None)
     made = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help=help_text)
     app.add_typer(made, name=name, rich_help_panel=panel)
     return made
+
+
+def fabric_group(app: typer.Typer) -> typer.Typer:
+    """`orchestrrl fabric`."""
+    return group(
+        app, "fabric", "The optical fabric: its site, circuits for a demand, and when they are changed.", RUNNING_DAEMON
+    )

@@ -1,0 +1,83 @@
+"""What a communication period is about to do: who speaks to whom, by which primitive, and how much.
+
+A trainer announces it, or the daemon derives it from the deployment; `demand.py` turns it into bytes between endpoints.
+Section 5.3 of the paper ("intent descriptor"); the operations are those of its table 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from planner.model import GpuId
+
+
+class Stage(StrEnum):
+    TRAIN = "train"
+    GEN = "gen"
+    WEIGHT_SYNC = "weight_sync"
+
+
+class Operation(StrEnum):
+    DP = "DP"
+    TP = "TP"
+    PP = "PP"
+    CP = "CP"
+    EP = "EP"
+    AFD = "AFD"
+    WEIGHT_SYNC = "WS"
+    RESPONSES = "RS"  # from Gen to Train
+
+
+class Primitive(StrEnum):
+    RING_ALL_REDUCE = "ring_all_reduce"
+    TREE_ALL_REDUCE = "tree_all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    PIPELINE = "pipeline"  # each rank of a group to the next, once
+    RING_EXCHANGE = "ring_exchange"  # the same, and the last to the first: ring attention
+    BIPARTITE = "bipartite"  # M2N: each rank of a group to each of its receivers, an equal share each
+    BROADCAST = "broadcast"  # the whole from the first rank of a group to each receiver, or to the rest of the group
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One operation of a period. `bytes_per_rank` is the message that a rank puts in, `times` how often.
+
+    `groups`: of ranks; `receivers`: of BIPARTITE and BROADCAST, one tuple for each group.
+    """
+
+    operation: Operation
+    primitive: Primitive
+    groups: tuple[tuple[int, ...], ...]
+    bytes_per_rank: float
+    times: float = 1.0
+    receivers: tuple[tuple[int, ...], ...] = ()
+    both_ways: bool = False  # BIPARTITE: receivers answer with as much, as under AFD
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_rank", "times"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.receivers and len(self.receivers) != len(self.groups):
+            raise ValueError(f"receivers must be one for each of {len(self.groups)} groups, got {len(self.receivers)}")
+        if self.primitive is Primitive.BIPARTITE and not self.receivers:
+            raise ValueError("bipartite traffic needs receivers")
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """A period by its recurring name, e.g. "gradients". `gpus`: where each rank is; a rank that is not there is the GPU
+    of that number."""
+
+    period: str
+    stage: Stage
+    traffic: tuple[Traffic, ...]
+    gpus: Mapping[int, GpuId] = field(default_factory=dict)
+
+    def gpu(self, rank: int) -> GpuId:
+        return self.gpus.get(rank, GpuId(rank))
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(rank for each in self.traffic for group in (*each.groups, *each.receivers) for rank in group)

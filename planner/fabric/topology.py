@@ -1,0 +1,196 @@
+"""A site: PoDs, servers, ToRs, uplinks, optical switches, and which fibre ends where.
+
+    GPU - NIC - ToR ==(OCS-Agg of its PoD)== ToR           inside a PoD
+    GPU - NIC - ToR ==(OCS-Agg)== uplink ==(OCS-Core)== uplink ==(OCS-Agg)== ToR     between PoDs
+
+An uplink is a bundle of fibres between the OCS-Agg switches of a PoD and the OCS-Core: a lane has a port at either end.
+Section 5.1 of the paper; ToRs switch packets, everything above them is optical.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NewType
+
+from planner.fabric.model import Cabling, EndpointId, OcsId
+from planner.model import GpuId
+
+ServerId = NewType("ServerId", str)
+
+
+class Role(StrEnum):
+    TRAIN = "train"
+    GEN = "gen"
+
+
+class Tier(StrEnum):
+    AGG = "agg"
+    CORE = "core"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A model of optical switch: how long its mirrors take, and how many ports it has. Table 2 of the paper."""
+
+    name: str
+    reconfiguration_s: float
+    ports: int
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("rotornet_infocus", 1e-5, 128),
+        Device("mems_3d_calient", 0.010, 320),
+        Device("piezo_polatis", 0.025, 576),
+        Device("liquid_crystal_coherent", 0.100, 512),
+        Device("robotic_telescent", 120.0, 1008),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    id: EndpointId
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Tor:
+    id: EndpointId
+    pod: EndpointId
+    rail: int | None = None  # the NICs of one index are on it; None: not rail-aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Uplink:
+    id: EndpointId
+    pod: EndpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """`tors[i]` is where NIC i is cabled to. The GPUs share the NICs evenly, in order; NVLink joins all of them."""
+
+    id: ServerId
+    pod: EndpointId
+    gpus: tuple[GpuId, ...]
+    tors: tuple[EndpointId, ...]
+
+    def nic(self, gpu: GpuId) -> int:
+        """The index of the NIC that is this GPU's own."""
+        return self.gpus.index(gpu) * len(self.tors) // len(self.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """`ports`: of each ToR or uplink, in the order of its lanes."""
+
+    id: OcsId
+    tier: Tier
+    pod: EndpointId | None  # None in the core
+    device: Device
+    ports: Mapping[EndpointId, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Ports of the core that no period may have but the one named, e.g. the slice that responses stream over."""
+
+    purpose: str
+    switch: OcsId
+    ports: frozenset[int]
+
+
+RESPONSES = "responses"  # the purpose of what streams responses from Gen to Train
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Lane:
+    """One fibre of an uplink: a port of an OCS-Agg, and a port of an OCS-Core."""
+
+    uplink: EndpointId
+    agg: OcsId
+    agg_port: int
+    core: OcsId
+    core_port: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """Sound: `orchestrrl/site.py` reads a file and finds its faults first."""
+
+    link_gbps: float  # of a circuit, each way
+    nic_gbps: float
+    pods: tuple[Pod, ...]
+    tors: tuple[Tor, ...]
+    uplinks: tuple[Uplink, ...]
+    servers: tuple[Server, ...]
+    switches: tuple[Switch, ...]
+    reservations: tuple[Reservation, ...] = ()
+
+    @cached_property
+    def pod(self) -> Mapping[EndpointId, Pod]:
+        return {pod.id: pod for pod in self.pods}
+
+    @cached_property
+    def tor(self) -> Mapping[EndpointId, Tor]:
+        return {tor.id: tor for tor in self.tors}
+
+    @cached_property
+    def switch(self) -> Mapping[OcsId, Switch]:
+        return {switch.id: switch for switch in self.switches}
+
+    @cached_property
+    def server_of(self) -> Mapping[GpuId, Server]:
+        return {gpu: server for server in self.servers for gpu in server.gpus}
+
+    @cached_property
+    def pod_of(self) -> Mapping[EndpointId, EndpointId]:
+        """Of ToRs and uplinks."""
+        return {each.id: each.pod for each in (*self.tors, *self.uplinks)}
+
+    def tor_of(self, gpu: GpuId) -> EndpointId:
+        """Where the GPU's own NIC is cabled to."""
+        server = self.server_of[gpu]
+        return server.tors[server.nic(gpu)]
+
+    def agg_cabling(self, pod: EndpointId) -> Cabling:
+        """ToRs and uplinks of the PoD on its own switches."""
+        return Cabling.of({switch.id: switch.ports for switch in self.switches if switch.pod == pod})
+
+    @cached_property
+    def core_cabling(self) -> Cabling:
+        """PoDs on the switches of the core: the ports of all their uplinks."""
+        ports: dict[OcsId, dict[int, EndpointId]] = {}
+        for switch in self.switches:
+            if switch.tier is Tier.CORE:
+                ports[switch.id] = {
+                    port: self.pod_of[uplink] for uplink, numbers in switch.ports.items() for port in numbers
+                }
+        return Cabling(ports)
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The k-th port of an uplink in its PoD, by switch and as listed there, is the other end of its k-th in the
+        core."""
+        found: list[Lane] = []
+        for uplink in self.uplinks:
+            ends = {
+                tier: [
+                    (switch.id, port)
+                    for switch in sorted(self.switches, key=lambda each: each.id)
+                    if switch.tier is tier
+                    for port in switch.ports.get(uplink.id, ())
+                ]
+                for tier in Tier
+            }
+            for (agg, agg_port), (core, core_port) in zip(ends[Tier.AGG], ends[Tier.CORE], strict=True):
+                found.append(Lane(uplink.id, agg, agg_port, core, core_port))
+        return tuple(found)
+
+    @cached_property
+    def reserved(self) -> Mapping[tuple[OcsId, int], str]:
+        """Whom a port is kept for."""
+        return {(each.switch, port): each.purpose for each in self.reservations for port in each.ports}

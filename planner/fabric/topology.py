@@ -149,7 +149,7 @@ class Site:
     @cached_property
     def pod_of(self) -> Mapping[EndpointId, EndpointId]:
         """Of ToRs and uplinks."""
-        return {each.id: each.pod for each in (*self.tors, *self.uplinks)}
+        return {tor.id: tor.pod for tor in self.tors} | {uplink.id: uplink.pod for uplink in self.uplinks}
 
     def tor_of(self, gpu: GpuId) -> EndpointId:
         """Where the GPU's own NIC is cabled to."""

@@ -1,0 +1,652 @@
+"""The shared memory through which a traced process tells when it communicates: its format, its writer, its reader.
+
+One file per process, `<host>-<pid>-<start>.ring`, in a directory that all processes of a host and its agent share. The
+writer never waits for a reader and makes no system call but for the doorbell, which a reader switches on. Standard
+library only. Times are `time.monotonic_ns`, the same clock for all processes of a host; numbers are 64 bits, native.
+
+    page 0      header words (the constants below), then a JSON object that says who writes
+    slots       `capacity` slots of 8 words, the newest overwrite the oldest: sequence s is in s mod capacity
+                sequence + 1 | kind, flags, op | group | bytes | start_ns | end_ns, 0 while it runs | value | thread
+    dictionary  append-only lines of JSON: {"op": 3, "name": "all_reduce"}, {"group": 77, "ranks": [0, 2], "name": "1"}
+    payloads    a few slots for what a trainer announces: sequence + 1 | length | bytes
+
+A word is stored at once; a slot's sequence is zeroed before the slot is changed and set after, so a reader that finds
+it the same before and after has read one whole event. That stores are seen in their order is what x86 promises; on
+other processors the interpreter's lock, taken and released around each event, stands for it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DEFAULT_DIRECTORY = Path("/dev/shm/orchestrrl-rings")
+DOORBELL = "doorbell"
+SUFFIX = ".ring"
+
+DEFAULT_CAPACITY = 8192
+DICTIONARY_BYTES = 1 << 17
+PAYLOAD_SLOTS = 8
+PAYLOAD_BYTES = 3584
+_PAYLOAD_SLOT_BYTES = 4096
+_PAGE_BYTES = 4096
+_SLOT_WORDS = 8
+_ABOUT_OFFSET = 512
+
+MAGIC = int.from_bytes(b"ORRLRING", "little", signed=True)
+VERSION = 1
+
+# Header words. First what never changes, then what the writer stores, then what a reader stores.
+_MAGIC, _VERSION, _TOTAL, _CAPACITY, _SLOTS, _DICTIONARY, _DICTIONARY_BYTES, _PAYLOADS, _PAYLOAD_SLOTS = range(9)
+_PID, _PROCESS_START, _PID_NAMESPACE, _CREATED, _ABOUT_BYTES = range(10, 15)
+_STATE_SEQUENCE, _IN_FLIGHT, _CHANGED, _HEAD, _QUEUED, _ITERATION, _RANK, _WORLD_SIZE = range(16, 24)
+_DICTIONARY_USED, _DICTIONARY_DROPPED, _PAYLOAD_HEAD, _LATE_ENDS, _CLOSED, _LAG = range(24, 30)
+_ARMED = 32
+
+# What a slot's second word says: kind | flags << 8 | op << 16.
+COLLECTIVE, MARK = 1, 2
+ASYNCHRONOUS = 1  # issued without waiting for it
+WAIT_ONLY = 2  # its end could not be observed: it is the end of the call that waited for it
+DEVICE = 4  # runs on a device's stream: issued at first; start_ns is set anew when it starts
+QUEUED = 8  # issued to a device and not seen to start yet
+PAYLOAD = 16  # a mark whose value is the number of a payload
+
+UNKNOWN = -1
+
+_RING = struct.Struct("<QQqQ")  # the datagram: pid, process start, collectives in flight, changed_ns
+_REST = struct.Struct("@7q")
+_SLOT = struct.Struct("@8q")
+_STATE_TRIES = 100  # a writer that was killed in the middle leaves its state unfinished
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A collective, or a mark of the trainer. `end_ns` is None while it runs, `start_ns` for a mark of one moment."""
+
+    sequence: int
+    kind: int  # COLLECTIVE or MARK
+    op: str
+    group: int  # 0: none
+    n_bytes: int
+    start_ns: int
+    end_ns: int | None
+    value: int  # of p2p the peer's global rank, of `iteration` its number, UNKNOWN where there is none
+    flags: int
+    thread: int  # tells threads of one process apart, no more
+    payload: bytes | None = None  # of `announce`; None also where it was overwritten before it was read
+
+    @property
+    def is_collective(self) -> bool:
+        return self.kind == COLLECTIVE
+
+    @property
+    def asynchronous(self) -> bool:
+        return bool(self.flags & ASYNCHRONOUS)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group. Its id is the same in all its ranks; the ranks are global ones, none where they are unknown."""
+
+    id: int
+    ranks: tuple[int, ...]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a ring said at one moment. `in_flight` and `changed_ns` belong together: so many since then."""
+
+    pid: int
+    process_start: int  # clock ticks after boot, as /proc/PID/stat has it
+    host: str
+    job: str
+    rank: int  # global, UNKNOWN before torch.distributed is initialised
+    world_size: int
+    capacity: int
+    created_ns: int
+    head: int  # the next sequence
+    in_flight: int  # collectives that have begun and not ended
+    queued: int  # collectives issued to a device that have not begun
+    changed_ns: int
+    iteration: int
+    late_ends: int  # ends that found their slot overwritten
+    unnamed: int  # groups and names for which the dictionary had no room
+    lag_ns: int  # `in_flight` may be late by so much: 0 but where a device is watched
+    armed: bool
+    closed: bool  # the writer has ended in good order
+
+
+def group_id(ranks: Iterable[int], name: str) -> int:
+    """The same number in every rank of a group; never 0. Two groups of the same ranks have different names."""
+    text = ",".join(map(str, sorted(ranks))) + "|" + name
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 or 1
+
+
+class Writer:
+    """The traced process's side. Raises OSError where the ring cannot be had; afterwards nothing raises.
+
+    All threads of the process may write. After a fork, the child must `abandon` it and make one of its own.
+    """
+
+    def __init__(
+        self,
+        directory: Path = DEFAULT_DIRECTORY,
+        *,
+        capacity: int = DEFAULT_CAPACITY,
+        job: str = "",
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        if capacity < 2 or capacity & (capacity - 1):
+            raise ValueError(f"capacity: must be a power of two of at least 2, got {capacity}")
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        slots = _PAGE_BYTES
+        dictionary = slots + capacity * _SLOT_WORDS * 8
+        payloads = dictionary + DICTIONARY_BYTES
+        total = payloads + PAYLOAD_SLOTS * _PAYLOAD_SLOT_BYTES
+        pid, start = os.getpid(), process_start(os.getpid()) or 0
+        self.path = directory / f"{socket.gethostname()}-{pid}-{start}-{secrets.token_hex(4)}{SUFFIX}"
+        self._capacity, self._mask, self._clock_ns = capacity, capacity - 1, clock_ns
+        self._slots_at, self._dictionary_at, self._payloads_at = slots // 8, dictionary, payloads
+        self._doorbell = str(directory / DOORBELL)
+        self._identity = (pid, start)
+        self._head = self._in_flight = self._queued = self._state = self._payload_head = 0
+        self._ops: dict[str, int] = {}
+        self._groups: set[int] = set()
+        # A handler of a signal may communicate while its thread is in here.
+        self._lock = threading.RLock()
+        about = json.dumps({"host": socket.gethostname(), "job": job[:200]}).encode()
+        self._file = _allocate(self.path.with_suffix(".tmp"), total)
+        try:
+            self._map = mmap.mmap(self._file, total)
+            self._words = memoryview(self._map).cast("q")
+            constant = {
+                _MAGIC: MAGIC,
+                _VERSION: VERSION,
+                _TOTAL: total,
+                _CAPACITY: capacity,
+                _SLOTS: slots,
+                _DICTIONARY: dictionary,
+                _DICTIONARY_BYTES: DICTIONARY_BYTES,
+                _PAYLOADS: payloads,
+                _PAYLOAD_SLOTS: PAYLOAD_SLOTS,
+                _PID: pid,
+                _PROCESS_START: start,
+                _PID_NAMESPACE: _pid_namespace(),
+                _CREATED: clock_ns(),
+                _ABOUT_BYTES: len(about),
+                _CHANGED: clock_ns(),
+            }
+            for word, value in constant.items():
+                self._words[word] = value
+            for word in (_ITERATION, _RANK, _WORLD_SIZE):
+                self._words[word] = UNKNOWN
+            self._map[_ABOUT_OFFSET : _ABOUT_OFFSET + len(about)] = about
+            self.path.with_suffix(".tmp").rename(self.path)
+        except BaseException:
+            os.close(self._file)
+            self.path.with_suffix(".tmp").unlink(missing_ok=True)
+            raise
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+
+    def op(self, name: str) -> int:
+        """The number of an operation or a mark, for `begin`."""
+        code = self._ops.get(name)
+        if code is None:
+            with self._lock:
+                code = self._ops.setdefault(name, len(self._ops) + 1)
+                if code == len(self._ops):
+                    self._tell({"op": code, "name": name})
+        return code
+
+    def group(self, ranks: Sequence[int], name: str) -> int:
+        """The id of a group, for `begin`."""
+        found = group_id(ranks, name)
+        with self._lock:
+            if found not in self._groups:
+                self._groups.add(found)
+                self._tell({"group": found, "ranks": sorted(ranks), "name": name})
+        return found
+
+    def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
+        """A collective begins. Returns its sequence, for `end`."""
+        with self._lock:
+            now_ns = self._clock_ns()
+            sequence = self._write(COLLECTIVE | flags << 8 | op << 16, group, n_bytes, now_ns, 0, value)
+            self._in_flight += 1
+            self._changed(now_ns)
+            rose = self._in_flight == 1
+        if rose and self._words[_ARMED]:
+            self._ring()
+        return sequence
+
+    def end(self, sequence: int) -> None:
+        """The collective of that sequence has ended."""
+        with self._lock:
+            now_ns = self._clock_ns()
+            self._finish(sequence, now_ns)
+            self._in_flight -= 1
+            self._changed(now_ns)
+            fell = self._in_flight == 0
+        if fell and self._words[_ARMED]:
+            self._ring()
+
+    def flag(self, sequence: int, flags: int) -> None:
+        """Something more is known of how a collective runs."""
+        with self._lock:
+            at = self._slots_at + (sequence & self._mask) * _SLOT_WORDS
+            if self._words[at] == sequence + 1:
+                self._words[at + 1] |= flags << 8
+
+    def issue(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
+        """A collective is given to a device, which begins it later: `started`, then `ended` tell when."""
+        with self._lock:
+            flags |= DEVICE | QUEUED
+            now_ns = self._clock_ns()
+            sequence = self._write(COLLECTIVE | flags << 8 | op << 16, group, n_bytes, now_ns, 0, value)
+            self._queued += 1
+            self._words[_QUEUED] = self._queued
+        return sequence
+
+    def started(self, sequence: int, start_ns: int) -> None:
+        """A device began what was issued to it."""
+        with self._lock:
+            at = self._slots_at + (sequence & self._mask) * _SLOT_WORDS
+            if self._words[at] == sequence + 1:
+                self._words[at + 4] = start_ns
+                self._words[at + 1] &= ~(QUEUED << 8)
+            self._queued -= 1
+            self._words[_QUEUED] = self._queued
+            self._in_flight += 1
+            self._changed(start_ns)
+            rose = self._in_flight == 1
+        if rose and self._words[_ARMED]:
+            self._ring()
+
+    def ended(self, sequence: int, end_ns: int) -> None:
+        """A device ended what it had `started`."""
+        with self._lock:
+            self._finish(sequence, end_ns)
+            self._in_flight -= 1
+            self._changed(end_ns)
+            fell = self._in_flight == 0
+        if fell and self._words[_ARMED]:
+            self._ring()
+
+    def mark(self, name: str, value: int = UNKNOWN) -> int:
+        """A mark that lasts until `end_mark`."""
+        code = MARK | self.op(name) << 16
+        with self._lock:
+            return self._write(code, 0, 0, self._clock_ns(), 0, value)
+
+    def end_mark(self, sequence: int) -> None:
+        with self._lock:
+            self._finish(sequence, self._clock_ns())
+
+    def moment(self, name: str, value: int = UNKNOWN) -> None:
+        """A mark of one moment."""
+        code = MARK | self.op(name) << 16
+        with self._lock:
+            now_ns = self._clock_ns()
+            self._write(code, 0, 0, now_ns, now_ns, value)
+
+    def announce(self, name: str, payload: bytes) -> None:
+        """A mark that carries at most PAYLOAD_BYTES. Raises ValueError for more."""
+        if len(payload) > PAYLOAD_BYTES:
+            raise ValueError(f"what is announced: must be at most {PAYLOAD_BYTES} bytes, got {len(payload)}")
+        code = MARK | PAYLOAD << 8 | self.op(name) << 16
+        with self._lock:
+            number = self._payload_head
+            at = self._payloads_at + number % PAYLOAD_SLOTS * _PAYLOAD_SLOT_BYTES
+            self._words[at // 8] = 0
+            self._words[at // 8 + 1] = len(payload)
+            self._map[at + 16 : at + 16 + len(payload)] = payload
+            self._words[at // 8] = number + 1
+            self._payload_head = self._words[_PAYLOAD_HEAD] = number + 1
+            now_ns = self._clock_ns()
+            self._write(code, 0, len(payload), now_ns, now_ns, number)
+        if self._words[_ARMED]:
+            self._ring()
+
+    def iteration(self, number: int) -> None:
+        self._words[_ITERATION] = number
+        self.moment("iteration", number)
+
+    def place(self, rank: int, world_size: int) -> None:
+        """Where this process stands in torch.distributed."""
+        self._words[_RANK] = rank
+        self._words[_WORLD_SIZE] = world_size
+
+    def watches(self, lag_ns: int) -> None:
+        """A device is watched: what it does is seen late by at most so much."""
+        self._words[_LAG] = lag_ns
+
+    def close(self) -> None:
+        """The process stops writing in good order. The file stays for its reader, which removes it."""
+        with self._lock:
+            self._words[_CLOSED] = 1
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget the ring without a word in it: what a forked child does with its parent's."""
+        self._lock = threading.RLock()  # a thread that is not there after the fork may hold the other
+        self._words.release()
+        self._map.close()
+        os.close(self._file)
+        self._socket.close()
+
+    def _write(self, code: int, group: int, n_bytes: int, start_ns: int, end_ns: int, value: int) -> int:
+        words = self._words
+        sequence = self._head
+        at = self._slots_at + (sequence & self._mask) * _SLOT_WORDS
+        words[at] = 0
+        _REST.pack_into(self._map, at * 8 + 8, code, group, n_bytes, start_ns, end_ns, value, threading.get_ident())
+        self._head = words[at] = words[_HEAD] = sequence + 1
+        return sequence
+
+    def _finish(self, sequence: int, end_ns: int) -> None:
+        at = self._slots_at + (sequence & self._mask) * _SLOT_WORDS
+        if self._words[at] == sequence + 1:
+            self._words[at + 5] = end_ns
+        else:
+            self._words[_LATE_ENDS] += 1
+
+    def _changed(self, now_ns: int) -> None:
+        words = self._words
+        self._state = state = self._state + 2
+        words[_STATE_SEQUENCE] = state - 1
+        words[_IN_FLIGHT] = self._in_flight
+        words[_CHANGED] = now_ns
+        words[_STATE_SEQUENCE] = state
+
+    def _tell(self, entry: Mapping[str, Any]) -> None:
+        line = json.dumps(entry).encode() + b"\n"
+        used = self._words[_DICTIONARY_USED]
+        if used + len(line) > DICTIONARY_BYTES:
+            self._words[_DICTIONARY_DROPPED] += 1
+            return
+        at = self._dictionary_at + used
+        self._map[at : at + len(line)] = line
+        self._words[_DICTIONARY_USED] = used + len(line)
+
+    def _ring(self) -> None:
+        # Nobody there, or nobody who empties the socket: whoever wants to know looks into the ring itself.
+        with contextlib.suppress(OSError):
+            message = _RING.pack(*self._identity, self._in_flight, self._words[_CHANGED])
+            self._socket.sendto(message, self._doorbell)
+
+
+class Reader:
+    """The agent's side of one ring. Raises OSError where it is gone and ValueError where it is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            total = os.fstat(self._file).st_size
+            if total < _PAGE_BYTES:
+                raise ValueError(f"{path}: is no ring: it has {total} bytes")
+            self._map = mmap.mmap(self._file, total)
+            self._words = memoryview(self._map).cast("q")
+            if (self._words[_MAGIC], self._words[_VERSION], self._words[_TOTAL]) != (MAGIC, VERSION, total):
+                raise ValueError(f"{path}: is no ring of version {VERSION}")
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._capacity = self._words[_CAPACITY]
+        about = json.loads(self._map[_ABOUT_OFFSET : _ABOUT_OFFSET + self._words[_ABOUT_BYTES]])
+        self._host, self._job = str(about["host"]), str(about["job"])
+        self._next = 0
+        self._running: dict[int, int] = {}  # sequence -> its second word; given out before they had ended
+        self._ops: dict[int, str] = {}
+        self._groups: dict[int, Group] = {}
+        self._told = 0  # bytes of the dictionary that are read
+
+    def header(self) -> Header:
+        words = self._words
+        in_flight, changed_ns = self._state()
+        return Header(
+            pid=words[_PID],
+            process_start=words[_PROCESS_START],
+            host=self._host,
+            job=self._job,
+            rank=words[_RANK],
+            world_size=words[_WORLD_SIZE],
+            capacity=self._capacity,
+            created_ns=words[_CREATED],
+            head=words[_HEAD],
+            in_flight=in_flight,
+            queued=words[_QUEUED],
+            changed_ns=changed_ns,
+            iteration=words[_ITERATION],
+            late_ends=words[_LATE_ENDS],
+            unnamed=words[_DICTIONARY_DROPPED],
+            lag_ns=words[_LAG],
+            armed=bool(words[_ARMED]),
+            closed=bool(words[_CLOSED]),
+        )
+
+    def events(self) -> tuple[list[Event], int]:
+        """What happened since the last call, by sequence, and how many events were overwritten before they were read.
+
+        An event that runs is given out when it is first seen and once more when it has ended.
+        """
+        head = self._words[_HEAD]
+        oldest = max(head - self._capacity, 0)
+        lost = max(oldest - self._next, 0)
+        found: list[Event] = []
+        for sequence in (*sorted(self._running), *range(max(self._next, oldest), head)):
+            slot = self._slot(sequence)
+            if slot is None:
+                lost += 1
+                self._running.pop(sequence, None)
+                continue
+            if slot[5]:
+                self._running.pop(sequence, None)
+            elif self._running.get(sequence) == slot[1]:
+                continue
+            else:
+                self._running[sequence] = slot[1]
+            found.append(self._event(sequence, slot))
+        self._next = head
+        return found, lost
+
+    @property
+    def in_flight(self) -> int:
+        return self._words[_IN_FLIGHT]
+
+    @property
+    def groups(self) -> Mapping[int, Group]:
+        """All groups the process has communicated in, by their ids."""
+        self._learn()
+        return self._groups
+
+    def quiet_since_ns(self) -> int | None:
+        """Since when nothing is in flight; None while something is."""
+        in_flight, changed_ns = self._state()
+        return changed_ns if in_flight == 0 else None
+
+    def arm(self, armed: bool) -> None:
+        """Whether the process rings the doorbell when it goes quiet, when it is no longer, and when it announces."""
+        self._words[_ARMED] = int(armed)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process that writes still is there and has not stopped recording."""
+        if self._words[_CLOSED]:
+            return False
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # A child that forked behind Python's back holds the lock as well: the process itself has the last word.
+            if self._words[_PID_NAMESPACE] != _pid_namespace():
+                return True
+            return process_start(self._words[_PID]) == self._words[_PROCESS_START]
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        return False
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+        os.close(self._file)
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _state(self) -> tuple[int, int]:
+        words = self._words
+        for _ in range(_STATE_TRIES):
+            before = words[_STATE_SEQUENCE]
+            state = words[_IN_FLIGHT], words[_CHANGED]
+            if before % 2 == 0 and words[_STATE_SEQUENCE] == before:
+                break
+        return state
+
+    def _slot(self, sequence: int) -> tuple[int, ...] | None:
+        at = self._words[_SLOTS] + sequence % self._capacity * _SLOT_WORDS * 8
+        slot = _SLOT.unpack_from(self._map, at)
+        return slot if slot[0] == self._words[at // 8] == sequence + 1 else None
+
+    def _event(self, sequence: int, slot: tuple[int, ...]) -> Event:
+        _, code, group, n_bytes, start_ns, end_ns, value, thread = slot
+        kind, flags, op = code & 0xFF, code >> 8 & 0xFF, code >> 16
+        if op not in self._ops:
+            self._learn()
+        payload = self._payload(value) if flags & PAYLOAD else None
+        return Event(
+            sequence,
+            kind,
+            self._ops.get(op, f"op{op}"),
+            group,
+            n_bytes,
+            start_ns,
+            end_ns or None,
+            value,
+            flags,
+            thread,
+            payload,
+        )
+
+    def _payload(self, number: int) -> bytes | None:
+        at = self._words[_PAYLOADS] + number % self._words[_PAYLOAD_SLOTS] * _PAYLOAD_SLOT_BYTES
+        length = self._words[at // 8 + 1]
+        found = self._words[at // 8] == number + 1 and 0 <= length <= PAYLOAD_BYTES
+        payload = self._map[at + 16 : at + 16 + length] if found else None
+        return payload if self._words[at // 8] == number + 1 else None
+
+    def _learn(self) -> None:
+        used = self._words[_DICTIONARY_USED]
+        at = self._words[_DICTIONARY]
+        for line in self._map[at + self._told : at + used].splitlines():
+            entry = json.loads(line)
+            if "op" in entry:
+                self._ops[entry["op"]] = entry["name"]
+            else:
+                self._groups[entry["group"]] = Group(entry["group"], tuple(entry["ranks"]), entry["name"])
+        self._told = used
+
+
+@dataclass(slots=True)
+class Doorbell:
+    """The socket at which the armed processes of a directory ring. One per directory: the last that opens has it."""
+
+    directory: Path
+    _socket: socket.socket = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises OSError."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        made = self.directory / f"{DOORBELL}.{os.getpid()}"
+        made.unlink(missing_ok=True)
+        self._socket.bind(str(made))
+        made.rename(self.directory / DOORBELL)
+
+    def fileno(self) -> int:
+        """To wait for."""
+        return self._socket.fileno()
+
+    def rung(self) -> "Rung | None":
+        """Who rang next, None when nobody did. Never waits."""
+        try:
+            return Rung(*_RING.unpack(self._socket.recv(256)))
+        except (BlockingIOError, struct.error):
+            return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One ring of the doorbell. The ring in memory may have gone on since."""
+
+    pid: int
+    process_start: int
+    in_flight: int
+    changed_ns: int
+
+
+def list_rings(directory: Path = DEFAULT_DIRECTORY) -> list[Path]:
+    """The rings of living and dead processes, sorted by name."""
+    return sorted(directory.glob(f"*{SUFFIX}"))
+
+
+def remove_dead(directory: Path = DEFAULT_DIRECTORY, *, older_than_s: float = 0.0) -> list[Path]:
+    """Remove what processes have left behind that are gone. Returns what is removed."""
+    removed: list[Path] = []
+    for path in list_rings(directory):
+        with contextlib.suppress(OSError, ValueError):  # another removes it too, or it is none of ours
+            if time.time() - path.stat().st_mtime < older_than_s:
+                continue
+            with Reader(path) as reader:
+                alive = reader.alive
+            if not alive:
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def process_start(pid: int) -> int | None:
+    """When a process began, in clock ticks after boot; None where there is none, or only its name is left."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(fields[18])
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _allocate(path: Path, n_bytes: int) -> int:
+    """A file with all its memory, so that no later store kills the process, and locked as long as that lives."""
+    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(opened, 0, n_bytes)
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(opened)
+        path.unlink(missing_ok=True)
+        raise
+    return opened

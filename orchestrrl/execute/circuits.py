@@ -77,29 +77,61 @@ class CircuitExecutor:
 
         With `expect_revision` the switch must be as it was when somebody looked, e.g. at the evictions of a dry run.
         """
-        driver = self._switches[switch]
         async with self._turns[switch]:
-            await self._settle(switch)
-            diff = await driver.plan(change, mode)
-            if expect_revision not in (None, diff.revision):
-                raise Conflict(
-                    [f"switch is at revision {diff.revision}, expected {expect_revision}: look and ask again"],
-                    device=switch,
-                )
-            if diff.empty:
-                return CircuitOutcome("", switch, True, "was so already", revision=diff.revision)
-            operation = CircuitOperation(self._next_id(), switch, diff, self._clock.now_s() + VALID_S)
+            operation = await self._prepare(switch, change, mode, VALID_S, expect_revision)
+            if operation.diff.empty:
+                return CircuitOutcome("", switch, True, "was so already", revision=operation.diff.revision)
+            return await self._carry_out(operation)
+
+    async def prepare(self, switch: str, change: Change, valid_s: float) -> CircuitOperation:
+        """Plan and write down a change that is given to `commit`, or to `abandon`, within `valid_s`: what is left to do
+        then is to send it. Nothing is evicted for it. Raises DriverError as `change` does."""
+        async with self._turns[switch]:
+            return await self._prepare(switch, change, ChangeMode.SAFE, valid_s, None)
+
+    async def commit(self, operation: CircuitOperation) -> CircuitOutcome:
+        """Carry out what was prepared. Raises as `change` does; Conflict where the switch has changed since."""
+        async with self._turns[operation.switch]:
+            if operation.diff.empty:
+                return CircuitOutcome("", operation.switch, True, "was so already", revision=operation.diff.revision)
+            if self._clock.now_s() > operation.valid_until_s:
+                self._close(_outcome(operation, False, "was not begun, and the order has expired"))
+                raise Conflict(["the order has expired: look and ask again"], device=operation.switch)
+            if self._of(operation.switch):  # a change whose outcome is not known comes first
+                await self._settle(operation.switch)
+            return await self._carry_out(operation)
+
+    def abandon(self, operation: CircuitOperation, why: str) -> None:
+        """What was prepared is not wanted any more."""
+        if not operation.diff.empty:
+            self._close(_outcome(operation, False, f"was not begun: {why}"))
+
+    async def _prepare(
+        self, switch: str, change: Change, mode: ChangeMode, valid_s: float, expect_revision: int | None
+    ) -> CircuitOperation:
+        await self._settle(switch)
+        diff = await self._switches[switch].plan(change, mode)
+        if expect_revision not in (None, diff.revision):
+            raise Conflict(
+                [f"switch is at revision {diff.revision}, expected {expect_revision}: look and ask again"],
+                device=switch,
+            )
+        operation = CircuitOperation(self._next_id(), switch, diff, self._clock.now_s() + valid_s)
+        if not diff.empty:
             self._write(Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
-            self._open[operation.id] = operation
-            began_s = self._clock.now_s()
-            try:
-                result = await driver.commit(diff, diff.revision)
-            except OutcomeUnknown:
-                raise  # stays open
-            except DriverError as error:  # nothing was sent
-                self._close(_outcome(operation, False, str(error)))
-                raise
-            return await self._finish(operation, result, began_s)
+        return operation
+
+    async def _carry_out(self, operation: CircuitOperation) -> CircuitOutcome:
+        self._open[operation.id] = operation
+        began_s = self._clock.now_s()
+        try:
+            result = await self._switches[operation.switch].commit(operation.diff, operation.diff.revision)
+        except OutcomeUnknown:
+            raise  # stays open
+        except DriverError as error:  # nothing was sent
+            self._close(_outcome(operation, False, str(error)))
+            raise
+        return await self._finish(operation, result, began_s)
 
     def recover(self) -> int:
         """Take up the changes that the journal has no result of; their number. `settle` brings them to an end."""

@@ -3,7 +3,7 @@
 One process writes (a lock file beside the journal sees to it), any number read meanwhile. An entry is on disk for good
 once `append` returns, as far as a killed process goes; a power cut may take the last few, never a generation. The
 oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations and switches, and the
-latest control, calibration, change of the deployment, mode, routes, gate and roster of engines.
+latest control, calibration, change of the deployment, mode, routes, gate, roster of engines, and word on the fabric.
 """
 
 import asyncio
@@ -59,6 +59,10 @@ class Kind(StrEnum):
     OPERATION_RESULT = "operation.result"
     CIRCUITS_INTENT = "circuits.intent"
     CIRCUITS_RESULT = "circuits.result"
+    PERIOD_INTENT = "period.intent"  # of a name, as it was announced last
+    PERIOD = "period"  # a period has ended: committed, kept, superseded or failed
+    FABRIC_CONTROL = "fabric.control"  # an operator's pins, override and masks
+    HOLDS = "holds"  # what an operator has paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,8 @@ _RECOVERED_FROM_LATEST = (
     Kind.ROUTES,
     Kind.ENGINES,
     Kind.GATE,
+    Kind.FABRIC_CONTROL,
+    Kind.HOLDS,
 )
 
 

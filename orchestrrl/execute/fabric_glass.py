@@ -1,0 +1,113 @@
+"""The glass of a site: what its switches show in the site's own terms, and changes in the devices'.
+
+A port of the site is a duplex pair of fibres. On a device that joins any two ports it is one port of the device. On one
+with an ingress and an egress side, port n is the n-th of either side, and a cross-connect of the site is two of the
+device: one each way.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.errors import DriverError
+from ocs_drivers.model import Change, Connectivity, CrossConnect, Facts, PortStatus
+from planner.fabric.model import OcsId, PortPair, port_pair
+from planner.fabric.plan import Failures
+from planner.fabric.topology import Site
+
+
+def device_pairs(facts: Facts, wanted: PortPair) -> tuple[CrossConnect, ...]:
+    """What carries a cross-connect of the site on this device."""
+    if facts.connectivity is Connectivity.ANY_TO_ANY:
+        return (facts.normal(CrossConnect(wanted.port_a, wanted.port_b)),)
+    offset = facts.egress_ports.start - facts.ingress_ports.start
+    return (
+        CrossConnect(wanted.port_a, wanted.port_b + offset),
+        CrossConnect(wanted.port_b, wanted.port_a + offset),
+    )
+
+
+def site_pairs(switch: OcsId, facts: Facts, present: Iterable[CrossConnect]) -> tuple[set[PortPair], set[CrossConnect]]:
+    """What is up in the site's terms, and what of the device is no whole cross-connect of it, e.g. one way only."""
+    present = set(present)
+    if facts.connectivity is Connectivity.ANY_TO_ANY:
+        return {port_pair(switch, each.ingress_port, each.egress_port) for each in present}, set()
+    offset = facts.egress_ports.start - facts.ingress_ports.start
+    found: set[PortPair] = set()
+    odd: set[CrossConnect] = set()
+    for each in present:
+        one, other = each.ingress_port, each.egress_port - offset
+        if one != other and CrossConnect(other, one + offset) in present:
+            found.add(port_pair(switch, one, other))
+        else:
+            odd.add(each)
+    return found, odd
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """All switches at one instant. `unread`: why one did not answer; what it has up is not known."""
+
+    cross_connects: frozenset[PortPair] = frozenset()
+    failures: Failures = field(default_factory=Failures)
+    odd: Mapping[OcsId, frozenset[CrossConnect]] = field(default_factory=dict)
+    unread: Mapping[OcsId, str] = field(default_factory=dict)
+
+
+class Glass:
+    """Reads the site's switches. `drivers` has all of them."""
+
+    def __init__(self, site: Site, drivers: Mapping[OcsId, OcsDriver]) -> None:
+        self._site = site
+        self._drivers = drivers
+        self._facts: dict[OcsId, Facts] = {}
+
+    async def look(self) -> Glance:
+        """A switch that does not answer counts as failed: nothing is planned on it, and what it has stays."""
+        switches = [switch.id for switch in self._site.switches]
+        seen = await asyncio.gather(*(self._look_at(switch) for switch in switches))
+        cross_connects: set[PortPair] = set()
+        failed_ports: set[tuple[OcsId, int]] = set()
+        odd: dict[OcsId, frozenset[CrossConnect]] = {}
+        unread: dict[OcsId, str] = {}
+        for switch, found in zip(switches, seen, strict=True):
+            if isinstance(found, str):
+                unread[switch] = found
+                continue
+            pairs, strange, ports = found
+            cross_connects |= pairs
+            failed_ports |= {(switch, port) for port in ports}
+            if strange:
+                odd[switch] = frozenset(strange)
+        failures = Failures(ports=frozenset(failed_ports), switches=frozenset(unread))
+        return Glance(frozenset(cross_connects), failures, odd, unread)
+
+    async def change_of(self, switch: OcsId, remove: Iterable[PortPair], add: Iterable[PortPair]) -> Change:
+        """The same in the device's terms. Raises DriverError where the device does not answer."""
+        facts = await self.facts(switch)
+        return Change(
+            connect=tuple(each for wanted in sorted(add) for each in device_pairs(facts, wanted)),
+            disconnect=tuple(each for unwanted in sorted(remove) for each in device_pairs(facts, unwanted)),
+        )
+
+    async def facts(self, switch: OcsId) -> Facts:
+        if switch not in self._facts:
+            self._facts[switch] = await self._drivers[switch].facts()
+        return self._facts[switch]
+
+    async def _look_at(self, switch: OcsId) -> tuple[set[PortPair], set[CrossConnect], set[int]] | str:
+        try:
+            facts, driver = await self.facts(switch), self._drivers[switch]
+            reading, states = await driver.cross_connects(), await driver.ports()
+        except DriverError as error:
+            return str(error)
+        pairs, odd = site_pairs(switch, facts, reading.cross_connects)
+        broken = {state.port for state in states if state.status is not PortStatus.ENABLED}
+        if facts.connectivity is not Connectivity.ANY_TO_ANY:
+            offset = facts.egress_ports.start - facts.ingress_ports.start
+            broken = {port if port in facts.ingress_ports else port - offset for port in broken}
+        # What is up one way only holds its ports, whoever made it.
+        for each in odd:
+            broken |= {each.ingress_port, each.egress_port - (facts.egress_ports.start - facts.ingress_ports.start)}
+        return pairs, odd, broken

@@ -1,0 +1,75 @@
+"""Intents as JSON, which trainers announce and the journal keeps.
+
+    {"stage": "train", "gpus": {"0": 0, "1": 8},
+     "traffic": [{"operation": "DP", "primitive": "ring_all_reduce", "groups": [[0, 1]], "bytes_per_rank": 4e9,
+                  "times": 1}]}
+
+`gpus` says which GPU of the site each rank has; a rank that is not named there is the GPU of its own number.
+"""
+
+from typing import Annotated
+
+from pydantic import Field, StringConstraints, ValidationError
+
+from orchestrrl.documents import Section
+from orchestrrl.errors import ProblemFaults, faults_of
+from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.model import GpuId
+
+MOST_BYTES = 256 * 1024
+
+_Rank = Annotated[int, Field(ge=0, lt=2**31)]
+_Groups = tuple[tuple[_Rank, ...], ...]
+
+
+class _TrafficPart(Section):
+    operation: Annotated[Operation, Field(strict=False)]
+    primitive: Annotated[Primitive, Field(strict=False)]
+    groups: _Groups = Field(strict=False)
+    bytes_per_rank: float = Field(ge=0)
+    times: float = Field(default=1.0, ge=0)
+    receivers: _Groups = Field(default=(), strict=False)
+    both_ways: bool = False
+
+
+class _IntentPart(Section):
+    stage: Annotated[Stage, Field(strict=False)]
+    traffic: tuple[_TrafficPart, ...] = Field(strict=False)
+    gpus: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,9}$")], _Rank] = Field(default_factory=dict)
+
+
+def parse_intent(period: str, text: str) -> Intent:
+    """Raises ProblemFaults with all that is wrong."""
+    faults = [] if period else ["period: must be a name, got ''"]
+    if len(text) > MOST_BYTES:
+        raise ProblemFaults([*faults, f"intent: must be at most {MOST_BYTES} bytes, got {len(text)}"])
+    try:
+        part = _IntentPart.model_validate_json(text)
+    except ValidationError as error:
+        raise ProblemFaults([*faults, *(f"intent.{fault}" for fault in faults_of(error))]) from None
+    traffic = []
+    for index, each in enumerate(part.traffic):
+        try:
+            traffic.append(Traffic(**dict(each)))
+        except ValueError as error:
+            faults.append(f"intent.traffic[{index}]: {error}")
+    if faults:
+        raise ProblemFaults(faults)
+    return Intent(period, part.stage, tuple(traffic), {int(rank): GpuId(gpu) for rank, gpu in part.gpus.items()})
+
+
+def intent_to_json(intent: Intent) -> str:
+    traffic = tuple(
+        _TrafficPart(
+            operation=each.operation,
+            primitive=each.primitive,
+            groups=each.groups,
+            bytes_per_rank=each.bytes_per_rank,
+            times=each.times,
+            receivers=each.receivers,
+            both_ways=each.both_ways,
+        )
+        for each in intent.traffic
+    )
+    gpus = {str(rank): int(gpu) for rank, gpu in sorted(intent.gpus.items())}
+    return _IntentPart(stage=intent.stage, traffic=traffic, gpus=gpus).model_dump_json(exclude_defaults=True)

@@ -4,7 +4,8 @@
      "traffic": [{"operation": "DP", "primitive": "ring_all_reduce", "groups": [[0, 1]], "bytes_per_rank": 4e9,
                   "times": 1}]}
 
-`gpus` says which GPU of the site each rank has; a rank that is not named there is the GPU of its own number.
+`gpus` says which GPU of the site each rank has; a rank that is not named there is the GPU of its own number. `job` is
+the name that the ranks' recorders have, by default none.
 """
 
 from typing import Annotated
@@ -35,6 +36,7 @@ class _TrafficPart(Section):
 class _IntentPart(Section):
     stage: Annotated[Stage, Field(strict=False)]
     traffic: tuple[_TrafficPart, ...] = Field(strict=False)
+    job: str = Field(default="", max_length=200)
     gpus: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,9}$")], _Rank] = Field(default_factory=dict)
 
 
@@ -55,7 +57,8 @@ def parse_intent(period: str, text: str) -> Intent:
             faults.append(f"intent.traffic[{index}]: {error}")
     if faults:
         raise ProblemFaults(faults)
-    return Intent(period, part.stage, tuple(traffic), {int(rank): GpuId(gpu) for rank, gpu in part.gpus.items()})
+    gpus = {int(rank): GpuId(gpu) for rank, gpu in part.gpus.items()}
+    return Intent(period, part.stage, tuple(traffic), gpus, part.job)
 
 
 def intent_to_json(intent: Intent) -> str:
@@ -72,4 +75,4 @@ def intent_to_json(intent: Intent) -> str:
         for each in intent.traffic
     )
     gpus = {str(rank): int(gpu) for rank, gpu in sorted(intent.gpus.items())}
-    return _IntentPart(stage=intent.stage, traffic=traffic, gpus=gpus).model_dump_json(exclude_defaults=True)
+    return _IntentPart(stage=intent.stage, traffic=traffic, gpus=gpus, job=intent.job).model_dump_json(exclude_defaults=True)

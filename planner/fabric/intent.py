@@ -74,6 +74,7 @@ class Intent:
     stage: Stage
     traffic: tuple[Traffic, ...]
     gpus: Mapping[int, GpuId] = field(default_factory=dict)
+    job: str = ""  # whose ranks these are, as their recorders name it
 
     def gpu(self, rank: int) -> GpuId:
         return self.gpus.get(rank, GpuId(rank))

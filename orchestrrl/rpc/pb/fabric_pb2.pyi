@@ -67,29 +67,54 @@ class TraceHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HOST_FIELD_NUMBER: _builtins.int
-    RANKS_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobRanks]:
         """Of the processes whose recorders are read."""
 
     def __init__(
         self,
         *,
         host: _builtins.str = ...,
-        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        jobs: _abc.Iterable[Global___JobRanks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "jobs", b"jobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TraceHello: _TypeAlias = TraceHello  # noqa: Y015
 
 @_typing.final
+class JobRanks(_message.Message):
+    """Ranks of one job: of the trainer (whose name is empty unless it has another), or of an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobRanks: _TypeAlias = JobRanks  # noqa: Y015
+
+@_typing.final
 class Quiet(_message.Message):
-    """No collective is in flight on this host, and is not expected to be before `until_s`. By the host's monotonic clock."""
+    """No collective of the job is in flight on this host, nor expected before `until_s`. By the host's monotonic clock."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -99,6 +124,7 @@ class Quiet(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     ARMED_FIELD_NUMBER: _builtins.int
     TOLD_S_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     since_s: _builtins.float
     until_s: _builtins.float
     rank: _builtins.int
@@ -107,6 +133,7 @@ class Quiet(_message.Message):
     armed: _builtins.int
     told_s: _builtins.float
     """Told at this time."""
+    job: _builtins.str
     def __init__(
         self,
         *,
@@ -116,10 +143,11 @@ class Quiet(_message.Message):
         position: _builtins.int = ...,
         armed: _builtins.int = ...,
         told_s: _builtins.float = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "position", b"position", "rank", b"rank", "since_s", b"since_s", "told_s", b"told_s", "until_s", b"until_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "job", b"job", "position", b"position", "rank", b"rank", "since_s", b"since_s", "told_s", b"told_s", "until_s", b"until_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -134,20 +162,23 @@ class Traffic(_message.Message):
     AT_S_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     ARMED_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     at_s: _builtins.float
     why: _builtins.str
     """Why nothing can be said where none is in flight, e.g. an iteration that is being learnt."""
     armed: _builtins.int
+    job: _builtins.str
     def __init__(
         self,
         *,
         at_s: _builtins.float = ...,
         why: _builtins.str = ...,
         armed: _builtins.int = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "at_s", b"at_s", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "at_s", b"at_s", "job", b"job", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -209,19 +240,22 @@ class Announcement(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     PERIOD_FIELD_NUMBER: _builtins.int
     INTENT_JSON_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     period: _builtins.str
     intent_json: _builtins.str
+    job: _builtins.str
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         period: _builtins.str = ...,
         intent_json: _builtins.str = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["intent_json", b"intent_json", "period", b"period", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["intent_json", b"intent_json", "job", b"job", "period", b"period", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -266,25 +300,22 @@ class Arm(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     NEED_S_FIELD_NUMBER: _builtins.int
     QUANTILE_FIELD_NUMBER: _builtins.int
-    RANKS_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     need_s: _builtins.float
     quantile: _builtins.float
-    @_builtins.property
-    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of these ranks; none: of all."""
-
+    job: _builtins.str
     def __init__(
         self,
         *,
         id: _builtins.int = ...,
         need_s: _builtins.float = ...,
         quantile: _builtins.float = ...,
-        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "need_s", b"need_s", "quantile", b"quantile", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "job", b"job", "need_s", b"need_s", "quantile", b"quantile"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -630,7 +661,7 @@ class HostTrace(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HOST_FIELD_NUMBER: _builtins.int
-    RANKS_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
     OFFSET_S_FIELD_NUMBER: _builtins.int
     BOUND_S_FIELD_NUMBER: _builtins.int
@@ -641,12 +672,12 @@ class HostTrace(_message.Message):
     bound_s: _builtins.float
     detail: _builtins.str
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobRanks]: ...
     def __init__(
         self,
         *,
         host: _builtins.str = ...,
-        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        jobs: _abc.Iterable[Global___JobRanks] | None = ...,
         attached: _builtins.bool = ...,
         offset_s: _builtins.float = ...,
         bound_s: _builtins.float = ...,
@@ -654,7 +685,7 @@ class HostTrace(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "bound_s", b"bound_s", "detail", b"detail", "host", b"host", "offset_s", b"offset_s", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "bound_s", b"bound_s", "detail", b"detail", "host", b"host", "jobs", b"jobs", "offset_s", b"offset_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,7 +55,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "profile_measure": ("profile",),
     "journal": ("journal",),
     "balance": ("balance",),
+    "pauses": ("balancer", "sync", "fabric"),
     "ocs": ("ocs",),
+    "fabric_allocate": ("fabric",),
 }
 
 

@@ -1,0 +1,118 @@
+"""How many circuits each pair of endpoints gets for a demand: never worse than Algorithm 3 (appendix D). Pure.
+
+An allocation is judged by three things: pairs served, bytes served, and the seconds of the slowest pair served. It is
+worse where one of them is. A pair without a circuit is not slow but unserved: several hops or the packet side.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from planner.fabric.greedy import Demanded, by_bottleneck, in_turn
+from planner.fabric.model import EndpointId, Pair, pair_of
+from planner.fabric.serve import reselect
+
+BITS_PER_BYTE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationProblem:
+    link_gbps: float
+    ports: Mapping[EndpointId, int]
+    demand: Mapping[tuple[EndpointId, EndpointId], float]  # bytes from one endpoint to another
+    eligible: frozenset[Pair] | None = None  # None: every pair
+    failed_ports: Mapping[EndpointId, int] = field(default_factory=dict)  # more than there are: none is left
+
+    def __post_init__(self) -> None:
+        if not (0 < self.link_gbps < math.inf):
+            raise ValueError(f"link_gbps must be > 0, got {self.link_gbps}")
+        for endpoint, count in (*self.ports.items(), *self.failed_ports.items()):
+            if endpoint not in self.ports:
+                raise ValueError(f"failed_ports names an endpoint that does not exist, got {endpoint!r}")
+            if count < 0:
+                raise ValueError(f"ports of {endpoint} must be >= 0, got {count}")
+        for (source, destination), sent_bytes in self.demand.items():
+            self._check("demand", pair_of(source, destination))
+            if not (0 <= sent_bytes < math.inf):
+                raise ValueError(f"demand of {source} to {destination} must be >= 0 bytes, got {sent_bytes}")
+        for pair in self.eligible or ():
+            if pair != pair_of(*pair):
+                raise ValueError(f"an eligible pair has the smaller endpoint first, got {pair}")
+            self._check("eligible", pair)
+
+    def _check(self, what: str, pair: Pair) -> None:
+        for endpoint in pair:
+            if endpoint not in self.ports:
+                raise ValueError(f"{what} names an endpoint that does not exist, got {endpoint!r}")
+
+    def usable_ports(self, endpoint: EndpointId) -> int:
+        return max(0, self.ports[endpoint] - self.failed_ports.get(endpoint, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    circuits: Mapping[Pair, int]  # of each pair served, at least one; sorted by pair
+    completion_s: float  # of the slowest pair served, both directions at once; 0 where none is
+    unserved: tuple[Pair, ...]  # pairs with demand and no circuit, eligible or not; sorted
+    uniform_completion_s: float  # with ports dealt out in turn over the demanded pairs, in sorted order
+
+
+def allocate(problem: AllocationProblem, *, bipartite: bool = False) -> Allocation:
+    """At least as many pairs and bytes served as by Algorithm 3, the slowest pair no slower; of such allocations that
+    are found the one with the most pairs, then the fewest seconds, then the most bytes.
+
+    `bipartite` is for demand between two sides with hot endpoints: it tries the utilisation-aware tie-break too, and
+    the most bytes count first. A fixed amount of work; no randomness.
+    """
+    demanded = _demanded(problem)
+    reference = by_bottleneck(demanded)
+    if len(reference) == len(demanded.pairs):  # all are served: then nothing ends sooner
+        return _allocation(problem, demanded, reference)
+    return _allocation(problem, demanded, reselect(demanded, reference, bytes_first=bipartite))
+
+
+def algorithm3(problem: AllocationProblem) -> Allocation:
+    """The paper's, its ties broken by the larger directional demand, then by the smaller pair."""
+    demanded = _demanded(problem)
+    return _allocation(problem, demanded, by_bottleneck(demanded))
+
+
+def _demanded(problem: AllocationProblem) -> Demanded:
+    both: dict[Pair, tuple[float, float]] = {}  # the larger direction, and the sum
+    for (source, destination), sent_bytes in problem.demand.items():
+        if sent_bytes > 0:
+            pair = (source, destination) if source < destination else (destination, source)
+            larger, total = both.get(pair, (0.0, 0.0))
+            both[pair] = max(larger, sent_bytes), total + sent_bytes
+    endpoints = sorted(problem.ports)
+    place = {endpoint: number for number, endpoint in enumerate(endpoints)}
+    eligible = problem.eligible
+    pairs = sorted(both if eligible is None else both.keys() & eligible)
+    return Demanded(
+        pairs=pairs,
+        ends=[(place[a], place[b]) for a, b in pairs],
+        larger_bytes=[both[pair][0] for pair in pairs],
+        total_bytes=[both[pair][1] for pair in pairs],
+        ports=[problem.usable_ports(endpoint) for endpoint in endpoints],
+    )
+
+
+def _allocation(problem: AllocationProblem, demanded: Demanded, circuits: Mapping[int, int]) -> Allocation:
+    per_pair = {demanded.pairs[pair]: circuits[pair] for pair in sorted(circuits)}
+    wanted = {pair_of(*ends) for ends, sent_bytes in problem.demand.items() if sent_bytes > 0}
+    return Allocation(
+        circuits=per_pair,
+        completion_s=_completion_s(problem, demanded, circuits),
+        unserved=tuple(sorted(wanted - per_pair.keys())),
+        uniform_completion_s=_completion_s(problem, demanded, in_turn(demanded)),
+    )
+
+
+def _completion_s(problem: AllocationProblem, demanded: Demanded, circuits: Mapping[int, int]) -> float:
+    slowest_bytes = max((demanded.larger_bytes[pair] / count for pair, count in circuits.items()), default=0.0)
+    return seconds(slowest_bytes, problem.link_gbps)
+
+
+def seconds(circuit_bytes: float, link_gbps: float) -> float:
+    """Of one circuit, both directions at once."""
+    return circuit_bytes * BITS_PER_BYTE / (link_gbps * 1e9)

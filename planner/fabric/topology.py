@@ -7,11 +7,11 @@ An uplink is a bundle of fibres between the OCS-Agg switches of a PoD and the OC
 Section 5.1 of the paper; ToRs switch packets, everything above them is optical.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import NewType
+from typing import NewType, Protocol, TypeVar
 
 from planner.fabric.model import Cabling, EndpointId, OcsId
 from planner.model import GpuId
@@ -35,7 +35,13 @@ class Device:
 
     name: str
     reconfiguration_s: float
-    ports: int
+    ports: int  # numbered from 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.reconfiguration_s < float("inf"):
+            raise ValueError(f"reconfiguration_s must be > 0, got {self.reconfiguration_s}")
+        if self.ports < 2:
+            raise ValueError(f"ports must be >= 2, got {self.ports}")
 
 
 DEVICES = {
@@ -156,41 +162,90 @@ class Site:
         server = self.server_of[gpu]
         return server.tors[server.nic(gpu)]
 
+    @cached_property
+    def tors_of(self) -> Mapping[EndpointId, tuple[Tor, ...]]:
+        """Of each PoD."""
+        return _of_pods(self.pods, self.tors)
+
+    @cached_property
+    def uplinks_of(self) -> Mapping[EndpointId, tuple[Uplink, ...]]:
+        """Of each PoD."""
+        return _of_pods(self.pods, self.uplinks)
+
+    @cached_property
+    def servers_of(self) -> Mapping[EndpointId, tuple[Server, ...]]:
+        """Of each PoD."""
+        return _of_pods(self.pods, self.servers)
+
+    @cached_property
+    def agg_switches_of(self) -> Mapping[EndpointId, tuple[Switch, ...]]:
+        """Of each PoD."""
+        return _of_pods(self.pods, [switch for switch in self.switches if switch.tier is Tier.AGG])
+
+    @cached_property
+    def core_switches(self) -> tuple[Switch, ...]:
+        return tuple(switch for switch in self.switches if switch.tier is Tier.CORE)
+
+    @cached_property
+    def _agg_cablings(self) -> Mapping[EndpointId, Cabling]:
+        return {
+            pod: Cabling.of({switch.id: switch.ports for switch in switches})
+            for pod, switches in self.agg_switches_of.items()
+        }
+
     def agg_cabling(self, pod: EndpointId) -> Cabling:
         """ToRs and uplinks of the PoD on its own switches."""
-        return Cabling.of({switch.id: switch.ports for switch in self.switches if switch.pod == pod})
+        return self._agg_cablings[pod]
 
     @cached_property
     def core_cabling(self) -> Cabling:
         """PoDs on the switches of the core: the ports of all their uplinks."""
-        ports: dict[OcsId, dict[int, EndpointId]] = {}
-        for switch in self.switches:
-            if switch.tier is Tier.CORE:
-                ports[switch.id] = {
-                    port: self.pod_of[uplink] for uplink, numbers in switch.ports.items() for port in numbers
-                }
-        return Cabling(ports)
+        return Cabling(
+            {
+                switch.id: {port: self.pod_of[uplink] for uplink, numbers in switch.ports.items() for port in numbers}
+                for switch in self.core_switches
+            }
+        )
+
+    @cached_property
+    def fibres(self) -> Mapping[Tier, Mapping[EndpointId, tuple[tuple[OcsId, int], ...]]]:
+        """The switches and ports where each ToR and uplink ends, by switch and as listed there."""
+        found: dict[Tier, dict[EndpointId, list[tuple[OcsId, int]]]] = {tier: {} for tier in Tier}
+        for switch in sorted(self.switches, key=lambda each: each.id):
+            for endpoint, numbers in switch.ports.items():
+                found[switch.tier].setdefault(endpoint, []).extend((switch.id, port) for port in numbers)
+        return {tier: {name: tuple(ends) for name, ends in of_tier.items()} for tier, of_tier in found.items()}
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
         """The k-th port of an uplink in its PoD, by switch and as listed there, is the other end of its k-th in the
         core."""
-        found: list[Lane] = []
-        for uplink in self.uplinks:
-            ends = {
-                tier: [
-                    (switch.id, port)
-                    for switch in sorted(self.switches, key=lambda each: each.id)
-                    if switch.tier is tier
-                    for port in switch.ports.get(uplink.id, ())
-                ]
-                for tier in Tier
-            }
-            for (agg, agg_port), (core, core_port) in zip(ends[Tier.AGG], ends[Tier.CORE], strict=True):
-                found.append(Lane(uplink.id, agg, agg_port, core, core_port))
-        return tuple(found)
+        inside, core = self.fibres[Tier.AGG], self.fibres[Tier.CORE]
+        return tuple(
+            Lane(uplink.id, agg, agg_port, core_switch, core_port)
+            for uplink in self.uplinks
+            for (agg, agg_port), (core_switch, core_port) in zip(
+                inside.get(uplink.id, ()), core.get(uplink.id, ()), strict=True
+            )
+        )
 
     @cached_property
     def reserved(self) -> Mapping[tuple[OcsId, int], str]:
         """Whom a port is kept for."""
         return {(each.switch, port): each.purpose for each in self.reservations for port in each.ports}
+
+
+class _InPod(Protocol):
+    @property
+    def pod(self) -> EndpointId | None: ...
+
+
+_Part = TypeVar("_Part", bound=_InPod)
+
+
+def _of_pods(pods: Iterable[Pod], parts: Iterable[_Part]) -> Mapping[EndpointId, tuple[_Part, ...]]:
+    found: dict[EndpointId, list[_Part]] = {pod.id: [] for pod in pods}
+    for part in parts:
+        if part.pod is not None:
+            found[part.pod].append(part)
+    return {pod: tuple(of_pod) for pod, of_pod in found.items()}

@@ -1,0 +1,240 @@
+"""From one set of cross-connects to another in stages, without a pair or an endpoint going without light. Pure.
+
+A stage's removals come down before its additions go up. Cross-connects of both sets are never touched, and none that is
+in neither is used. What is least, in this order: pairs that go dark, endpoints that grow thin, stages. Carrying a stage
+out, drained and verified, is for others; `check` tells them that it is safe to.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.fabric.model import Cabling, EndpointId, Pair, PortPair
+from planner.fabric.transition_exact import fewest_missed, fewest_stages
+from planner.fabric.transition_moves import Moves, Subject, circuits, lit_floors, moves_between
+from planner.fabric.transition_order import Order, doomed, replayed, short_order
+from planner.fabric.transition_stages import StageOf, packed, smoothed, stages_at_least
+
+PointKind = Literal["start", "removed", "added"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionProblem:
+    """`min_fraction` of an endpoint's circuits before or after, whichever are fewer, stays up: rounded down."""
+
+    cabling: Cabling
+    current: frozenset[PortPair]
+    target: frozenset[PortPair]
+    max_moves_per_stage: int  # removals plus additions
+    min_fraction: float
+
+    def __post_init__(self) -> None:
+        if self.max_moves_per_stage < 1:
+            raise ValueError(f"max_moves_per_stage must be >= 1, got {self.max_moves_per_stage}")
+        if not 0 <= self.min_fraction <= 1:
+            raise ValueError(f"min_fraction must be in 0..1, got {self.min_fraction}")
+        for name, cross_connects in (("current", self.current), ("target", self.target)):
+            circuits(self.cabling, cross_connects)
+            if twice := _used_twice(cross_connects):
+                raise ValueError(f"{name} must use a port once, got {', '.join(twice)}")
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionStage:
+    """What comes down, then what goes up."""
+
+    remove: tuple[PortPair, ...]
+    add: tuple[PortPair, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """Stages, and whom they fail: `dark_pairs` have circuits before and after and none at some point between,
+    `thin_endpoints` have fewer than their floor at some point.
+
+    No transition has fewer than `stages_at_least` stages, unless more suffer. `fewest_suffer`: it is proven that no
+    order makes fewer pairs dark, and with as few dark ones fewer endpoints thin.
+    """
+
+    stages: tuple[TransitionStage, ...]
+    dark_pairs: tuple[Pair, ...]
+    thin_endpoints: tuple[EndpointId, ...]
+    stages_at_least: int
+    fewest_suffer: bool
+
+
+class TransitionFault(ValueError):
+    """A transition that must not be carried out; all that is wrong with it."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What is up before the first stage, and after the removals and the additions of each; `stage` counts from 1."""
+
+    stage: int
+    kind: PointKind
+    up: frozenset[PortPair]
+
+
+@dataclass(frozen=True, slots=True)
+class Light:
+    """Circuits at one point, of pairs and of endpoints that have any before or after, or at the point itself."""
+
+    stage: int
+    kind: PointKind
+    pairs: Mapping[Pair, int]
+    endpoints: Mapping[EndpointId, int]
+    link_gbps: float
+
+    def pair_gbps(self, pair: Pair) -> float:
+        return self.pairs.get(pair, 0) * self.link_gbps
+
+    def endpoint_gbps(self, endpoint: EndpointId) -> float:
+        return self.endpoints.get(endpoint, 0) * self.link_gbps
+
+    @property
+    def total_gbps(self) -> float:
+        return sum(self.pairs.values()) * self.link_gbps
+
+
+def transition(problem: TransitionProblem) -> Transition:
+    """The fewest that suffer and the fewest stages, proven where the problem is small enough, else close to that.
+
+    The same problem has the same answer.
+    """
+    moves = moves_between(problem.cabling, problem.current, problem.target, problem.min_fraction)
+    order, proven = short_order(moves), True
+    hopeless = doomed(moves)
+    if order.missed - hopeless:
+        order, proven = fewest_missed(moves, order)
+    # Where there is a choice of who suffers, a bound must not count on any of them.
+    spared = frozenset(range(len(moves.floors))) if order.missed - hopeless else hopeless
+    stage_of, at_least = _staged(problem.max_moves_per_stage, moves, order, spared)
+    return _transition(problem, moves, stage_of, at_least, proven)
+
+
+def _staged(max_moves: int, moves: Moves, order: Order, spared: frozenset[int]) -> tuple[StageOf, int]:
+    if not moves.count:
+        return [], 0
+    at_least = stages_at_least(moves, max_moves, spared)
+    orders = [order]
+    if not order.missed:
+        orders.append(replayed(moves, sorted(order.removals)))
+    best: StageOf | None = None
+    for candidate in orders:
+        for keen in (False, True):
+            if candidate.missed - order.missed or (best and max(best) + 1 == at_least):
+                continue
+            stage_of = packed(moves, candidate, max_moves, keen)
+            if best is None or max(stage_of) < max(best):
+                best = stage_of
+    assert best is not None
+    if max(best) + 1 > at_least:
+        staged = fewest_stages(moves, max_moves, order.cost(moves), at_least, best, max(best) + 1)
+        at_least = staged.at_least
+        if staged.stages is not None:
+            best = [*staged.stages[0], *staged.stages[1]]
+    return smoothed(moves, best, max_moves), at_least
+
+
+def _transition(problem: TransitionProblem, moves: Moves, stage_of: StageOf, at_least: int, proven: bool) -> Transition:
+    count = max(stage_of, default=-1) + 1
+    remove: list[list[PortPair]] = [[] for _ in range(count)]
+    add: list[list[PortPair]] = [[] for _ in range(count)]
+    for stage, removal in zip(stage_of, moves.removals, strict=False):
+        remove[stage].append(removal)
+    for stage, addition in zip(stage_of[len(moves.removals) :], moves.additions, strict=True):
+        add[stage].append(addition)
+    stages = tuple(TransitionStage(tuple(down), tuple(up)) for down, up in zip(remove, add, strict=True))
+    suffer = _suffer(problem, stages)
+    dark = tuple(sorted(subject for subject in suffer if isinstance(subject, tuple)))
+    thin = tuple(sorted(subject for subject in suffer if isinstance(subject, str)))
+    return Transition(stages, dark, thin, at_least, proven)
+
+
+def points(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> Iterator[Point]:
+    """What is up at each point, in turn. Between two points there is never less than at the one with less."""
+    up = problem.current
+    yield Point(0, "start", up)
+    for number, stage in enumerate(stages, start=1):
+        up = up - set(stage.remove)
+        yield Point(number, "removed", up)
+        up = up | set(stage.add)
+        yield Point(number, "added", up)
+
+
+def bandwidth(problem: TransitionProblem, planned: Transition, link_gbps: float) -> tuple[Light, ...]:
+    """The circuits that pairs and endpoints have at each point."""
+    known = {*circuits(problem.cabling, problem.current), *circuits(problem.cabling, problem.target)}
+    lights = []
+    for point in points(problem, planned.stages):
+        counts = dict.fromkeys(known, 0) | circuits(problem.cabling, point.up)
+        pairs = {subject: counts[subject] for subject in sorted(s for s in counts if isinstance(s, tuple))}
+        endpoints = {subject: counts[subject] for subject in sorted(s for s in counts if isinstance(s, str))}
+        lights.append(Light(point.stage, point.kind, pairs, endpoints, link_gbps))
+    return tuple(lights)
+
+
+def check(problem: TransitionProblem, planned: Transition) -> None:
+    """Raises TransitionFault unless the stages lead from current to target, every point of them is safe, and all that
+    suffers is told. It knows nothing of how they were found."""
+    faults = [*_wrong_moves(problem, planned), *_wrong_points(problem, planned)]
+    if faults:
+        raise TransitionFault(faults)
+
+
+def floors(problem: TransitionProblem) -> dict[Subject, int]:
+    """The fewest circuits that each pair and each endpoint is to keep; those without a floor are left out."""
+    return lit_floors(problem.cabling, problem.current, problem.target, problem.min_fraction)
+
+
+def _wrong_moves(problem: TransitionProblem, planned: Transition) -> Iterator[str]:
+    for what, moved, due in (
+        ("removed", [each for stage in planned.stages for each in stage.remove], problem.current - problem.target),
+        ("added", [each for stage in planned.stages for each in stage.add], problem.target - problem.current),
+    ):
+        times = Counter(moved)
+        for each in sorted(times.keys() | due):
+            if each not in due:
+                yield f"{each} must not be {what}"
+            elif times[each] != 1:
+                yield f"{each} must be {what} once, got {times[each]} times"
+    for number, stage in enumerate(planned.stages, start=1):
+        if not 1 <= len(stage.remove) + len(stage.add) <= problem.max_moves_per_stage:
+            yield (
+                f"stage {number} must have 1 to {problem.max_moves_per_stage} moves,"
+                f" got {len(stage.remove) + len(stage.add)}"
+            )
+
+
+def _wrong_points(problem: TransitionProblem, planned: Transition) -> Iterator[str]:
+    for point in points(problem, planned.stages):
+        for port in _used_twice(point.up):
+            yield f"stage {point.stage}, {point.kind}: {port} is used twice"
+    told: set[Subject] = {*planned.dark_pairs, *planned.thin_endpoints}
+    for subject, where in _suffer(problem, planned.stages).items():
+        if subject not in told:
+            name = "-".join(subject) if isinstance(subject, tuple) else subject
+            yield f"stage {where.stage}, {where.kind}: {name} has fewer circuits than its floor, and is not said to"
+
+
+def _suffer(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> dict[Subject, Point]:
+    """Those that are below their floors at some point, with the first such point."""
+    fewest = floors(problem)
+    suffer: dict[Subject, Point] = {}
+    for point in points(problem, stages):
+        up = circuits(problem.cabling, (each for each in point.up if problem.cabling.ends(each) is not None))
+        for subject, floor in fewest.items():
+            if up.get(subject, 0) < floor:
+                suffer.setdefault(subject, point)
+    return suffer
+
+
+def _used_twice(cross_connects: frozenset[PortPair]) -> list[str]:
+    times = Counter((each.switch, port) for each in cross_connects for port in each.ports)
+    return [f"port {port} of {switch}" for (switch, port), count in sorted(times.items()) if count > 1]

@@ -1,0 +1,204 @@
+"""The two questions of a transition put to CP-SAT: who has to suffer, and into how few stages the moves go. Pure.
+
+One worker and a limit in its deterministic time: the same question has the same answer on every machine. It is loaded
+only when it is asked, as that takes longer than most transitions.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from planner.fabric.transition_moves import Moves
+from planner.fabric.transition_order import Order, Replay, doomed, harmless, replayed
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+ORDER_WORK = 4.0  # deterministic seconds for all parts of a transition together, about as many of CPU
+STAGES_WORK = 6.0
+MOST_ORDER_VARIABLES = 30_000
+MOST_STAGE_VARIABLES = 60_000
+
+StageNumbers = tuple[tuple[int, ...], tuple[int, ...]]  # the stage of each removal, and of each addition, from 0
+
+
+def fewest_missed(moves: Moves, known: Order) -> tuple[Order, bool]:
+    """An order that misses as few floors as can be, and whether that is proven. `known` is one to do better than.
+
+    What is harmless comes first and is not asked about. The rest falls into parts that have no floor, port or addition
+    in common; of each, the removals are dealt to as many rounds as there are removals, which no order exceeds.
+    """
+    start = harmless(moves, doomed(moves))
+    removals, proven, work = list(start.down), True, ORDER_WORK
+    for part in _parts(moves, start):
+        own = set(part)
+        hint = [removal for removal in known.removals if removal in own]
+        found, spent, sure = _order_of(moves, start, hint, work)
+        removals += found
+        proven, work = proven and sure, max(0.0, work - spent)
+    best = replayed(moves, removals)
+    better = best if best.cost(moves) < known.cost(moves) else known
+    return better, proven or not better.missed - doomed(moves)
+
+
+def _parts(moves: Moves, start: Replay) -> Iterator[list[int]]:
+    """The removals still to come, in groups that have nothing to do with each other, the smallest first."""
+    parent = list(range(len(moves.removals)))
+
+    def root(removal: int) -> int:
+        while parent[removal] != removal:
+            parent[removal] = removal = parent[parent[removal]]
+        return removal
+
+    groups = [list(needed) for needed in moves.blockers]
+    for floor, room in zip(moves.floors, start.room, strict=True):
+        if room < len([removal for removal in floor.removals if not start.is_down[removal]]):
+            needed = [removal for addition in floor.additions for removal in moves.blockers[addition]]
+            groups.append([*floor.removals, *needed])
+    for group in groups:
+        pending = [removal for removal in group if not start.is_down[removal]]
+        for one, other in itertools.pairwise(pending):
+            parent[root(one)] = root(other)
+    members: dict[int, list[int]] = defaultdict(list)
+    for removal, down in enumerate(start.is_down):
+        if not down:
+            members[root(removal)].append(removal)
+    return iter(sorted(members.values(), key=lambda part: (len(part), part)))
+
+
+def _order_of(moves: Moves, start: Replay, hint: list[int], work: float) -> tuple[list[int], float, bool]:
+    """The best order of the removals in `hint`, the work that it took, and whether it is proven to be the best."""
+    rounds = len(hint)
+    if rounds == 1:
+        return hint, 0.0, True
+    if rounds * rounds > MOST_ORDER_VARIABLES or work <= 0:
+        return hint, 0.0, False
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    down: dict[int, list[Any]] = {}
+    for place, removal in enumerate(hint):
+        down[removal] = [model.new_bool_var("") for _ in range(rounds)] + [1]  # down[r][k]: in round k or before
+        for number, var in enumerate(down[removal][:-1]):
+            model.add_hint(var, number >= place)
+        for earlier, later in zip(down[removal][:-1], down[removal][1:-1], strict=False):
+            model.add_implication(earlier, later)
+        model.add(down[removal][rounds - 1] == 1)
+    up: dict[int, list[Any]] = {}
+    for addition in sorted({addition for removal in hint for addition in moves.opens[removal]}):
+        needed = [down[removal] for removal in moves.blockers[addition] if not start.is_down[removal]]
+        up[addition] = [_both(model, [each[number] for each in needed]) for number in range(rounds)]
+    missed: list[tuple[int, Any]] = []
+    for number, floor in enumerate(moves.floors):
+        own = [down[removal] for removal in floor.removals if removal in down]
+        if start.room[number] >= len(own):
+            continue
+        given = [up[addition] for addition in floor.additions if addition in up]
+        misses = model.new_bool_var("")
+        missed.append((number, misses))
+        deepest = len(own) - start.room[number]
+        for k in range(rounds):
+            gone = sum(each[k] for each in own)
+            back = sum(each[k - 1] for each in given) if k else 0
+            model.add(gone - back <= start.room[number] + deepest * misses)
+    endpoints = 1 + sum(not moves.floors[number].is_pair for number, _ in missed)
+    model.minimize(sum((endpoints if moves.floors[number].is_pair else 1) * misses for number, misses in missed))
+    solver = _solver(work)
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return hint, work, False
+    rank = {removal: sum(not solver.value(var) for var in variables[:-1]) for removal, variables in down.items()}
+    order = sorted(hint, key=lambda removal: (rank[removal], removal))
+    return order, solver.response_proto.deterministic_time, status == cp_model.OPTIMAL
+
+
+def _both(model: "cp_model.CpModel", needed: list[Any]) -> Any:
+    """True only where all of `needed` are."""
+    if len(needed) == 1:
+        return needed[0]
+    both = model.new_bool_var("")
+    for each in needed:
+        model.add_implication(both, each)
+    return both
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """`stages` is None where none was found; `at_least` is proven."""
+
+    stages: StageNumbers | None
+    at_least: int
+
+
+def fewest_stages(
+    moves: Moves, max_moves: int, cost: tuple[int, int], at_least: int, known: Sequence[int], known_count: int
+) -> Staged:
+    """Fewer stages than `known_count`, with no more pairs and endpoints missed than `cost`.
+
+    `known` is the stage of each move, removals first, of a transition to begin from.
+    """
+    work, count = STAGES_WORK, at_least
+    while count < known_count and moves.count * count <= MOST_STAGE_VARIABLES and work > 0:
+        found, spent, sure = _in_stages(moves, max_moves, cost, count, known, work)
+        work -= spent
+        if found is not None:
+            return Staged(found, at_least)
+        at_least += sure and count == at_least
+        count += 1
+    return Staged(None, at_least)
+
+
+def _in_stages(
+    moves: Moves, max_moves: int, cost: tuple[int, int], count: int, known: Sequence[int], work: float
+) -> tuple[StageNumbers | None, float, bool]:
+    """A transition in `count` stages, the work that it took, and whether there is surely none."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    done: list[list[Any]] = []  # [move][stage]: in this stage or before
+    for move in range(moves.count):
+        done.append([*(model.new_bool_var("") for _ in range(count - 1)), 1])
+        for stage, var in enumerate(done[move][:-1]):
+            model.add_hint(var, stage >= known[move])
+        for earlier, later in zip(done[move][:-2], done[move][1:-1], strict=True):
+            model.add_implication(earlier, later)
+    down, up = done[: len(moves.removals)], done[len(moves.removals) :]
+    for addition, needed in enumerate(moves.blockers):
+        for removal in needed:
+            for stage in range(count - 1):
+                model.add_implication(up[addition][stage], down[removal][stage])
+    for stage in range(count):
+        before = sum(each[stage - 1] for each in done) if stage else 0
+        model.add(sum(each[stage] for each in done) - before <= max_moves)
+    missed: tuple[list[Any], list[Any]] = ([], [])
+    for floor in moves.floors:
+        misses: Any = 0
+        if cost[not floor.is_pair]:
+            misses = model.new_bool_var("")
+            missed[not floor.is_pair].append(misses)
+        deepest = len(floor.removals) - floor.room
+        for stage in range(count):
+            gone = sum(down[removal][stage] for removal in floor.removals)
+            back = sum(up[addition][stage - 1] for addition in floor.additions) if stage else 0
+            model.add(gone - back <= floor.room + deepest * misses)
+    for sufferers, most in zip(missed, cost, strict=True):
+        model.add(sum(sufferers) <= most)
+    solver = _solver(work)
+    status = solver.solve(model)
+    spent = solver.response_proto.deterministic_time
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None, spent, status == cp_model.INFEASIBLE
+    stage_of = [sum(not solver.value(var) for var in each[:-1]) for each in done]
+    return (tuple(stage_of[: len(down)]), tuple(stage_of[len(down) :])), spent, False
+
+
+def _solver(work: float) -> "cp_model.CpSolver":
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = work
+    return solver

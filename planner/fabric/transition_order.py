@@ -1,0 +1,223 @@
+"""In which order cross-connects come down so that as few pairs and endpoints as can be fall below their floors. Pure.
+
+How many moves a stage takes does not matter here: any stages are also one removal after the other, with every addition
+up as soon as its ports are free, and no point of that order is worse than the stages were.
+"""
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from planner.fabric.transition_moves import Moves
+
+TRIES_STEPS = 60_000  # removals that are put in order while looking for fewer that suffer
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Every removal, and the floors that are missed on the way."""
+
+    removals: tuple[int, ...]
+    missed: frozenset[int]
+
+    def cost(self, moves: Moves) -> tuple[int, int]:
+        """Pairs that go dark, then endpoints that grow thin: what is to be least, in this order."""
+        pairs = sum(moves.floors[floor].is_pair for floor in self.missed)
+        return pairs, len(self.missed) - pairs
+
+
+class Replay:
+    """The cross-connects after some removals, each followed by the additions that it makes possible."""
+
+    def __init__(self, moves: Moves) -> None:
+        self.moves = moves
+        self.room = [floor.room for floor in moves.floors]
+        self.left = [len(floor.removals) for floor in moves.floors]  # removals still to come
+        self.waiting = [len(needed) for needed in moves.blockers]
+        self.down: list[int] = []
+        self.is_down = bytearray(len(moves.removals))
+        self.missed: set[int] = set()
+        for addition, count in enumerate(self.waiting):
+            if count == 0:
+                self._add(addition)
+
+    def remove(self, removal: int) -> list[int]:
+        """Returns the additions that go up."""
+        self.down.append(removal)
+        self.is_down[removal] = 1
+        for floor in self.moves.removal_floors[removal]:
+            self.room[floor] -= 1
+            self.left[floor] -= 1
+            if self.room[floor] < 0:
+                self.missed.add(floor)
+        opened = []
+        for addition in self.moves.opens[removal]:
+            self.waiting[addition] -= 1
+            if self.waiting[addition] == 0:
+                opened.append(addition)
+                self._add(addition)
+        return opened
+
+    def _add(self, addition: int) -> None:
+        for floor in self.moves.addition_floors[addition]:
+            self.room[floor] += 1
+
+    def opens(self, removal: int) -> list[int]:
+        """The additions that would go up at once."""
+        return [addition for addition in self.moves.opens[removal] if self.waiting[addition] == 1]
+
+    def loses(self, removal: int) -> list[int]:
+        """The floors that would be nearer than before, of those that may yet be missed."""
+        given = {floor for addition in self.opens(removal) for floor in self.moves.addition_floors[addition]}
+        return [
+            floor
+            for floor in self.moves.removal_floors[removal]
+            if self.left[floor] > self.room[floor] and floor not in given
+        ]
+
+    def barred(self, removal: int) -> list[int]:
+        """The floors that it would miss."""
+        return [floor for floor in self.moves.removal_floors[removal] if self.room[floor] < 1]
+
+    def order(self) -> Order:
+        return Order(tuple(self.down), frozenset(self.missed))
+
+
+def replayed(moves: Moves, removals: Iterable[int]) -> Order:
+    replay = Replay(moves)
+    for removal in removals:
+        replay.remove(removal)
+    return replay.order()
+
+
+def doomed(moves: Moves) -> frozenset[int]:
+    """Floors that every order misses, whatever else may suffer: nothing may be lost before the first removal, and
+    nothing of theirs can be added before it."""
+    missed = set()
+    for number, floor in enumerate(moves.floors):
+        own = set(floor.removals)
+        if floor.room + sum(own.isdisjoint(moves.blockers[addition]) for addition in floor.additions) == 0:
+            missed.add(number)
+    return frozenset(missed)
+
+
+def harmless(moves: Moves, given_up: frozenset[int]) -> Replay:
+    """As far as one gets by removals that leave every floor at least as far away as it was: no order is spoilt by
+    beginning with them. (Counts are supermodular in what is down: what has come down early opens no less later.)"""
+    return _Walk(moves, given_up, range(len(moves.removals))).run(harmless_only=True)
+
+
+def short_order(moves: Moves) -> Order:
+    """A good order, quickly: by walks along chains of ports, each carried on as long as it can be."""
+    hopeless = doomed(moves)
+    numbers = list(range(len(moves.removals)))
+    best = _Walk(moves, hopeless, numbers).run().order()
+    draw, steps = random.Random(0), 0
+    while best.missed - hopeless and steps < TRIES_STEPS:
+        found = None
+        for spared in sorted(best.missed - hopeless):
+            if steps >= TRIES_STEPS:
+                break
+            draw.shuffle(numbers)
+            tried = _Walk(moves, best.missed - {spared}, numbers).run().order()
+            steps += len(numbers)
+            if tried.cost(moves) < best.cost(moves):
+                found = tried
+                break
+        if found is None:
+            draw.shuffle(numbers)
+            tried = _Walk(moves, hopeless, numbers).run().order()
+            steps += len(numbers)
+            found = tried if tried.cost(moves) < best.cost(moves) else best
+        best = found
+    return best
+
+
+class _Walk:
+    """One removal after the other, the least harmful first; where each that is left misses a floor, some give way."""
+
+    def __init__(self, moves: Moves, given_up: frozenset[int], ties: Sequence[int]) -> None:
+        self._moves = moves
+        self._given_up = set(given_up)
+        self._replay = Replay(moves)
+        self._rank = [0] * len(moves.removals)
+        for place, removal in enumerate(ties):
+            self._rank[removal] = place
+        self._heap: list[tuple[int, int, int, int, int]] = []
+        self._parked: dict[int, set[int]] = {}  # floor -> removals that it bars
+
+    def run(self, harmless_only: bool = False) -> Replay:
+        replay = self._replay
+        for removal in range(len(self._moves.removals)):
+            self._push(removal)
+        while len(replay.down) < len(self._moves.removals):
+            following = self._next(harmless_only)
+            if following is not None:
+                self._remove(following)
+            elif harmless_only:
+                break
+            else:
+                self._give_up()
+        return replay
+
+    def _key(self, removal: int) -> tuple[int, int, int, int, int]:
+        lost = [floor for floor in self._replay.loses(removal) if floor not in self._given_up]
+        carries_on = bool(self._replay.opens(removal))
+        room = min((self._replay.room[floor] for floor in lost), default=0)
+        return (0 if not lost else 1 if carries_on else 2, len(lost), -room, self._rank[removal], removal)
+
+    def _push(self, removal: int) -> None:
+        heapq.heappush(self._heap, self._key(removal))
+
+    def _next(self, harmless_only: bool) -> int | None:
+        while self._heap:
+            key = heapq.heappop(self._heap)
+            removal = key[-1]
+            if self._replay.is_down[removal]:
+                continue
+            barred = self._barred(removal)
+            if barred:
+                self._parked.setdefault(barred[0], set()).add(removal)
+                continue
+            now = self._key(removal)
+            if now > key:
+                heapq.heappush(self._heap, now)
+            elif now[0] == 0 or not harmless_only:
+                return removal
+        return None
+
+    def _barred(self, removal: int) -> list[int]:
+        return [floor for floor in self._replay.barred(removal) if floor not in self._given_up]
+
+    def _remove(self, removal: int) -> None:
+        opened = self._replay.remove(removal)
+        for addition in self._moves.opens[removal]:  # the next in the chain may now open it
+            for other in self._moves.blockers[addition]:
+                if not self._replay.is_down[other]:
+                    self._push(other)
+        for addition in opened:
+            for floor in self._moves.addition_floors[addition]:
+                self._free(floor)
+
+    def _free(self, floor: int) -> None:
+        for removal in sorted(self._parked.pop(floor, ())):
+            if not self._replay.is_down[removal]:
+                self._push(removal)
+
+    def _give_up(self) -> None:
+        """The fewest floors that let a removal pass; of those the ones that let most pass."""
+        barred = {
+            removal: frozenset(self._barred(removal)) for removal, down in enumerate(self._replay.is_down) if not down
+        }
+        passing = Counter(barred.values())
+
+        def harm(removal: int) -> tuple[int, int, int, int]:
+            floors = barred[removal]
+            pairs = sum(self._moves.floors[floor].is_pair for floor in floors)
+            return pairs, len(floors) - pairs, -passing[floors], self._rank[removal]
+
+        for floor in sorted(barred[min(barred, key=harm)]):
+            self._given_up.add(floor)
+            self._free(floor)

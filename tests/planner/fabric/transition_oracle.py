@@ -1,0 +1,167 @@
+"""Transitions by the letter of the contract: everything that small ones can do, and what any one does. Knows nothing of
+how the planner goes about it."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from itertools import combinations
+from random import Random
+
+from planner.fabric.model import Cabling, EndpointId, OcsId, PortPair, port_pair
+from planner.fabric.transition import Transition, TransitionProblem
+
+Up = frozenset[PortPair]
+Sufferers = frozenset[tuple[str, ...]]  # ("a", "b") is a pair, ("a",) an endpoint
+
+
+def draw_problem(
+    rng: Random,
+    switches: int = 2,
+    ports: int = 6,
+    endpoints: int = 4,
+    fill: float = 0.9,
+    same: float = 0.2,
+    most_differences: int = 1_000_000,
+) -> TransitionProblem:
+    """Two random sets of cross-connects on random cabling, some of them in both."""
+    names = [EndpointId(f"tor{number}") for number in range(endpoints)]
+    cabling = Cabling(
+        {OcsId(f"ocs{number}"): {port: rng.choice(names) for port in range(1, ports + 1)} for number in range(switches)}
+    )
+    current, target = (_draw_up(rng, cabling, fill) for _ in range(2))
+    held = {(each.switch, port) for each in current for port in each.ports}
+    for each in sorted(current):
+        if rng.random() < same:
+            own = {(each.switch, port) for port in each.ports}
+            target = {other for other in target if own.isdisjoint((other.switch, port) for port in other.ports)}
+            target.add(each)
+    for different in (current - target, target - current):  # fewer moves where a search is to follow
+        for each in sorted(different)[max(1, most_differences // 2) :]:
+            current, target = current - {each}, target - {each}
+    assert all((each.switch, port) in held for each in current for port in each.ports)
+    return TransitionProblem(
+        cabling,
+        frozenset(current),
+        frozenset(target),
+        rng.choice((1, 2, 3, 4, 6, 20)),
+        rng.choice((0.0, 0.3, 0.5, 0.5, 0.75, 0.9, 1.0)),
+    )
+
+
+def _draw_up(rng: Random, cabling: Cabling, fill: float) -> set[PortPair]:
+    up = set()
+    for switch, owners in cabling.ports.items():
+        free = list(owners)
+        rng.shuffle(free)
+        while len(free) >= 2:
+            one, other = free.pop(), free.pop()
+            if owners[one] != owners[other] and rng.random() < fill:
+                up.add(port_pair(switch, one, other))
+    return up
+
+
+def counts(problem: TransitionProblem, up: Up) -> Counter[tuple[str, ...]]:
+    found: Counter[tuple[str, ...]] = Counter()
+    for each in up:
+        one, other = (problem.cabling.ports[each.switch][port] for port in each.ports)
+        found.update([tuple(sorted((one, other))), (one,), (other,)])
+    return found
+
+
+def floors(problem: TransitionProblem) -> dict[tuple[str, ...], int]:
+    before, after = counts(problem, problem.current), counts(problem, problem.target)
+    return {
+        key: 1 if len(key) == 2 else math.floor(problem.min_fraction * min(before[key], after[key]))
+        for key in before.keys() & after.keys()
+    }
+
+
+def suffering(problem: TransitionProblem, up: Up) -> Sufferers:
+    now = counts(problem, up)
+    return frozenset(key for key, floor in floors(problem).items() if now[key] < floor)
+
+
+def ports_clash(up: Up) -> bool:
+    used = [(each.switch, port) for each in up for port in each.ports]
+    return len(used) != len(set(used))
+
+
+def followed(problem: TransitionProblem, planned: Transition) -> Sufferers:
+    """Walks through the stages move by move; asserts all but who suffers, which it returns."""
+    up, suffer = problem.current, frozenset[tuple[str, ...]]()
+    for stage in planned.stages:
+        assert 1 <= len(stage.remove) + len(stage.add) <= problem.max_moves_per_stage
+        for each in stage.remove:  # interrupted here is as safe as afterwards
+            assert each in up
+            assert each not in problem.target
+            up = up - {each}
+            suffer |= suffering(problem, up)
+        for each in stage.add:
+            assert each in problem.target
+            assert each not in up
+            up = up | {each}
+            assert not ports_clash(up)
+    assert up == problem.target
+    return suffer
+
+
+def cost(suffer: Sufferers) -> tuple[int, int]:
+    pairs = sum(len(key) == 2 for key in suffer)
+    return pairs, len(suffer) - pairs
+
+
+def least(problem: TransitionProblem) -> tuple[tuple[int, int], int]:
+    """The fewest dark pairs with the fewest thin endpoints, and the fewest stages with as few of both."""
+    fewest = _fewest_suffering(problem)
+    return fewest, _fewest_stages(problem, fewest)
+
+
+def _fewest_suffering(problem: TransitionProblem) -> tuple[int, int]:
+    """Every order of single moves. States are reached with sets of sufferers, of which supersets of others are left."""
+    down, up = problem.current - problem.target, problem.target - problem.current
+    labels: dict[Up, set[Sufferers]] = {problem.current: {frozenset()}}
+    todo = {problem.current}
+    while todo:
+        state = min(todo, key=lambda state: (len(state & down) * -1 + len(state & up), sorted(state)))
+        todo.discard(state)
+        for after in [state - {each} for each in state & down] + [
+            state | {each} for each in up - state if not ports_clash(state | {each})
+        ]:
+            for label in labels[state]:
+                reached = label | suffering(problem, after)
+                known = labels.setdefault(after, set())
+                if not any(other <= reached for other in known):
+                    known.difference_update([other for other in known if reached <= other])
+                    known.add(reached)
+                    todo.add(after)
+    return min(map(cost, labels[problem.target]))
+
+
+def _fewest_stages(problem: TransitionProblem, allowed: tuple[int, int]) -> int:
+    reached: set[tuple[Up, Sufferers]] = {(problem.current, frozenset())}
+    seen, stages = set(reached), 0
+    while all(state != problem.target for state, _ in reached):
+        fresh = set()
+        for state, suffer in reached:
+            for after, more in _stages_from(problem, state):
+                total = suffer | more
+                pairs, endpoints = cost(total)
+                if pairs <= allowed[0] and endpoints <= allowed[1] and (after, total) not in seen:
+                    fresh.add((after, total))
+        seen |= fresh
+        assert fresh, "no transition suffers as little as single moves do"
+        reached, stages = fresh, stages + 1
+    return stages
+
+
+def _stages_from(problem: TransitionProblem, state: Up) -> Iterator[tuple[Up, Sufferers]]:
+    down, up = sorted(state - problem.target), sorted(problem.target - state)
+    most = problem.max_moves_per_stage
+    for removed in range(min(len(down), most) + 1):
+        for gone in combinations(down, removed):
+            between = state - set(gone)
+            suffer = suffering(problem, between)
+            for added in range(min(len(up), most - removed) + 1):
+                for new in combinations(up, added):
+                    if (gone or new) and not ports_clash(between | set(new)):
+                        yield between | set(new), suffer

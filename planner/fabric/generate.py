@@ -1,0 +1,226 @@
+"""Regular sites from a few numbers: rail-aligned PoDs, fibres spread over the switches, a slice kept for responses.
+
+Each switch of a PoD is fibred to each of its ToRs and uplinks, and each of the core to each uplink, so that any two
+endpoints share every switch. Where a switch's ports do not suffice, more switches share the fibres.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, zip_longest
+
+from planner.fabric.model import EndpointId, OcsId
+from planner.fabric.shape import Fault, Impossible, Shape
+from planner.fabric.topology import (
+    RESPONSES,
+    Device,
+    Pod,
+    Reservation,
+    Role,
+    Server,
+    ServerId,
+    Site,
+    Switch,
+    Tier,
+    Tor,
+    Uplink,
+)
+from planner.model import GpuId
+
+
+def regular_site(shape: Shape) -> Site:
+    """Sound by `orchestrrl/site_checks.py`. Raises Impossible."""
+    faults: list[Fault] = []
+    agg = _fewest_switches(_agg_fibres(shape), shape.agg_device.ports, shape.agg_switches)
+    core = _fewest_switches(_core_fibres(shape), shape.core_device.ports, shape.core_switches)
+    if agg is None:
+        faults.append(_agg_too_small(shape))
+    if core is None:
+        faults.append(_core_too_small(shape))
+    if agg is None or core is None:
+        raise Impossible(faults)
+    return _site(shape, agg, core)
+
+
+def _agg_fibres(shape: Shape) -> Counter[int]:
+    """How many endpoints of a PoD have how many fibres."""
+    return Counter({shape.tor_fibres: shape.blocks * shape.rail_count}) + Counter({shape.uplink_lanes: shape.uplinks})
+
+
+def _core_fibres(shape: Shape) -> Counter[int]:
+    return Counter({shape.uplink_lanes: shape.pods * shape.uplinks})
+
+
+def _fewest_switches(fibres: Counter[int], radix: int, wanted: int | None) -> int | None:
+    """Over which the fibres of all endpoints can be spread evenly, each endpoint on each; None: there is no such
+    number."""
+    if not +fibres:
+        return 0
+    for switches in range(1, min(fibres) + 1) if wanted is None else (wanted,):
+        if switches <= min(fibres) and _most_ports(fibres, switches) <= radix:
+            return switches
+    return None
+
+
+def _most_ports(fibres: Counter[int], switches: int) -> int:
+    """Of the fullest switch, if the fibres are spread over so many."""
+    return sum(endpoints * -(-count // switches) for count, endpoints in fibres.items())
+
+
+def _agg_too_small(shape: Shape) -> Fault:
+    fibres = _agg_fibres(shape)
+    endpoints = f"{shape.blocks * shape.rail_count} ToRs and {shape.uplinks} uplinks of a PoD"
+    if shape.agg_switches is not None:
+        return _given(shape, "agg", shape.agg_switches, fibres, shape.agg_device)
+    if fibres.total() > shape.agg_device.ports:
+        change = "take fewer servers_per_pod, more servers_per_tor or another device"
+    elif shape.uplinks and shape.uplink_lanes < shape.tor_fibres:
+        change = f"raise core_lanes ({shape.uplink_lanes * shape.uplinks}), lower tor_uplinks ({shape.tor_fibres})"
+    else:
+        change = f"raise tor_uplinks ({shape.tor_fibres}), lower core_lanes ({shape.uplink_lanes * shape.uplinks})"
+    most = min(fibres)
+    need = _most_ports(fibres, most)
+    message = f"has too few ports for the {endpoints}: even over {most} switches one needs {need}; {change}"
+    return Fault("agg_device", message, f"{shape.agg_device.name} ({shape.agg_device.ports} ports)")
+
+
+def _core_too_small(shape: Shape) -> Fault:
+    fibres = _core_fibres(shape)
+    if shape.core_switches is not None:
+        return _given(shape, "core", shape.core_switches, fibres, shape.core_device)
+    message = (
+        f"has too few ports for one fibre of each of {fibres.total()} uplinks;"
+        " take fewer PoDs or uplinks_per_pod, or another device"
+    )
+    return Fault("core_device", message, f"{shape.core_device.name} ({shape.core_device.ports} ports)")
+
+
+def _given(shape: Shape, tier: str, switches: int, fibres: Counter[int], device: Device) -> Fault:
+    if switches > min(fibres):
+        message = f"must be <= {min(fibres)}, as each endpoint has a fibre to each switch, and some have no more"
+        return Fault(f"{tier}_switches", message, switches)
+    need = _most_ports(fibres, switches)
+    return Fault(
+        f"{tier}_switches", f"one of them needs {need} ports, and a {device.name} has {device.ports}", switches
+    )
+
+
+def _site(shape: Shape, agg: int, core: int) -> Site:
+    pods = [
+        Pod(EndpointId(f"{role}{number}"), role)
+        for role, count in ((Role.TRAIN, shape.train_pods), (Role.GEN, shape.gen_pods))
+        for number in range(count)
+    ]
+    tors = {pod.id: _tors(shape, pod.id) for pod in pods}
+    uplinks = {pod.id: [Uplink(EndpointId(f"{pod.id}/up{k}"), pod.id) for k in range(shape.uplinks)] for pod in pods}
+    lanes = {uplink.id: shape.uplink_lanes for of_pod in uplinks.values() for uplink in of_pod}
+    switches = [
+        switch
+        for pod in pods
+        for switch in _switches(
+            f"{pod.id}/agg",
+            agg,
+            {tor.id: shape.tor_fibres for tor in tors[pod.id]} | {each.id: lanes[each.id] for each in uplinks[pod.id]},
+            Tier.AGG,
+            pod.id,
+            shape.agg_device,
+        )
+    ]
+    in_core = _switches("core", core, lanes, Tier.CORE, None, shape.core_device)
+    return Site(
+        link_gbps=shape.link_gbps,
+        nic_gbps=shape.nic_gbps,
+        pods=tuple(pods),
+        tors=tuple(chain.from_iterable(tors.values())),
+        uplinks=tuple(chain.from_iterable(uplinks.values())),
+        servers=tuple(_servers(shape, pods, tors)),
+        switches=(*switches, *in_core),
+        reservations=tuple(_responses(shape, pods, uplinks, in_core)),
+    )
+
+
+def _tors(shape: Shape, pod: EndpointId) -> list[Tor]:
+    """By block and rail. A ToR of several NICs of a server is of no rail."""
+    aligned = shape.nics_per_rail == 1
+    return [
+        Tor(
+            EndpointId(f"{pod}/b{block}r{rail}" if shape.blocks > 1 else f"{pod}/r{rail}"),
+            pod,
+            rail if aligned else None,
+        )
+        for block in range(shape.blocks)
+        for rail in range(shape.rail_count)
+    ]
+
+
+def _servers(shape: Shape, pods: Iterable[Pod], tors: Mapping[EndpointId, list[Tor]]) -> Iterator[Server]:
+    """GPUs are numbered through the site; blocks differ by no more than one server."""
+    gpu = 0
+    for pod in pods:
+        for number in range(shape.servers_per_pod):
+            first = number * shape.blocks // shape.servers_per_pod * shape.rail_count
+            cabled = tuple(tors[pod.id][first + nic // shape.nics_per_rail].id for nic in range(shape.nics_per_server))
+            gpus = tuple(map(GpuId, range(gpu, gpu + shape.gpus_per_server)))
+            yield Server(ServerId(f"{pod.id}/s{number}"), pod.id, gpus, cabled)
+            gpu += shape.gpus_per_server
+
+
+def _switches(
+    name: str, count: int, fibres: Mapping[EndpointId, int], tier: Tier, pod: EndpointId | None, device: Device
+) -> list[Switch]:
+    """Every endpoint on each of them, in ports side by side. What does not divide evenly goes to the first switches,
+    for all alike: so the ports of any two endpoints match."""
+    width = len(str(count - 1))
+    switches = []
+    for number in range(count):
+        ports: dict[EndpointId, tuple[int, ...]] = {}
+        port = 1
+        for endpoint, total in fibres.items():
+            here = total // count + (number < total % count)
+            ports[endpoint] = tuple(range(port, port + here))
+            port += here
+        switches.append(Switch(OcsId(f"{name}{number:0{width}}"), tier, pod, device, ports))
+    return switches
+
+
+def _response_lanes(shape: Shape) -> int:
+    """Of each Gen PoD. Raises Impossible where nothing would be left."""
+    train, gen = shape.train_pods, shape.gen_pods
+    lanes = shape.uplink_lanes * shape.uplinks
+    if not train or not gen or shape.response_lanes == 0:
+        return 0
+    taken = -(-(shape.response_lanes or 1) * gen // min(train, gen))  # of the PoD that gives most
+    if shape.response_lanes is None:
+        return 1 if 2 * taken <= lanes else 0
+    if taken >= lanes:
+        message = (
+            f"takes {taken} of the {lanes} lanes of a PoD, as {gen} Gen PoDs stream to {train} Train PoDs, and must"
+            " leave one; lower it (0: none are kept) or raise core_lanes"
+        )
+        raise Impossible([Fault("response_lanes", message, shape.response_lanes)])
+    return shape.response_lanes
+
+
+def _responses(
+    shape: Shape, pods: Iterable[Pod], uplinks: Mapping[EndpointId, list[Uplink]], core: Iterable[Switch]
+) -> Iterator[Reservation]:
+    """Each lane of a Gen PoD with one of a Train PoD on the same switch: the last ports of each, the switches in turn.
+
+    PoDs are cabled alike, so the n-th lanes of any two end on one switch. Within a run of as many lanes as there are
+    PoDs of the rarer role, each PoD gives its n-th lane at most once.
+    """
+    of_role = {role: [pod.id for pod in pods if pod.role is role] for role in Role}
+    train, gen = of_role[Role.TRAIN], of_role[Role.GEN]
+    kept: dict[OcsId, set[int]] = defaultdict(set)
+    lanes: dict[EndpointId, list[tuple[OcsId, int]]] = {}
+    for pod in (*train, *gen):
+        ends = [
+            [(switch.id, port) for uplink in uplinks[pod] for port in switch.ports[uplink.id]][::-1] for switch in core
+        ]
+        lanes[pod] = [end for row in zip_longest(*ends) for end in row if end is not None]
+    for turn in range(_response_lanes(shape) * len(gen)):
+        place = turn // min(len(train), len(gen))
+        for pod in (train[turn % len(train)], gen[turn % len(gen)]):
+            switch, port = lanes[pod][place]
+            kept[switch].add(port)
+    for switch, ports in sorted(kept.items()):
+        yield Reservation(RESPONSES, switch, frozenset(ports))

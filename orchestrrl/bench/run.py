@@ -15,6 +15,7 @@ from orchestrrl.bench.policies import policies
 from orchestrrl.bench.profile_score import profile_score
 from orchestrrl.bench.routing import routing
 from orchestrrl.bench.sim import sim_step
+from orchestrrl.bench.slack import slack
 from orchestrrl.bench.solve import solver
 from orchestrrl.bench.startup import import_cli
 from orchestrrl.bench.ticks import balancer_tick, fast_tick, plan_tick
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "import_cli": lambda _: import_cli(),
     "sim_step": lambda _: sim_step(),
     "routing": lambda _: routing(),
+    "slack": lambda _: slack(),
 }
 
 

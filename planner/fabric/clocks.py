@@ -1,0 +1,99 @@
+"""How far another host's clock is off, with a bound that holds whatever the way there and back take. Pure.
+
+The four times of NTP (RFC 5905, section 8), but the bound is kept beside the estimate: an answer was given after the
+question was sent and before it arrived, so the offset lies within half of the time spent on the way. Of several
+exchanges what all of them allow is left, each of them wider by what two clocks may drift apart since.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+DRIFT_PPM = 50.0  # between two clocks; quartz is within that, and NTP slews by up to 500
+EXCHANGES = 32
+MOST_AGE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """`sent_s` and `back_s` in our clock, `received_s` and `answered_s` in the other's."""
+
+    sent_s: float
+    received_s: float
+    answered_s: float
+    back_s: float
+
+    def __post_init__(self) -> None:
+        for first, second in (("sent_s", "back_s"), ("received_s", "answered_s")):
+            if not getattr(self, second) >= getattr(self, first):
+                raise ValueError(f"{second} must be >= {first}, got {getattr(self, second)} < {getattr(self, first)}")
+
+    @property
+    def least_s(self) -> float:
+        """The other's clock minus ours is at least this: the answer cannot have come back before it was given."""
+        return self.answered_s - self.back_s
+
+    @property
+    def most_s(self) -> float:
+        """And at most this: the question cannot have been received before it was sent."""
+        return self.received_s - self.sent_s
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """The other's clock minus ours is `offset_s`, more or less `bound_s`."""
+
+    offset_s: float
+    bound_s: float
+    exchanges: int  # that allow it
+
+    def ours(self, theirs_s: float) -> tuple[float, float]:
+        """The earliest and the latest time in our clock that `theirs_s` may be."""
+        return theirs_s - self.offset_s - self.bound_s, theirs_s - self.offset_s + self.bound_s
+
+
+SAME_CLOCK = ClockOffset(0.0, 0.0, 0)
+
+
+@dataclass(slots=True)
+class OffsetEstimator:
+    """Of one host. `steps` counts exchanges that contradict the earlier ones: a clock was set. Those are forgotten."""
+
+    drift_ppm: float = DRIFT_PPM
+    most_age_s: float = MOST_AGE_S
+    steps: int = 0
+    refused: int = 0  # exchanges that cannot have been, e.g. answered before it was asked by more than any offset
+    _recent: deque[Exchange] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
+
+    def __post_init__(self) -> None:
+        if not self.drift_ppm >= 0:
+            raise ValueError(f"drift_ppm must be >= 0, got {self.drift_ppm}")
+
+    def add(self, exchange: Exchange) -> None:
+        """In order of time. More time spent there than in between is a clock that was set meanwhile: refused."""
+        slack_s = self._drift_s(exchange.back_s - exchange.sent_s)
+        if exchange.most_s < exchange.least_s - slack_s:
+            self.refused += 1
+            return
+        self._recent.append(exchange)
+        least_s, most_s = self._allowed(exchange.back_s)
+        if least_s > most_s:
+            self.steps += 1
+            self._recent.clear()
+            self._recent.append(exchange)
+
+    def offset(self, now_s: float) -> ClockOffset | None:
+        """At `now_s` in our clock; None before the first exchange, and when all are too old."""
+        while self._recent and now_s - self._recent[0].back_s > self.most_age_s:
+            self._recent.popleft()
+        if not self._recent:
+            return None
+        least_s, most_s = self._allowed(now_s)
+        return ClockOffset((least_s + most_s) / 2, max(0.0, most_s - least_s) / 2, len(self._recent))
+
+    def _allowed(self, now_s: float) -> tuple[float, float]:
+        """The least and the greatest offset that every exchange allows, its age considered."""
+        drifts = [(each, self._drift_s(max(0.0, now_s - each.sent_s))) for each in self._recent]
+        return max(each.least_s - drift for each, drift in drifts), min(each.most_s + drift for each, drift in drifts)
+
+    def _drift_s(self, age_s: float) -> float:
+        return age_s * self.drift_ppm * 1e-6

@@ -1,0 +1,228 @@
+"""How long it stays quiet on the links of one rank: learned from its collectives, promised as a lower quantile. Pure.
+
+Figure 5 and section 5.3 of the paper. Fed in order of time, in the clock of the rank's host. It is quiet while no
+collective is in flight, asynchronous ones included; how long is remembered by the place in the iteration.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from planner.fabric.recent import Trust
+from planner.fabric.sequence import UNLEARNT, Found, Gap, Known, Marked, Quiet
+from planner.fabric.slack_histogram import SlackHistogram
+from planner.model import Hold
+
+MOST_SIZES = 16  # of one operation in one group: beyond, its size says nothing, e.g. of an all-to-all of tokens
+CARE = 0.01  # how much one promise changes the level that is aimed at
+MOST_CARE = 10.0  # a level is at least this part of what was asked for
+
+# Codes of holds, beside those of sequence.py.
+TRAFFIC = "traffic"
+FEW_SAMPLES = "few_samples"
+OUTLASTED = "outlasted"
+
+
+class Signature(NamedTuple):
+    """What a collective is known by, iteration after iteration. `size`: bytes."""
+
+    op: str
+    group: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """It is quiet and stays so until `until_s`, but for a probability of `risk`."""
+
+    position: int  # collectives since the iteration began
+    opened_s: float
+    until_s: float
+    samples: int
+    risk: float
+
+
+@dataclass(slots=True)
+class SlackLearner:
+    """One rank. `relearned` counts changes of the sequence, `reason` says the last one."""
+
+    rank: int
+    trust: Trust = field(default_factory=Trust)
+    histograms: dict[str, SlackHistogram] = field(default_factory=dict)  # by operation
+    iterations: int = 0
+    unmatched: int = 0  # ends of collectives that nobody saw begin
+    losses: int = 0
+    _follower: Marked | Found = field(default_factory=Found)
+    _numbers: dict[Signature, int] = field(default_factory=dict)
+    _fresh: Iterator[int] = field(default_factory=count)
+    _sizes: dict[tuple[str, int], int] = field(default_factory=dict)  # distinct ones
+    _flying: dict[int, Signature] = field(default_factory=dict)  # by handle
+    _by_signature: dict[Signature, deque[int]] = field(default_factory=dict)
+    _handles: int = 0
+    _opened_s: float | None = None  # since when it is quiet; None: nothing was ever in flight, or it is lost
+    _ended_s: float | None = None  # the latest end
+    _opened_at: Gap | None = None
+    _opened_offset_s: float = 0.0
+    _iteration_s: float = 0.0
+    _mark: str = ""
+    _asked: tuple[float, float] | None = None  # for which q, and what was promised, first in this quiet
+    _levels: dict[float, float] = field(default_factory=dict)  # what is aimed at, by q
+
+    def started(self, signature: Signature, at_s: float) -> int:
+        """A collective begins; the handle is for its end."""
+        quiet = None
+        if not self._flying and self._opened_s is not None:
+            opened_s = self._opened_s
+            quiet = Quiet(opened_s, opened_s - self._iteration_s, max(0.0, at_s - opened_s))
+            self._grade(at_s)
+        self._count(signature.op, quiet)
+        gap = self._follower.step(self._number(signature), quiet)
+        if isinstance(self._follower, Found) and self._follower.depth == 1 % self._length:
+            self.iterations += 1
+            self._iteration_s = at_s
+        if gap is not None:
+            gap.passed += 1
+            gap.mark = self._mark
+            if quiet is not None:
+                gap.add(quiet.opened_s - self._iteration_s, quiet.length_s)
+                if self._opened_at is not None and self._opened_at is not gap:
+                    self._opened_at.add(self._opened_offset_s, quiet.length_s)
+        self._opened_s = None
+        self._handles += 1
+        self._flying[self._handles] = signature
+        self._by_signature.setdefault(signature, deque()).append(self._handles)
+        return self._handles
+
+    def ended(self, which: int | Signature, at_s: float) -> None:
+        """By handle, or the oldest of a signature that is in flight."""
+        handle = which if isinstance(which, int) else next(iter(self._by_signature.get(which, ())), 0)
+        signature = self._flying.pop(handle, None)
+        if signature is None:
+            self.unmatched += 1
+            return
+        waiting = self._by_signature[signature]
+        waiting.remove(handle)
+        if not waiting:
+            del self._by_signature[signature]
+        self._ended_s = at_s if self._ended_s is None else max(self._ended_s, at_s)
+        if not self._flying:
+            self._opened_s = self._ended_s
+            self._opened_offset_s = self._ended_s - self._iteration_s
+            place = self._follower.place
+            self._opened_at = None if isinstance(place, Hold) else place[1]
+
+    def mark(self, name: str, _at_s: float) -> None:
+        """What the trainer does now, e.g. "backward": names the places that follow."""
+        self._mark = name
+
+    def iteration(self, _number: int, at_s: float) -> None:
+        """The trainer begins an iteration."""
+        if not isinstance(self._follower, Marked):
+            self._follower = Marked()
+            self._opened_at = None
+        self._follower.begin()
+        self.iterations += 1
+        self._iteration_s = at_s
+
+    def lost(self, detail: str) -> None:
+        """Events are missing: nothing is known of what is in flight, nor of the place."""
+        self.losses += 1
+        self._flying.clear()
+        self._by_signature.clear()
+        self._opened_s = self._ended_s = self._opened_at = self._asked = None
+        self._follower.lose(detail)
+
+    def remaining(self, now_s: float, q: float) -> Remaining | Hold:
+        """Until when it stays quiet, but for a probability of `q`, given that it has lasted until now."""
+        if self._flying:
+            first = next(iter(self._flying.values()))
+            return Hold(TRAFFIC, f"rank {self.rank}: {len(self._flying)} in flight, the oldest {first.op}")
+        if self._opened_s is None:
+            return Hold(UNLEARNT, f"rank {self.rank}: no collective seen yet")
+        place = self._follower.place
+        if isinstance(place, Hold):
+            return Hold(place.code, f"rank {self.rank}: {place.detail}")
+        position, gap = place
+        said = self._promise(position, gap, self._opened_s, now_s, q)
+        if self._asked is None and isinstance(said, Remaining):
+            self._asked = q, said.until_s
+        return said
+
+    def _grade(self, at_s: float) -> None:
+        """Promises that are broken more often than they may, e.g. while windows shrink, are made more carefully from
+        there on (adaptive conformal inference, Gibbs and Candes, 2021); never more boldly than asked for."""
+        if self._asked is None:
+            return
+        q, until_s = self._asked
+        self._asked = None
+        level = self._levels.get(q, q) + CARE * (q - (until_s > at_s))
+        self._levels[q] = min(q, max(q / MOST_CARE, level))
+
+    def _promise(self, position: int, gap: Gap, opened_s: float, now_s: float, q: float) -> Remaining | Hold:
+        lengths, lasted_s = gap.lengths_s, max(0.0, now_s - opened_s)
+        where = f"rank {self.rank}, position {position}"
+        if len(lengths) < self.trust.min_samples:
+            return Hold(FEW_SAMPLES, f"{where}: seen {len(lengths)} times, {self.trust.min_samples} needed")
+        bound = lengths.lower(self._levels.get(q, q), lasted_s)
+        if bound is not None:
+            return Remaining(position, opened_s, opened_s + bound.value_s, bound.samples, bound.risk)
+        least = lengths.least(lasted_s)
+        if least is None:
+            return Hold(OUTLASTED, f"{where}: quiet for {lasted_s * 1e3:.1f} ms, too seldom longer to say how long")
+        shrink = self.trust.shrink if least.risk > q else 1.0
+        until_s = now_s + shrink * (opened_s + least.value_s - now_s)
+        return Remaining(position, opened_s, until_s, least.samples, least.risk)
+
+    @property
+    def known(self) -> Known | None:
+        """The sequence of an iteration: of those that differ, the one that came last."""
+        if isinstance(self._follower, Found):
+            return self._follower.sequence
+        return self._follower.known[0] if self._follower.known else None
+
+    @property
+    def relearned(self) -> int:
+        return self._follower.relearned
+
+    @property
+    def reason(self) -> str:
+        return self._follower.reason
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing is promised at this place; empty where something may be."""
+        place = self._follower.place
+        return place.detail if isinstance(place, Hold) else ""
+
+    @property
+    def signatures(self) -> dict[int, Signature]:
+        """What the numbers of the sequence stand for. Size -1: it varies."""
+        return {number: signature for signature, number in self._numbers.items()}
+
+    @property
+    def _length(self) -> int:
+        known = self.known
+        return len(known.ids) if known is not None else 1
+
+    def _number(self, signature: Signature) -> int:
+        number = self._numbers.get(signature)
+        if number is not None:
+            return number
+        kind = signature.op, signature.group
+        sizes = self._sizes.get(kind, 0)
+        if sizes < MOST_SIZES:
+            self._sizes[kind] = sizes + 1
+        else:
+            signature = Signature(*kind, -1)
+            if signature not in self._numbers:
+                for other in [each for each in self._numbers if each[:2] == kind]:
+                    del self._numbers[other]
+                self._numbers[signature] = next(self._fresh)
+            return self._numbers[signature]
+        return self._numbers.setdefault(signature, next(self._fresh))
+
+    def _count(self, op: str, quiet: Quiet | None) -> None:
+        if self._flying or quiet is not None:
+            self.histograms.setdefault(op, SlackHistogram()).add(0.0 if quiet is None else quiet.length_s)

@@ -1,0 +1,169 @@
+"""Whether circuits may be changed now: while it is quiet on every rank that uses them, for long enough. Pure.
+
+Section 5.3 of the paper. Times are in the clock of whoever decides, but in `HostWindows`, whose host has its own.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from planner.fabric.clocks import ClockOffset
+from planner.fabric.intent import Stage
+from planner.fabric.slack import Remaining
+from planner.model import Act, Hold, Verdict
+
+# Codes of holds, beside those that a rank gives itself.
+NO_RANKS = "no_ranks"
+CLOCK_UNKNOWN = "clock_unknown"
+STALE_WINDOW = "stale_window"
+CLOSED = "window_closed"
+TOO_SHORT = "window_too_short"
+RISKY = "window_risky"
+NO_BOUNDARY = "no_boundary"
+
+MOST_AGE_S = 1.0
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class HostWindows:
+    """What the ranks of one host promise, said at `said_s` of that host's clock."""
+
+    host: str
+    said_s: float
+    ranks: tuple[tuple[int, Remaining | Hold], ...]
+    clock: ClockOffset | None  # host minus ours; None: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """It is quiet on all ranks. `limiting` names whose promise ends first; `risk`: at most, that any of them is broken."""
+
+    opened_s: float
+    until_s: float
+    limiting: str
+    risk: float
+
+    def left_s(self, now_s: float) -> float:
+        return self.until_s - now_s
+
+
+@dataclass(frozen=True, slots=True)
+class CommitNeed:
+    """From the decision until packets may take the new circuits."""
+
+    device_s: float  # from the command at the switch to the link up
+    route_s: float  # from there until routes use it
+    control_s: float  # until the command is at the switch
+    margin_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("device_s", "route_s", "control_s", "margin_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+    @property
+    def total_s(self) -> float:
+        return self.device_s + self.route_s + self.control_s + self.margin_s
+
+    def __str__(self) -> str:
+        return (
+            f"{_ms(self.total_s)} needed: device {_ms(self.device_s)}, route {_ms(self.route_s)}, "
+            f"control {_ms(self.control_s)}, margin {_ms(self.margin_s)}"
+        )
+
+
+def intersect(hosts: Iterable[HostWindows], now_s: float, most_age_s: float = MOST_AGE_S) -> Window | Hold:
+    """The window of all ranks together. A Hold names the rank or host that has none, the first by host and rank."""
+    opened_s, until_s, limiting, risk = -inf, inf, "", 0.0
+    for host in sorted(hosts, key=lambda each: each.host):
+        if host.clock is None:
+            return Hold(CLOCK_UNKNOWN, f"{host.host}: the offset of its clock is not known")
+        age_s = now_s - host.clock.ours(host.said_s)[0]
+        if age_s > most_age_s:
+            return Hold(STALE_WINDOW, f"{host.host}: said {_ms(age_s)} ago, limit {_ms(most_age_s)}")
+        for rank, said in sorted(host.ranks, key=lambda each: each[0]):
+            if isinstance(said, Hold):
+                return Hold(said.code, f"{host.host}: {said.detail}")
+            opened_s = max(opened_s, host.clock.ours(said.opened_s)[1])
+            risk += said.risk
+            if (ends_s := host.clock.ours(said.until_s)[0]) < until_s:
+                until_s, limiting = ends_s, f"{host.host}, rank {rank}"
+    if not limiting:
+        return Hold(NO_RANKS, "no rank has said anything of the circuits that are to change")
+    if now_s < opened_s:
+        return Hold(CLOSED, f"opens in {_ms(opened_s - now_s)} at the latest, by the bounds of clocks")
+    if now_s >= until_s:
+        return Hold(CLOSED, f"promised until {_ms(now_s - until_s)} ago by {limiting}")
+    return Window(opened_s, until_s, limiting, min(1.0, risk))
+
+
+def may_commit(
+    stage: Stage,
+    window: Window | Hold | None,
+    need: CommitNeed,
+    now_s: float,
+    boundary: bool,
+    most_risk: float = 1.0,
+) -> Verdict:
+    """`boundary`: Gen between two deployments; weight sync announced and not begun. Train needs none.
+
+    `window` None: nobody sends until told that the circuits are there. It never is in Train.
+    """
+    if stage is not Stage.TRAIN and not boundary:
+        when = "between two deployments" if stage is Stage.GEN else "once the broadcast is announced, before it begins"
+        return Hold(NO_BOUNDARY, f"{stage.value}: circuits are changed {when}")
+    if isinstance(window, Hold):
+        return window
+    if window is None:
+        if stage is Stage.TRAIN:
+            return Hold(NO_RANKS, "train: changed inside a window only, and no rank has said anything of one")
+        return Act("at_boundary", f"{stage.value}: nobody sends until it is done; {need}")
+    left_s = window.left_s(now_s)
+    detail = f"{_ms(left_s)} remain by {window.limiting} (risk {window.risk:.1%}), {need}"
+    if now_s < window.opened_s or left_s <= 0:
+        return Hold(CLOSED, detail)
+    if left_s < need.total_s:
+        return Hold(TOO_SHORT, detail)
+    if window.risk > most_risk:
+        return Hold(RISKY, f"{detail}; at most {most_risk:.1%} is risked")
+    return Act("in_window", detail)
+
+
+def common_quiet(ranks: Sequence[Sequence[Interval]]) -> list[Interval]:
+    """When it is quiet on all of them. Of each rank: disjoint intervals, ascending."""
+    if not ranks:
+        return []
+    both = list(ranks[0])
+    for each in ranks[1:]:
+        both = list(_overlaps(both, each))
+    return both
+
+
+def quiet_between(busy: Iterable[Interval]) -> list[Interval]:
+    """Between the first and the last of `busy`, which may overlap and come in any order."""
+    found: list[Interval] = []
+    until_s: float | None = None
+    for start_s, end_s in sorted(busy):
+        if until_s is not None and start_s > until_s:
+            found.append((until_s, start_s))
+        until_s = end_s if until_s is None else max(until_s, end_s)
+    return found
+
+
+def _overlaps(ones: Sequence[Interval], others: Sequence[Interval]) -> Iterator[Interval]:
+    index = other = 0
+    while index < len(ones) and other < len(others):
+        start_s = max(ones[index][0], others[other][0])
+        end_s = min(ones[index][1], others[other][1])
+        if start_s < end_s:
+            yield start_s, end_s
+        if ones[index][1] < others[other][1]:
+            index += 1
+        else:
+            other += 1
+
+
+def _ms(value_s: float) -> str:
+    return f"{value_s * 1e3:.1f} ms"

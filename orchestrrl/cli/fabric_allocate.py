@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.groups import fabric_group
@@ -65,7 +65,12 @@ class DemandPart(ProblemPart):
     bytes: float = Field(ge=0, le=MOST_BYTES)
 
 
-EligiblePart = Annotated[list[str], Field(min_length=2, max_length=2)]
+def _ends(value: Any) -> Any:
+    """A pair written as circuits are in the answer is a pair too."""
+    return [value["a"], value["b"]] if isinstance(value, dict) and value.keys() == {"a", "b"} else value
+
+
+EligiblePart = Annotated[list[str], BeforeValidator(_ends), Field(min_length=2, max_length=2)]
 
 
 class AllocateProblem(ProblemPart):
@@ -81,7 +86,8 @@ def _two_ends(document: Any) -> Iterator[str]:
         if isinstance(each, dict) and isinstance(each.get("src"), str) and each["src"] == each.get("dst"):
             yield f"{path_of((*location, 'dst'))}: must differ from src, got {shorten(each['dst'])}"
     for location, each in values_at(document, "eligible[]"):
-        if isinstance(each, list) and len(each) == 2 and isinstance(each[0], str) and each[0] == each[1]:
+        ends = _ends(each)
+        if isinstance(ends, list) and len(ends) == 2 and isinstance(ends[0], str) and ends[0] == ends[1]:
             yield f"{path_of(location)}: must be two endpoints, got {shorten(each)}"
 
 
@@ -98,6 +104,8 @@ CHECKS = (
     known("demand[].src", "endpoints[].id"),
     known("demand[].dst", "endpoints[].id"),
     known("eligible[][]", "endpoints[].id"),
+    known("eligible[].a", "endpoints[].id"),
+    known("eligible[].b", "endpoints[].id"),
     _two_ends,
     _failed,
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from planner.fabric.greedy import Demanded, by_bottleneck, in_turn
 from planner.fabric.model import EndpointId, Pair, pair_of
-from planner.fabric.serve import reselect
+from planner.fabric.serve import most_bytes, reselect
 
 BITS_PER_BYTE = 8
 
@@ -35,6 +35,8 @@ class AllocationProblem:
             self._check("demand", pair_of(source, destination))
             if not (0 <= sent_bytes < math.inf):
                 raise ValueError(f"demand of {source} to {destination} must be >= 0 bytes, got {sent_bytes}")
+        if not math.isfinite(sum(self.demand.values())):
+            raise ValueError("demand adds up to more bytes than there are numbers for")
         for pair in self.eligible or ():
             if pair != pair_of(*pair):
                 raise ValueError(f"an eligible pair has the smaller endpoint first, got {pair}")
@@ -66,9 +68,10 @@ def allocate(problem: AllocationProblem, *, bipartite: bool = False) -> Allocati
     """
     demanded = _demanded(problem)
     reference = by_bottleneck(demanded)
-    if len(reference) == len(demanded.pairs):  # all are served: then nothing ends sooner
+    if len(reference) in (0, len(demanded.pairs)):  # none can be served; or all are, and then nothing ends sooner
         return _allocation(problem, demanded, reference)
-    return _allocation(problem, demanded, reselect(demanded, reference, bytes_first=bipartite))
+    found = reselect(demanded, reference)
+    return _allocation(problem, demanded, most_bytes(demanded, reference, found) if bipartite else found)
 
 
 def algorithm3(problem: AllocationProblem) -> Allocation:

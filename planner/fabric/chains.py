@@ -18,10 +18,12 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 LAYERS = 4  # of a chain: so many pairs are taken out, one after the other, on each side
-WIDEST = 8  # ports that a pair may need to be put in
-TRIED = 32  # insertions, the best first, before what chains gain is found anew
+WIDEST = 8  # ports at one endpoint that a chain may ask for
+TRIED = 24  # insertions, the best first, before what chains gain is found anew
 LEAST_GAIN = 1e-12
-STEP_WORK = 2_000  # what a step of carrying out a chain counts for, in elements of arrays
+STEP_COST = 0.05  # what each step of a chain counts as, in values of pairs: short ones work out more often
+START_WORK = 60  # per pair: what beginning with a choice, and judging it in the end, costs in elements of arrays
+LOOK_WORK, STEP_WORK = 8_000, 4_000  # what calls cost apart from the elements that they go through, in elements
 NEVER = -np.inf
 
 
@@ -33,6 +35,7 @@ class Chains:
         self.larger = np.asarray(demanded.larger_bytes, dtype=np.float64)
         endpoints, ends = np.unique(np.asarray(demanded.ends, dtype=np.int64), return_inverse=True)
         self.ends: Ints = ends.reshape(-1, 2)  # [pair], endpoints that have pairs
+        self.end_list: list[list[int]] = self.ends.tolist()
         self.ports: Ints = np.asarray(demanded.ports, dtype=np.int64)[endpoints]
         tails = self.ends.T.ravel()
         order = np.argsort(tails, kind="stable")
@@ -44,14 +47,24 @@ class Chains:
 
     def improved(self, limit_bytes: float, start: Iterable[int], value: Floats) -> list[int]:
         """The pairs served: those of `start` that fit in their order, improved. `value` is what each counts for."""
-        choice = _Choice(self, needs(self.larger, limit_bytes, int(self.ports.max())), value)
-        for pair in start:
-            a, b = self.ends[pair]
-            if choice.need[pair] <= min(choice.free[a], choice.free[b]):
-                choice.put(pair, True)
+        need = needs(self.larger, limit_bytes, int(self.ports.max()))
+        served = self._fitting(start, need.tolist())
+        choice = _Choice(self, need, value, served)
+        self.work -= START_WORK * len(need)
         while self.work > 0 and choice.improve():
             pass
         return np.flatnonzero(choice.served).tolist()
+
+    def _fitting(self, start: Iterable[int], need: list[int]) -> list[int]:
+        free = self.ports.tolist()
+        fitting = []
+        for pair in start:
+            a, b = self.end_list[pair]
+            if need[pair] <= min(free[a], free[b]):
+                free[a] -= need[pair]
+                free[b] -= need[pair]
+                fitting.append(pair)
+        return fitting
 
 
 def needs(larger_bytes: Floats, limit_bytes: float, most: int) -> Ints:
@@ -64,105 +77,117 @@ def needs(larger_bytes: Floats, limit_bytes: float, most: int) -> Ints:
 
 
 class _Choice:
-    def __init__(self, chains: Chains, need: Ints, value: Floats) -> None:
+    def __init__(self, chains: Chains, need: Ints, value: Floats, served: list[int]) -> None:
         self.chains = chains
         self.need = need  # [pair]
         self.value = value  # [pair]
         self.served: Bools = np.zeros(len(need), dtype=bool)  # [pair]
+        self.served[served] = True
         self.free: Ints = chains.ports.copy()  # [endpoint]; below 0 only while a chain is carried out
-        self.wide = int(min(WIDEST, need.max()))
+        np.subtract.at(self.free, chains.ends[served], need[served, None])
+        self.wide = int(min(WIDEST, need.max() + 1))  # of the tables; who asks for more asks in vain
         self.side_need: Ints = need[chains.pair]
         self.side_value: Floats = value[chains.pair]
-
-    def put(self, pair: int, served: bool) -> None:
-        self.served[pair] = served
-        self.free[self.chains.ends[pair]] -= self.need[pair] if served else -self.need[pair]
+        self.touched: Bools = np.zeros(len(need), dtype=bool)  # [pair], by the chain that is carried out
+        self.step_cost = STEP_COST * float(value.mean())
 
     def improve(self) -> bool:
+        """Carry out some of the chains that gain the most. False where none does."""
         self._look()
-        chains, wide = self.chains, self.wide
-        gain = np.where(self.served | (self.need > wide), NEVER, self.value)
-        capped = np.minimum(self.need, wide)
-        gain += self.room[chains.ends[:, 0], capped] + self.room[chains.ends[:, 1], capped]
+        chains = self.chains
+        capped = np.minimum(self.need, self.wide + 1)
+        gain = self.value + self.room[chains.ends[:, 0], capped] + self.room[chains.ends[:, 1], capped]
+        gain[self.served] = NEVER
         count = min(TRIED, len(gain))
         first = np.argpartition(-gain, count - 1)[:count]
         first = first[np.lexsort((first, -gain[first]))]
         better = False
         for pair in first[gain[first] > LEAST_GAIN].tolist():
-            if self.chains.work > 0 and not self.served[pair]:
-                better |= self._carried_out(pair)
+            if chains.work > 0 and not self.served[pair]:
+                better |= self._carry_out(pair)
         return better
 
     def _look(self) -> None:
-        """`room` [endpoint, ports]: the most that giving up so many ports leaves, 0 or less where they are taken from
-        others; `refill` [endpoint, ports]: the most that can be gained with so many ports."""
+        """`room` [endpoint, ports]: what it costs, as 0 or less, to come by so many ports; more than `wide`: never.
+        `refill` [endpoint, ports]: the most that can be gained with so many."""
         chains, wide, need, value = self.chains, self.wide, self.side_need, self.side_value
         head, tail, starts = chains.head, chains.tail, chains.starts
         served = self.served[chains.pair]
-        puttable = ~served & (need <= wide)
-        capped = np.minimum(need, wide)
+        capped = np.minimum(need, wide + 1)
         given = np.minimum(wide, self.free[head] + need)  # ports at the other end once the pair is taken out
-        there = self.free[:, None] >= np.arange(wide + 1)
+        there = self.free[:, None] >= np.arange(wide + 2)
+        there[:, wide + 1] = False
         room = np.where(there, 0.0, NEVER)
         refill = np.zeros_like(room)
         for _ in range(LAYERS):
-            put = np.where(puttable, value + room[head, capped], NEVER)
+            put = np.where(served, NEVER, value + room[head, capped])
             for ports in range(1, wide + 1):
-                most = np.maximum.reduceat(put if ports == wide else np.where(need <= ports, put, NEVER), starts)
+                most = np.maximum.reduceat(np.where(need <= ports, put, NEVER), starts)
                 refill[:, ports] = np.maximum(0.0, most)
-            taken = np.where(served, refill[head, given] - value, NEVER)
+            taken = np.where(served, refill[head, given] - value - self.step_cost, NEVER)
             deeper = room.copy()
             for ports in range(1, wide + 1):
                 rest = room[tail, np.maximum(ports - need, 0)]
                 deeper[:, ports] = np.maximum.reduceat(taken + rest, starts)
             room = np.where(there, 0.0, deeper)
         self.room, self.refill, self.free_then = room, refill, self.free.copy()
-        chains.work -= LAYERS * (wide + 2) * 2 * len(head)
+        chains.work -= LOOK_WORK * wide + LAYERS * (wide + 2) * 2 * len(head)
 
-    def _carried_out(self, pair: int) -> bool:
+    def _carry_out(self, pair: int) -> bool:
         """Put the pair in along the best chain, if that gains."""
-        touched = {pair}
-        self.put(pair, True)
-        done = all(self._clear(int(end), touched, LAYERS) for end in self.chains.ends[pair])
-        moved = np.fromiter(touched, dtype=np.int64)
-        gained = float(np.where(self.served[moved], self.value[moved], -self.value[moved]).sum())
+        self.chain: list[int] = []
+        self._put(pair, True)
+        done = all(self._clear(end, LAYERS) for end in self.chains.end_list[pair])
+        gained = sum(self.value[each] if self.served[each] else -self.value[each] for each in self.chain)
+        self.touched[self.chain] = False
         if done and gained > LEAST_GAIN:
             return True
-        for each in touched:
-            self.put(each, not self.served[each])
+        for each in self.chain:
+            self._count(each, not self.served[each])
         return False
 
-    def _clear(self, end: int, touched: set[int], layers: int) -> bool:
-        """Take pairs out until the endpoint uses no more ports than it has, and put others in where that frees some."""
-        chains, wide = self.chains, self.wide
+    def _put(self, pair: int, served: bool) -> None:
+        self.chain.append(pair)
+        self.touched[pair] = True
+        self._count(pair, served)
+
+    def _count(self, pair: int, served: bool) -> None:
+        self.served[pair] = served
+        need = self.need[pair] if served else -self.need[pair]
+        for end in self.chains.end_list[pair]:
+            self.free[end] -= need
+
+    def _clear(self, end: int, layers: int) -> bool:
+        """Take pairs out until the endpoint uses no more ports than it has; put others in where that frees some.
+        False where that cannot be done."""
+        chains, most = self.chains, self.wide + 1
         sides = slice(chains.starts[end], chains.stops[end])
         pairs, heads, need = chains.pair[sides], chains.head[sides], self.side_need[sides]
         while self.free[end] < 0:
-            chains.work -= STEP_WORK
-            given = np.clip(self.free[heads] + need, 0, wide)
-            rest = np.clip(self.free_then[end] - self.free[end] - need, 0, wide)
-            lost = self.refill[heads, given] + self.room[end, rest] - self.side_value[sides]
-            lost[~self.served[pairs] | np.isin(pairs, list(touched))] = NEVER
+            put = self._put_now(heads, need)
+            refill = np.maximum(0.0, np.maximum.reduceat(put, chains.starts))
+            rest = np.minimum(np.maximum(self.free_then[end] - self.free[end] - need, 0), most)
+            lost = refill[heads] + self.room[end, rest] - self.side_value[sides]
+            lost[~self.served[pairs] | self.touched[pairs]] = NEVER
             out = int(lost.argmax())
             if lost[out] == NEVER:
                 return False
-            touched.add(int(pairs[out]))
-            self.put(int(pairs[out]), False)
-            if layers > 0 and not self._fill(int(heads[out]), touched, layers):
-                return False
+            self._put(int(pairs[out]), False)
+            freed = int(heads[out])
+            if layers > 0 and refill[freed] > 0:
+                side = chains.starts[freed] + int(put[chains.starts[freed] : chains.stops[freed]].argmax())
+                self._put(int(chains.pair[side]), True)
+                if not self._clear(int(chains.head[side]), layers - 1):
+                    return False
         return True
 
-    def _fill(self, end: int, touched: set[int], layers: int) -> bool:
-        """Put in what gains the most at an endpoint with ports. False where that did not work out."""
-        chains, wide = self.chains, self.wide
-        sides = slice(chains.starts[end], chains.stops[end])
-        pairs, heads, need = chains.pair[sides], chains.head[sides], self.side_need[sides]
-        wanted = np.clip(self.free_then[heads] - self.free[heads] + need, 0, wide)
-        gain = self.side_value[sides] + self.room[heads, wanted]
-        gain[self.served[pairs] | (need > min(wide, self.free[end])) | np.isin(pairs, list(touched))] = NEVER
-        best = int(gain.argmax())
-        if gain[best] <= 0:
-            return True
-        touched.add(int(pairs[best]))
-        self.put(int(pairs[best]), True)
-        return self._clear(int(heads[best]), touched, layers - 1)
+    def _put_now(self, freed: Ints, ports: Ints) -> Floats:
+        """[side] what putting its pair in gains as things are, once its tail, if `freed`, has so many more ports."""
+        chains = self.chains
+        free = self.free.copy()
+        free[freed] += ports
+        wanted = np.minimum((self.free_then - self.free)[chains.head] + self.side_need, self.wide + 1)
+        put: Floats = self.side_value + self.room[chains.head, np.maximum(wanted, 0)]
+        put[(self.served | self.touched)[chains.pair] | (self.side_need > free[chains.tail])] = NEVER
+        chains.work -= STEP_WORK + 8 * len(put)
+        return put

@@ -1,4 +1,4 @@
-"""Deal ports out to pairs one circuit at a time: by bottleneck (Algorithm 3), by how full the ends are, or in turn.
+"""Deal ports out to pairs one circuit at a time: to the bottleneck (Algorithm 3), evenly, or in turn. Pure.
 
 Pairs and endpoints are numbers here: their places in the sorted lists of a `Demanded`.
 """
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 from planner.fabric.model import Pair
+
+LEVELS = 32  # of utilisation that are told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +68,24 @@ def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
     return circuits
 
 
-def emptiest_first(demanded: Demanded) -> list[int]:
-    """The pairs served where of those without a circuit the one with the emptier ends comes first, then the larger
-    (appendix D: a tie-break by utilisation, so that hot endpoints do not take the ports that others depend on)."""
-    ports, larger = demanded.ports, demanded.larger_bytes
-    free = list(ports)
-
-    def rank(pair: int) -> tuple[float, float, int]:
-        a, b = demanded.ends[pair]
-        return 1 - min(free[a] / ports[a], free[b] / ports[b]), -larger[pair], pair
-
-    waiting = [rank(pair) for pair, (a, b) in enumerate(demanded.ends) if ports[a] and ports[b]]
-    heapify(waiting)
-    served = []
-    while waiting:
-        was, _, pair = waiting[0]
-        a, b = demanded.ends[pair]
-        if not (free[a] and free[b]):
-            heappop(waiting)
-        elif (now := rank(pair))[0] != was:  # its ends have filled up meanwhile
-            heapreplace(waiting, now)
-        else:
-            heappop(waiting)
-            free[a] -= 1
-            free[b] -= 1
-            served.append(pair)
+def evenly(demanded: Demanded) -> list[int]:
+    """The pairs served where, of those without a circuit, one whose ends are less used comes before a larger one
+    (appendix D: a tie-break by utilisation, so that hot endpoints do not take the ports that others depend on).
+    Utilisation counts in `LEVELS` steps."""
+    used = [0] * len(demanded.ports)
+    served, waiting = [], demanded.largest_first()
+    for level in range(1, LEVELS + 1):
+        allowed = [-(-ports * level // LEVELS) for ports in demanded.ports]
+        left = []
+        for pair in waiting:
+            a, b = demanded.ends[pair]
+            if used[a] < allowed[a] and used[b] < allowed[b]:
+                used[a] += 1
+                used[b] += 1
+                served.append(pair)
+            elif used[a] < demanded.ports[a] and used[b] < demanded.ports[b]:
+                left.append(pair)
+        waiting = left
     return served
 
 

@@ -7,18 +7,17 @@ first, whatever they keep out. Here that choice is improved, under the limit of 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.fabric.chains import Chains
-from planner.fabric.greedy import Demanded, emptiest_first, spend
+from planner.fabric.greedy import Demanded, evenly, spend
 
 LOWER = (0.5, 0.8, 0.95, 1.0)  # of the slowest pair's bytes per circuit: what is tried as a limit below it
-WORK = 4_000_000  # elements of arrays gone through, in all
+WORK = 8_000_000  # elements of arrays gone through, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +47,60 @@ class Score:
         return self.pairs, -self.slowest_bytes, self.total_bytes
 
 
-def reselect(demanded: Demanded, reference: Mapping[int, int], *, bytes_first: bool = False) -> Mapping[int, int]:
-    """Circuits of each pair that is served: those of `reference`, or better ones that are in no way worse."""
-    search = _Search(demanded, reference, bytes_first)
-    search.from_the_reference()
-    search.below()
-    return search.best
+def reselect(demanded: Demanded, reference: Mapping[int, int]) -> Mapping[int, int]:
+    """Circuits of each pair that is served: those of `reference`, or better ones that are in no way worse: the most
+    pairs, then the fewest seconds, then the most bytes."""
+    return _Search(demanded, reference, reference, bytes_first=False).searched()
+
+
+def most_bytes(demanded: Demanded, reference: Mapping[int, int], known: Mapping[int, int]) -> Mapping[int, int]:
+    """No fewer bytes than those of `known`, which is in no way worse than `reference`; nor is what is found."""
+    return _Search(demanded, reference, known, bytes_first=True).searched()
 
 
 class _Search:
-    def __init__(self, demanded: Demanded, reference: Mapping[int, int], bytes_first: bool) -> None:
+    def __init__(
+        self, demanded: Demanded, reference: Mapping[int, int], known: Mapping[int, int], bytes_first: bool
+    ) -> None:
         self.demanded = demanded
         self.bytes_first = bytes_first
-        self.best = reference
-        self.score = self.least = Score.of(demanded, reference)
+        self.least = Score.of(demanded, reference)
+        self.best, self.score = known, Score.of(demanded, known)
         self.chains = Chains(demanded, WORK)
         share = np.asarray(demanded.total_bytes) / math.fsum(demanded.total_bytes)
         few = 1.0 / max(1, len(share))
-        # What a pair counts for: pairs first, then bytes; bytes first, then pairs; both.
-        self.values = [1.0 + share, share + 1e-6 * few, few + share]
+        # What a pair counts for: pairs before bytes, both, bytes before pairs.
+        self.values = [1.0 + share, few + share, 1e-6 * few + share]
 
-    def from_the_reference(self) -> None:
-        limit = self.least.slowest_bytes
-        for start in (list(self.best), emptiest_first(self.demanded)):
-            for value in self.values:
-                self._try(limit, start, value)
-
-    def below(self) -> None:
-        """Limits below the slowest pair of the best one, until none of them can be kept."""
+    def searched(self) -> Mapping[int, int]:
+        self._try(self.least.slowest_bytes, list(self.best))
+        if self.bytes_first:
+            self._try(self.least.slowest_bytes, evenly(self.demanded))
         better = True
-        while better and self.score.slowest_bytes > 0:
+        while better and self.score.slowest_bytes > 0:  # limits below the best one's, until none of them can be kept
             better = any(self._below(fraction * self.score.slowest_bytes) for fraction in LOWER)
+        return self.best
 
     def _below(self, limit: float) -> bool:
         limit = min(limit, math.nextafter(self.score.slowest_bytes, 0.0))
         largest_first = [pair for pair in self.demanded.largest_first() if pair in self.best]
-        return limit > 0 and any(
-            self._try(limit, start, value) for value in self.values for start in (largest_first, largest_first[::-1])
-        )
+        return any(self._try(limit, start) for start in (largest_first, largest_first[::-1]))
 
-    def _try(self, limit_bytes: float, start: Iterable[int], value: NDArray[np.float64]) -> bool:
-        if self.chains.work <= 0:
-            return False
-        circuits = spend(self.demanded, self.chains.improved(limit_bytes, start, value))
+    def _try(self, limit_bytes: float, start: list[int]) -> bool:
+        """Improve the choice by one value after the other, and by each alone."""
+        better = False
+        refined = start
+        for number, value in enumerate(self.values):
+            if self.chains.work <= 0 or limit_bytes <= 0:
+                break
+            refined = self.chains.improved(limit_bytes, refined, value)
+            better |= self._keep(refined)
+            if number > 0:
+                better |= self._keep(self.chains.improved(limit_bytes, start, value))
+        return better
+
+    def _keep(self, served: list[int]) -> bool:
+        circuits = spend(self.demanded, served)
         score = Score.of(self.demanded, circuits)
         if not score.no_worse(self.least) or score.rank(self.bytes_first) <= self.score.rank(self.bytes_first):
             return False

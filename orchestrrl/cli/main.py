@@ -56,6 +56,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "journal": ("journal",),
     "balance": ("balance",),
     "pauses": ("balancer", "sync", "fabric"),
+    "fabric_slack": ("fabric",),
     "ocs": ("ocs",),
     "fabric_allocate": ("fabric",),
 }

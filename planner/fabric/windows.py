@@ -38,7 +38,7 @@ class HostWindows:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """It is quiet on all ranks. `limiting` names whose promise ends first; `risk`: at most, that any of them is broken."""
+    """It is quiet on all ranks. `limiting`: whose promise ends first. `risk`: at most, that any of them is broken."""
 
     opened_s: float
     until_s: float

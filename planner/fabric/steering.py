@@ -1,0 +1,487 @@
+"""Steer packets onto circuits: from the links that there are to every router's routes, and from routes to routes. Pure.
+
+A router forwards hop by hop, by its own table alone. So that no mixture of tables can loop, every table follows one
+metric: a circuit costs one, and the packet side, where a site has one, costs more than any way over circuits, or as
+much as `packet_hops` says. Every next hop is nearer to the destination than its router. Sending the routes to real
+routers is `orchestrrl/execute/steering.py` and `orchestrrl/route_drivers/`.
+"""
+
+import heapq
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from ipaddress import IPv4Address, IPv4Network
+from itertools import pairwise
+from typing import Self
+
+from planner.fabric.model import EndpointId, OcsId, PortPair
+
+# What Linux takes for a name, less what a shell or a router's own command line would read otherwise: to iproute2 an
+# `if7` that is not there is the interface of index 7.
+INTERFACE = re.compile(r"(?!if[0-9]+$)[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NextHop:
+    """Where a share of the packets goes: out of `interface`, to the router that answers for `gateway` there."""
+
+    gateway: str
+    interface: str
+    weight: int = 1
+
+    def __post_init__(self) -> None:
+        _check_address("gateway", self.gateway)
+        _check_interface(self.interface)
+        if self.weight < 1:
+            raise ValueError(f"weight must be >= 1, got {self.weight}")
+
+    @property
+    def way(self) -> tuple[str, str]:
+        return self.gateway, self.interface
+
+    def __str__(self) -> str:
+        return f"{self.gateway}%{self.interface}*{self.weight}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Route:
+    """One destination and its next hops, in order; their weights have no common divisor. `Route.of` makes them so."""
+
+    prefix: str
+    next_hops: tuple[NextHop, ...]
+
+    def __post_init__(self) -> None:
+        _check_prefix(self.prefix)
+        if not self.next_hops:
+            raise ValueError(f"{self.prefix}: a route needs a next hop, got none")
+        ways = [hop.way for hop in self.next_hops]
+        if ways != sorted(set(ways)):
+            raise ValueError(f"{self.prefix}: next hops must differ and be in order, got {_words(self.next_hops)}")
+        if math.gcd(*(hop.weight for hop in self.next_hops)) != 1:
+            raise ValueError(f"{self.prefix}: weights must have no common divisor, got {_words(self.next_hops)}")
+
+    @classmethod
+    def of(cls, prefix: str, shares: Mapping[tuple[str, str], int | Fraction]) -> Self:
+        """From each way's share, (gateway, interface) -> any number > 0."""
+        if not shares:
+            raise ValueError(f"{prefix}: a route needs a next hop, got none")
+        whole = math.lcm(*(Fraction(share).denominator for share in shares.values()))
+        weights = {way: int(share * whole) for way, share in shares.items()}
+        common = math.gcd(*weights.values()) or 1
+        return cls(prefix, tuple(NextHop(*way, weights[way] // common) for way in sorted(weights)))
+
+    @property
+    def interfaces(self) -> frozenset[str]:
+        return frozenset(hop.interface for hop in self.next_hops)
+
+    def __str__(self) -> str:
+        return f"{self.prefix} via {_words(self.next_hops)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTable:
+    """The routes of one router that are ours, by prefix."""
+
+    routes: Mapping[str, Route] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for prefix, route in self.routes.items():
+            if prefix != route.prefix:
+                raise ValueError(f"the route to {route.prefix} stands under {prefix}")
+
+    @classmethod
+    def of(cls, routes: Iterable[Route]) -> Self:
+        """Raises ValueError where a prefix has two routes."""
+        table: dict[str, Route] = {}
+        for route in sorted(routes):
+            if route.prefix in table:
+                raise ValueError(f"{route.prefix} has two routes: {table[route.prefix]} and {route}")
+            table[route.prefix] = route
+        return cls(table)
+
+    @property
+    def interfaces(self) -> frozenset[str]:
+        return frozenset(interface for route in self.routes.values() for interface in route.interfaces)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteChange:
+    """What a prefix is to have: this route, or, with None, no route of ours."""
+
+    prefix: str
+    route: Route | None
+
+    def __str__(self) -> str:
+        return str(self.route) if self.route else f"{self.prefix} gone"
+
+
+@dataclass(frozen=True, slots=True)
+class PacketSide:
+    """A router's way to the always-on electrical network: its interface, and its own address there."""
+
+    interface: str
+    address: str
+
+    def __post_init__(self) -> None:
+        _check_interface(self.interface)
+        _check_address("address", self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A ToR as packets see it. `address` is its own, answered on every interface (a loopback's); circuits need none."""
+
+    address: str
+    prefixes: tuple[str, ...]  # of the hosts behind it
+    packet_side: PacketSide | None = None
+
+    def __post_init__(self) -> None:
+        _check_address("address", self.address)
+        for prefix in self.prefixes:
+            _check_prefix(prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """All routers that are steered. `packet_hops`: as how many circuits in a row the packet side counts; None: as more
+    than there can be, so that it is taken only where no circuits lead."""
+
+    routers: Mapping[EndpointId, Router]
+    packet_hops: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.packet_hops is not None and self.packet_hops < 1:
+            raise ValueError(f"packet_hops must be >= 1, got {self.packet_hops}")
+        owner: dict[str, EndpointId] = {}
+        for name, router in self.routers.items():
+            side = router.packet_side
+            for mine in (router.address, *((side.address,) if side else ()), *router.prefixes):
+                if mine in owner:
+                    raise ValueError(f"{mine} belongs to two: {owner[mine]} and {name}")
+                owner[mine] = name
+        # A packet for the smaller of two would follow the larger wherever a router has lost the smaller.
+        networks = sorted(IPv4Network(prefix) for router in self.routers.values() for prefix in router.prefixes)
+        for one, other in pairwise(networks):
+            if one.overlaps(other):
+                raise ValueError(f"{one} and {other} overlap")
+
+    @property
+    def packet_cost(self) -> int:
+        return self.packet_hops or len(self.routers)
+
+    def by_address(self) -> dict[str, EndpointId]:
+        """Whose each gateway is."""
+        owner = {router.address: name for name, router in self.routers.items()}
+        return owner | {r.packet_side.address: name for name, r in self.routers.items() if r.packet_side}
+
+    def owners(self) -> dict[str, EndpointId]:
+        """Behind which router each prefix is."""
+        return {prefix: name for name, router in self.routers.items() for prefix in router.prefixes}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Link:
+    """A circuit as its routers know it: an interface of each. The smaller end stands first; `Link.of` sees to it."""
+
+    a: EndpointId
+    b: EndpointId
+    interface_a: str
+    interface_b: str
+
+    def __post_init__(self) -> None:
+        _check_interface(self.interface_a)
+        _check_interface(self.interface_b)
+        if not self.a < self.b:
+            raise ValueError(f"a circuit joins two routers, the smaller first, got {self.a!r} and {self.b!r}")
+
+    @classmethod
+    def of(cls, one: EndpointId, interface_one: str, other: EndpointId, interface_other: str) -> Self:
+        if one > other:
+            one, interface_one, other, interface_other = other, interface_other, one, interface_one
+        return cls(one, other, interface_one, interface_other)
+
+    @property
+    def ends(self) -> tuple[tuple[EndpointId, str], tuple[EndpointId, str]]:
+        return (self.a, self.interface_a), (self.b, self.interface_b)
+
+    def __str__(self) -> str:
+        return f"{self.a}/{self.interface_a}-{self.b}/{self.interface_b}"
+
+
+def links_of(
+    fibres: Mapping[OcsId, Mapping[int, tuple[EndpointId, str]]], cross_connects: Iterable[PortPair]
+) -> tuple[Link, ...]:
+    """The circuits that cross-connects make. `fibres`: which router's interface each port of each switch is fibred to.
+    A cross-connect with a port without a fibre, or with both at one router, makes none."""
+    links = []
+    for cross_connect in cross_connects:
+        ends = [fibres.get(cross_connect.switch, {}).get(port) for port in cross_connect.ports]
+        one, other = ends
+        if one and other and one[0] != other[0]:
+            links.append(Link.of(*one, *other))
+    return tuple(sorted(links))
+
+
+@dataclass(frozen=True, slots=True)
+class Steer:
+    """What every router is to have. `unreachable`: (from, to) that neither circuits nor the packet side join."""
+
+    tables: Mapping[EndpointId, RouteTable]
+    unreachable: tuple[tuple[EndpointId, EndpointId], ...]
+    on_packet_side: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to) whose first hop is the packet side
+
+
+def steer(domain: Domain, links: Collection[Link]) -> Steer:
+    """Routes over these links. A router with several nearest neighbours shares its packets out by how many circuits
+    lead on over each: no more than the fewest on the way, as wide as that way is for this router alone."""
+    _check_links(domain, links)
+    neighbours = _neighbours(domain, links)
+    routes: dict[EndpointId, list[Route]] = {name: [] for name in domain.routers}
+    unreachable: list[tuple[EndpointId, EndpointId]] = []
+    on_packet_side: list[tuple[EndpointId, EndpointId]] = []
+    for destination in sorted(domain.routers):
+        distance = _distances(domain, neighbours, destination)
+        shares = _shares(domain, neighbours, distance, destination)
+        for name in sorted(domain.routers):
+            if name == destination:
+                continue
+            if name not in shares:
+                unreachable.append((name, destination))
+                continue
+            side = domain.routers[name].packet_side
+            if side and any(interface == side.interface for _, interface in shares[name]):
+                on_packet_side.append((name, destination))
+            routes[name] += [Route.of(prefix, shares[name]) for prefix in domain.routers[destination].prefixes]
+    tables = {name: RouteTable.of(routes[name]) for name in domain.routers}
+    return Steer(tables, tuple(unreachable), tuple(on_packet_side))
+
+
+def drain(domain: Domain, links: Collection[Link], going: Collection[Link]) -> Steer:
+    """Routes without the circuits that are about to go, to be in place before they do."""
+    return steer(domain, [link for link in links if link not in set(going)])
+
+
+def fit(table: RouteTable, max_next_hops: int, max_weight: int) -> RouteTable:
+    """The nearest that a router can hold. Rounding goes on from one next hop to the next, so that a neighbour that
+    is to get half as much over two interfaces keeps one of them."""
+    return RouteTable.of(_fit_route(route, max_next_hops, max_weight) for route in table.routes.values())
+
+
+def changes(before: RouteTable, after: RouteTable) -> tuple[RouteChange, ...]:
+    """What makes `after` of `before`, by prefix."""
+    prefixes = sorted({*before.routes, *after.routes})
+    return tuple(
+        RouteChange(prefix, after.routes.get(prefix))
+        for prefix in prefixes
+        if before.routes.get(prefix) != after.routes.get(prefix)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Changes that may be made in any order, and all at once. The next stage waits until these are in place."""
+
+    changes: Mapping[EndpointId, tuple[RouteChange, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """From tables to tables. A packet under way meets old routes, then new ones, and never turns back to old.
+    `lost`: (router, prefix) whose route goes and has no other: these packets are dropped from their stage on.
+    `held`: changes that have to wait for a router that cannot be changed."""
+
+    stages: tuple[Stage, ...]
+    lost: tuple[tuple[EndpointId, str], ...]
+    held: tuple[tuple[EndpointId, str], ...] = ()
+
+
+def update(
+    domain: Domain,
+    before: Mapping[EndpointId, RouteTable],
+    after: Mapping[EndpointId, RouteTable],
+    stuck: Collection[tuple[EndpointId, str]] = (),
+) -> Update:
+    """The order in which no packet loops and none is lost that has a way before and after.
+
+    A route is changed once all those that its packets will meet further on have been: what is changed then leads to
+    the destination over changed routers alone, and what is not yet changed leads as before until it meets one. Routes
+    that have no successor go last. This asks of `before` only that it does not loop. Tables that are not in `before`
+    are taken to be empty. `stuck`: (router, prefix) that cannot be changed; whoever needs them keeps its old route.
+    """
+    levels = _Levels(domain, before, after, frozenset(stuck))
+    by_level: dict[int, dict[EndpointId, list[RouteChange]]] = defaultdict(lambda: defaultdict(list))
+    last: dict[EndpointId, list[RouteChange]] = defaultdict(list)
+    held: list[tuple[EndpointId, str]] = []
+    for name in sorted(after):
+        for change in changes(before.get(name, RouteTable()), after[name]):
+            level = levels.of(name, change.prefix)
+            if level is None or (name, change.prefix) in levels.stuck:
+                held.append((name, change.prefix))
+            elif change.route is None:
+                last[name].append(change)
+            else:
+                by_level[level][name].append(change)
+    ordered = [by_level[level] for level in sorted(by_level)] + ([last] if last else [])
+    stages = tuple(Stage({name: tuple(some) for name, some in stage.items()}) for stage in ordered)
+    lost = tuple((name, change.prefix) for name, some in sorted(last.items()) for change in some)
+    return Update(stages, lost, tuple(held))
+
+
+class _Levels:
+    """How many changes each change has to wait for, one after the other; None: for one that cannot be made."""
+
+    def __init__(
+        self,
+        domain: Domain,
+        before: Mapping[EndpointId, RouteTable],
+        after: Mapping[EndpointId, RouteTable],
+        stuck: frozenset[tuple[EndpointId, str]],
+    ) -> None:
+        self.stuck = stuck
+        self._before = before
+        self._after = after
+        self._by_address = domain.by_address()
+        self._owners = domain.owners()
+        self._known: dict[tuple[EndpointId, str], int | None] = {}
+
+    def of(self, name: EndpointId, prefix: str) -> int | None:
+        key = (name, prefix)
+        if key not in self._known:
+            self._known[key] = self._find(name, prefix)
+        return self._known[key]
+
+    def _find(self, name: EndpointId, prefix: str) -> int | None:
+        if self._owners.get(prefix) == name:
+            return 0
+        after = self._after.get(name, RouteTable()).routes.get(prefix)
+        is_changed = self._before.get(name, RouteTable()).routes.get(prefix) != after
+        if is_changed and (name, prefix) in self.stuck:
+            return None
+        level = 0
+        for gateway in {hop.gateway for hop in after.next_hops} if after else ():
+            if gateway not in self._by_address:
+                raise ValueError(f"{name}: {prefix}: no router has the gateway {gateway}")
+            further = self.of(self._by_address[gateway], prefix)
+            if further is None:
+                return None
+            level = max(level, further)
+        return level + is_changed
+
+
+# circuits[router][neighbour]: the router's interfaces that lead to it.
+_Neighbours = Mapping[EndpointId, Mapping[EndpointId, list[str]]]
+
+
+def _neighbours(domain: Domain, links: Iterable[Link]) -> _Neighbours:
+    found: dict[EndpointId, dict[EndpointId, list[str]]] = {name: {} for name in domain.routers}
+    for link in sorted(links):
+        found[link.a].setdefault(link.b, []).append(link.interface_a)
+        found[link.b].setdefault(link.a, []).append(link.interface_b)
+    return found
+
+
+def _distances(domain: Domain, neighbours: _Neighbours, destination: EndpointId) -> dict[EndpointId, int]:
+    """Of every router that has a way to the destination."""
+    distance: dict[EndpointId, int] = {}
+    reached: list[tuple[int, EndpointId]] = [(0, destination)]
+    is_first_on_packet_side = True
+    while reached:
+        cost, name = heapq.heappop(reached)
+        if name in distance:
+            continue
+        distance[name] = cost
+        for neighbour in neighbours[name]:
+            if neighbour not in distance:
+                heapq.heappush(reached, (cost + 1, neighbour))
+        if domain.routers[name].packet_side and is_first_on_packet_side:
+            is_first_on_packet_side = False  # all others are one step further than the nearest
+            for other, router in domain.routers.items():
+                if router.packet_side and other not in distance:
+                    heapq.heappush(reached, (cost + domain.packet_cost, other))
+    return distance
+
+
+def _shares(
+    domain: Domain, neighbours: _Neighbours, distance: Mapping[EndpointId, int], destination: EndpointId
+) -> dict[EndpointId, dict[tuple[str, str], int | Fraction]]:
+    """Per router, what each way, (gateway, interface), gets: circuits' worth of packets."""
+    routers = domain.routers
+    width: dict[EndpointId, int | Fraction] = {}
+    shares: dict[EndpointId, dict[tuple[str, str], int | Fraction]] = {}
+    least = min((distance[name] for name in distance if routers[name].packet_side), default=0)
+    exits = [name for name in sorted(distance) if routers[name].packet_side and distance[name] == least]
+    for name in sorted(distance, key=lambda one: (distance[one], one)):
+        if name == destination:
+            continue
+        mine: dict[tuple[str, str], int | Fraction] = {}
+        for neighbour, interfaces in neighbours[name].items():
+            if distance.get(neighbour, math.inf) + 1 == distance[name]:
+                through = min(len(interfaces), width.get(neighbour, len(interfaces)))
+                address = routers[neighbour].address
+                mine |= {(address, interface): Fraction(through) / len(interfaces) for interface in interfaces}
+        side = routers[name].packet_side
+        if side and distance[name] == least + domain.packet_cost:
+            ends = (routers[exit].packet_side for exit in exits)
+            mine |= {(end.address, side.interface): 1 for end in ends if end}
+        shares[name], width[name] = mine, sum(mine.values())
+    return shares
+
+
+def _fit_route(route: Route, max_next_hops: int, max_weight: int) -> Route:
+    hops = sorted(sorted(route.next_hops, key=lambda hop: -hop.weight)[:max_next_hops])
+    largest = max(hop.weight for hop in hops)
+    if largest <= max_weight:
+        return Route.of(route.prefix, {hop.way: hop.weight for hop in hops})
+    fitted: dict[tuple[str, str], int | Fraction] = {}
+    total, given = Fraction(0), 0
+    for hop in hops:
+        total += Fraction(hop.weight * max_weight, largest)
+        weight = math.floor(total + Fraction(1, 2)) - given
+        given += weight
+        if weight:
+            fitted[hop.way] = weight
+    return Route.of(route.prefix, fitted)
+
+
+def _check_links(domain: Domain, links: Iterable[Link]) -> None:
+    used: dict[tuple[EndpointId, str], Link] = {}
+    for link in links:
+        for end in link.ends:
+            name, interface = end
+            if name not in domain.routers:
+                raise ValueError(f"{link}: {name} is not a router that is steered")
+            side = domain.routers[name].packet_side
+            if side and side.interface == interface:
+                raise ValueError(f"{link}: {interface} is the packet side of {name}")
+            if used.setdefault(end, link) != link:
+                raise ValueError(f"{interface} of {name} is in two circuits: {used[end]} and {link}")
+
+
+def _check_address(name: str, address: str) -> None:
+    try:
+        normal = str(IPv4Address(address))
+    except ValueError as error:
+        raise ValueError(f"{name} must be an IPv4 address, got {address!r}") from error
+    if normal != address:
+        raise ValueError(f"{name} must be written as {normal}, got {address!r}")
+
+
+def _check_prefix(prefix: str) -> None:
+    try:
+        normal = str(IPv4Network(prefix))
+    except ValueError as error:
+        raise ValueError(f"a prefix must be an IPv4 network, as 10.0.2.0/24, got {prefix!r}") from error
+    if normal != prefix:
+        raise ValueError(f"a prefix must be written as {normal}, got {prefix!r}")
+
+
+def _check_interface(interface: str) -> None:
+    if not INTERFACE.fullmatch(interface):
+        raise ValueError(f"an interface must match {INTERFACE.pattern}, got {interface!r}")
+
+
+def _words(hops: Iterable[NextHop]) -> str:
+    return " ".join(map(str, hops))

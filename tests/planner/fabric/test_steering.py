@@ -1,0 +1,314 @@
+"""Routes over circuits, judged by walking packets over them: none loops, and none is lost that has a way."""
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.fabric.model import EndpointId, OcsId, PortPair
+from planner.fabric.steering import (
+    Domain,
+    Link,
+    NextHop,
+    PacketSide,
+    Route,
+    RouteChange,
+    Router,
+    RouteTable,
+    Stage,
+    changes,
+    drain,
+    fit,
+    links_of,
+    steer,
+    update,
+)
+
+Tables = Mapping[EndpointId, RouteTable]
+
+
+def tor(number: int) -> EndpointId:
+    return EndpointId(f"tor{number}")
+
+
+def domain(count: int, with_packet_side: Collection[int] = (), packet_hops: int | None = None) -> Domain:
+    routers = {
+        tor(n): Router(
+            f"192.0.2.{n}",
+            (f"10.0.{n}.0/24",),
+            PacketSide("eth0", f"198.51.100.{n}") if n in with_packet_side else None,
+        )
+        for n in range(1, count + 1)
+    }
+    return Domain(routers, packet_hops)
+
+
+def wire(counts: Mapping[tuple[int, int], int]) -> list[Link]:
+    """So many circuits between two routers each; interfaces are numbered from 1 at every router."""
+    ports: defaultdict[int, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+    return [
+        Link.of(tor(a), f"swp{next(ports[a])}", tor(b), f"swp{next(ports[b])}")
+        for (a, b), count in counts.items()
+        for _ in range(count)
+    ]
+
+
+def walks(where: Domain, links: Collection[Link], tables: Tables, start: EndpointId, to: EndpointId) -> set[str]:
+    """How packets may end, whatever next hop each router picks: "there", "lost" or "loop"."""
+    far_end = {(name, interface): other for link in links for (name, interface), (other, _) in _both(link)}
+    prefix = where.routers[to].prefixes[0]
+    ends = set()
+    on_way = [(start, frozenset([start]))]
+    while on_way:
+        at, seen = on_way.pop()
+        if at == to:
+            ends.add("there")
+            continue
+        route = tables[at].routes.get(prefix)
+        if route is None:
+            ends.add("lost")
+            continue
+        for hop in route.next_hops:
+            side = where.routers[at].packet_side
+            if side and hop.interface == side.interface:
+                further = where.by_address()[hop.gateway]
+            elif where.by_address()[hop.gateway] == far_end.get((at, hop.interface)):
+                further = far_end[at, hop.interface]
+            else:
+                ends.add("lost")
+                continue
+            if further in seen:
+                ends.add("loop")
+            else:
+                on_way.append((further, seen | {further}))
+    return ends
+
+
+def _both(link: Link) -> list[tuple[tuple[EndpointId, str], tuple[EndpointId, str]]]:
+    a, b = link.ends
+    return [(a, b), (b, a)]
+
+
+@st.composite
+def domains(draw: st.DrawFn) -> Domain:
+    count = draw(st.integers(2, 6))
+    sides = draw(st.sets(st.integers(1, count)))
+    return domain(count, sides, draw(st.sampled_from([None, 1, 2])))
+
+
+@st.composite
+def wired(draw: st.DrawFn, where: Domain) -> list[Link]:
+    pairs = list(itertools.combinations(range(1, len(where.routers) + 1), 2))
+    return wire(dict(zip(pairs, draw(st.tuples(*(st.integers(0, 2) for _ in pairs))), strict=True)))
+
+
+def hops_to(where: Domain, links: Collection[Link], to: EndpointId) -> dict[EndpointId, int]:
+    """By relaxing every edge again and again: nothing of the code under test."""
+    edges = {(link.a, link.b): 1 for link in links}
+    for a, b in itertools.combinations(sorted(where.routers), 2):
+        if where.routers[a].packet_side and where.routers[b].packet_side:
+            edges.setdefault((a, b), where.packet_cost)
+    cost = {to: 0}
+    for _ in where.routers:
+        for (a, b), step in edges.items():
+            for one, other in ((a, b), (b, a)):
+                if other in cost:
+                    cost[one] = min(cost.get(one, 10**6), cost[other] + step)
+    return cost
+
+
+@given(st.data())
+def test_packets_arrive_wherever_there_is_a_way_and_by_a_shortest_one(data: st.DataObject) -> None:
+    where = data.draw(domains())
+    links = data.draw(wired(where))
+    found = steer(where, links)
+    for to in where.routers:
+        cost = hops_to(where, links, to)
+        for start in where.routers:
+            expected = {"there"} if start in cost else {"lost"}
+            assert walks(where, links, found.tables, start, to) == expected
+            assert ((start, to) in found.unreachable) is (start not in cost)
+            route = found.tables[start].routes.get(where.routers[to].prefixes[0])
+            for hop in route.next_hops if route else ():
+                further = where.by_address()[hop.gateway]
+                is_side = hop.interface == "eth0"
+                assert cost[further] + (where.packet_cost if is_side else 1) == cost[start]
+
+
+def test_weights_follow_the_number_of_circuits() -> None:
+    # From 1 to 4: over 2, which has one circuit onwards, and over 3, which has three; two circuits lead to each.
+    where = domain(4)
+    links = wire({(1, 2): 2, (1, 3): 2, (2, 4): 1, (3, 4): 3})
+    route = steer(where, links).tables[tor(1)].routes["10.0.4.0/24"]
+    assert route.next_hops == (
+        NextHop("192.0.2.2", "swp1", 1),
+        NextHop("192.0.2.2", "swp2", 1),
+        NextHop("192.0.2.3", "swp3", 2),
+        NextHop("192.0.2.3", "swp4", 2),
+    )
+    direct = steer(where, links).tables[tor(4)].routes["10.0.3.0/24"]
+    assert [(hop.interface, hop.weight) for hop in direct.next_hops] == [("swp2", 1), ("swp3", 1), ("swp4", 1)]
+
+
+def test_the_packet_side_serves_who_has_no_circuit() -> None:
+    where = domain(3, {1, 2, 3})
+    found = steer(where, wire({(1, 2): 1}))
+    assert found.tables[tor(1)].routes["10.0.2.0/24"].next_hops == (NextHop("192.0.2.2", "swp1"),)
+    assert found.tables[tor(1)].routes["10.0.3.0/24"].next_hops == (NextHop("198.51.100.3", "eth0"),)
+    assert found.on_packet_side == tuple((tor(a), tor(b)) for a, b in ((3, 1), (3, 2), (1, 3), (2, 3)))
+    assert found.unreachable == ()
+
+
+def test_circuits_beyond_the_limit_of_hops_give_way_to_the_packet_side() -> None:
+    chain = wire({(1, 2): 1, (2, 3): 1, (3, 4): 1})
+    for packet_hops, interface in ((None, "swp1"), (2, "eth0")):
+        route = steer(domain(4, {1, 4}, packet_hops), chain).tables[tor(1)].routes["10.0.4.0/24"]
+        assert route.interfaces == {interface}
+
+
+@given(st.data())
+def test_no_point_of_an_update_loops_or_loses_packets(data: st.DataObject) -> None:
+    where = data.draw(domains())
+    old, new = data.draw(wired(where)), data.draw(wired(where))
+    shared = [link for link in old if link in new]
+    # As `drain` and `steer` are used: circuits go after the routes have left them, and come before they are routed.
+    for before_links, after_links, live in ((old, shared, old), (shared, new, new)):
+        before, after = steer(where, before_links), steer(where, after_links)
+        plan = update(where, before.tables, after.tables)
+        both = {
+            (a, b)
+            for a, b in itertools.permutations(where.routers, 2)
+            if (a, b) not in before.unreachable and (a, b) not in after.unreachable
+        }
+        assert not plan.held
+        final = check_every_point(where, live, before.tables, plan.stages, both, data.draw(st.randoms()))
+        assert final == after.tables
+        lost = {(name, where.owners()[prefix]) for name, prefix in plan.lost}
+        assert lost == set(after.unreachable) - set(before.unreachable)
+
+
+@given(st.data())
+def test_routers_that_fail_never_make_packets_loop(data: st.DataObject) -> None:
+    where = data.draw(domains())
+    links = data.draw(wired(where))
+    going = [link for link in links if data.draw(st.booleans())]
+    before, after = steer(where, links), drain(where, links, going)
+    stuck = {
+        (name, prefix)
+        for name in data.draw(st.sets(st.sampled_from(sorted(where.routers))))
+        for prefix in where.owners()
+    }
+    plan = update(where, before.tables, after.tables, stuck)
+    always = set() if plan.lost else set(itertools.permutations(where.routers, 2)) - set(after.unreachable)
+    final = check_every_point(where, links, before.tables, plan.stages, always, data.draw(st.randoms()))
+    changed = {(name, change.prefix) for name in final for change in changes(final[name], after.tables[name])}
+    assert changed == set(plan.held)
+
+
+def check_every_point(
+    where: Domain,
+    links: Collection[Link],
+    before: Tables,
+    stages: Collection[Stage],
+    served: set[tuple[EndpointId, EndpointId]],
+    rng: random.Random,
+) -> Tables:
+    """Make the changes of each stage one by one, in any order, and walk all packets at each point."""
+    tables = dict(before)
+    for stage in stages:
+        steps = [(name, change) for name, some in stage.changes.items() for change in some]
+        rng.shuffle(steps)
+        for name, change in steps:
+            tables[name] = changed_by(tables[name], change)
+            for a, b in itertools.permutations(where.routers, 2):
+                ends = walks(where, links, tables, a, b)
+                assert "loop" not in ends
+                if (a, b) in served:
+                    assert ends == {"there"}
+    return tables
+
+
+def changed_by(table: RouteTable, change: RouteChange) -> RouteTable:
+    routes = {prefix: route for prefix, route in table.routes.items() if prefix != change.prefix}
+    if change.route:
+        routes[change.prefix] = change.route
+    return RouteTable.of(routes.values())
+
+
+def test_an_update_changes_the_router_next_to_the_destination_first() -> None:
+    where = domain(3)
+    before = steer(where, wire({(1, 3): 1}))
+    after = steer(where, wire({(1, 3): 1, (2, 3): 1, (1, 2): 1}))
+    plan = update(where, before.tables, after.tables)
+    assert [sorted(stage.changes) for stage in plan.stages] == [[tor(1), tor(2), tor(3)]]
+    far = steer(where, wire({(1, 2): 1, (2, 3): 1}))
+    plan = update(where, dict.fromkeys(where.routers, RouteTable()), far.tables)
+    to_3 = [
+        [name for name, some in stage.changes.items() if any(c.prefix == "10.0.3.0/24" for c in some)]
+        for stage in plan.stages
+    ]
+    assert to_3 == [[tor(2)], [tor(1)]]
+
+
+def test_draining_the_last_circuit_of_a_pair_says_who_has_no_way() -> None:
+    where, links = domain(2), wire({(1, 2): 2})
+    assert drain(where, links, links[:1]).unreachable == ()
+    gone = drain(where, links, links)
+    assert gone.unreachable == ((tor(2), tor(1)), (tor(1), tor(2)))
+    plan = update(where, steer(where, links).tables, gone.tables)
+    assert plan.lost == ((tor(1), "10.0.2.0/24"), (tor(2), "10.0.1.0/24"))
+
+
+@given(
+    st.dictionaries(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.integers(1, 1000), min_size=1),
+    st.integers(1, 8),
+    st.integers(1, 16),
+)
+def test_what_a_router_can_hold_is_near_to_what_is_wanted(
+    weights: Mapping[tuple[int, int], int], max_next_hops: int, max_weight: int
+) -> None:
+    route = Route.of("10.0.1.0/24", {(f"192.0.2.{a}", f"swp{b}"): weight for (a, b), weight in weights.items()})
+    table = RouteTable.of([route])
+    fitted = fit(table, max_next_hops, max_weight).routes["10.0.1.0/24"]
+    assert len(fitted.next_hops) <= max_next_hops
+    assert max(hop.weight for hop in fitted.next_hops) <= max_weight
+    assert {hop.way for hop in fitted.next_hops} <= {hop.way for hop in route.next_hops}
+    assert fit(table, 100, 1000) == table
+    assert fit(fit(table, max_next_hops, max_weight), max_next_hops, max_weight).routes["10.0.1.0/24"] == fitted
+
+
+def test_without_weights_a_neighbour_of_half_the_width_keeps_half_its_interfaces() -> None:
+    where = domain(4)
+    table = steer(where, wire({(1, 2): 2, (1, 3): 2, (2, 4): 1, (3, 4): 2})).tables[tor(1)]
+    (route,) = (fit(table, 64, 1).routes["10.0.4.0/24"],)
+    assert [hop.gateway for hop in route.next_hops] == ["192.0.2.2", "192.0.2.3", "192.0.2.3"]
+
+
+def test_cross_connects_become_links_of_the_routers_that_they_join() -> None:
+    ocs = OcsId("ocs1")
+    fibres = {ocs: {1: (tor(2), "swp1"), 2: (tor(1), "swp4"), 3: (tor(1), "swp5")}}
+    found = links_of(fibres, [PortPair(ocs, 1, 2), PortPair(ocs, 2, 3), PortPair(ocs, 3, 9)])
+    assert found == (Link(tor(1), tor(2), "swp4", "swp1"),)
+
+
+def test_values_check_themselves() -> None:
+    for wrong in ("10.0.1.1/24", "10.0.1.0", "fd00::/64", "10.0.1.0/33"):
+        with pytest.raises(ValueError, match="prefix"):
+            Route.of(wrong, {("192.0.2.1", "swp1"): 1})
+    for interface in ("swp 1", "", "-x", "if7", "a;reboot", "x" * 16):
+        with pytest.raises(ValueError, match="interface must match"):
+            NextHop("192.0.2.1", interface)
+    with pytest.raises(ValueError, match="address"):
+        NextHop("tor1", "swp1")
+    with pytest.raises(ValueError, match=r"192\.0\.2\.1 belongs to two"):
+        Domain({tor(1): Router("192.0.2.1", ()), tor(2): Router("192.0.2.1", ())})
+    with pytest.raises(ValueError, match="overlap"):
+        Domain({tor(1): Router("192.0.2.1", ("10.0.0.0/16",)), tor(2): Router("192.0.2.2", ("10.0.1.0/24",))})
+    with pytest.raises(ValueError, match="in two circuits"):
+        steer(domain(3), [Link.of(tor(1), "swp1", tor(2), "swp1"), Link.of(tor(1), "swp1", tor(3), "swp1")])
+    with pytest.raises(ValueError, match="packet side"):
+        steer(domain(2, {1}), [Link.of(tor(1), "eth0", tor(2), "swp1")])

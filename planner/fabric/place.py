@@ -1,0 +1,195 @@
+"""Which switch and which ports carry each circuit: as many circuits as can be, then as few changes as can be.
+
+Both ends of a circuit lie on one switch. Independent parts are placed on their own (`_parts`): by chains of moves
+(place_chains.py), and where these do not reach what is provably best, by an integer program (place_exact.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, port_pair
+from planner.fabric.place_chains import Chains
+from planner.fabric.place_counts import Counting, Layout
+
+CHAIN_WORK = 300  # by circuit and switch, looks at a circuit that might move
+WORK = 1.0  # of the integer program for a part that is too large to be solved as a whole; about seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PlacingProblem:
+    """What is wanted on what is cabled. A current cross-connect of no wanted pair, or on a failed port, goes."""
+
+    cabling: Cabling
+    circuits: Mapping[Pair, int]
+    current: frozenset[PortPair] = frozenset()
+    failed_ports: Mapping[OcsId, frozenset[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for (one, other), count in self.circuits.items():
+            if one >= other:
+                raise ValueError(f"a pair is two endpoints, the smaller id first, got {one!r} and {other!r}")
+            if count < 1:
+                raise ValueError(f"circuits of {one} and {other} must be >= 1, got {count}")
+        used: set[tuple[OcsId, int]] = set()
+        for cross_connect in self.current:
+            for port in cross_connect.ports:
+                if self.cabling.endpoint(cross_connect.switch, port) is None:
+                    raise ValueError(f"port {port} of {cross_connect.switch} has no fibre, got {cross_connect}")
+                if (cross_connect.switch, port) in used:
+                    raise ValueError(f"port {port} of {cross_connect.switch} is used twice, got {cross_connect}")
+                used.add((cross_connect.switch, port))
+
+    def healthy(self, switch: OcsId, port: int) -> bool:
+        return port not in self.failed_ports.get(switch, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The cross-connects that shall be, in order. No placement has more than `bound_circuits`, and none with as many as
+    this one keeps more than `bound_kept`: where both are met, this is the best there is."""
+
+    cross_connects: tuple[PortPair, ...]
+    kept: tuple[PortPair, ...]  # those that are up already
+    unplaced: Mapping[Pair, int]
+    bound_circuits: int
+    bound_kept: int
+
+    @property
+    def proven(self) -> bool:
+        return (len(self.cross_connects), len(self.kept)) == (self.bound_circuits, self.bound_kept)
+
+
+def place(problem: PlacingProblem, work: float = WORK) -> Placed:
+    """As many circuits as can be, then with the fewest cross-connects to remove and to add."""
+    ports = _healthy_ports(problem)
+    up = _worth_keeping(problem)
+    parts = list(_parts(problem, ports, up))
+    everything = sum(part.counting.most_placed() for part in parts) or 1
+    added: list[PortPair] = []
+    kept: list[PortPair] = []
+    unplaced = dict(problem.circuits)
+    bound_circuits = bound_kept = 0
+    for part in parts:
+        layout, most_placed, most_kept = _lay_out(part.counting, work * part.counting.most_placed() / everything)
+        bound_circuits += most_placed
+        bound_kept += most_kept
+        new: list[tuple[Pair, OcsId, int]] = []
+        for pair, row in zip(part.pairs, layout.placed, strict=True):
+            unplaced[pair] -= sum(row)
+            for switch, count in zip(part.switches, row, strict=True):
+                stays = up.get((pair, switch), [])[:count]
+                kept += stays
+                new.append((pair, switch, count - len(stays)))
+                for port in (port for each in stays for port in each.ports):
+                    ports[problem.cabling.ports[switch][port], switch].remove(port)
+        for (one, other), switch, count in new:
+            for _ in range(count):
+                added.append(port_pair(switch, ports[one, switch].pop(0), ports[other, switch].pop(0)))
+    return Placed(
+        tuple(sorted(added + kept)),
+        tuple(sorted(kept)),
+        {pair: count for pair, count in sorted(unplaced.items()) if count},
+        bound_circuits,
+        bound_kept,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Pairs that share no endpoint with those of another part, and the switches that their endpoints have ports on."""
+
+    pairs: tuple[Pair, ...]
+    switches: tuple[OcsId, ...]
+    counting: Counting
+
+
+def _lay_out(counting: Counting, work: float) -> tuple[Layout, int, int]:
+    most_placed, most_kept = counting.most_placed(), counting.most_kept()
+    layout = _chained(counting, gently=True)
+    if layout.total < most_placed:
+        layout = max(layout, _chained(counting, gently=False), key=lambda each: (each.total, each.kept))
+    if (layout.total, layout.kept) == (most_placed, most_kept):
+        return layout, most_placed, most_kept
+    # Imported here since most problems need none of it, and it takes longer to load than they to solve.
+    from planner.fabric.place_exact import Bounds, exchange, settle, small
+
+    bounds = Bounds(most_placed, most_kept)
+    if small(counting):
+        bounds = settle(layout, bounds)
+    else:
+        exchange(layout, bounds, work)
+    return layout, bounds.placed, bounds.kept
+
+
+def _chained(counting: Counting, gently: bool) -> Layout:
+    layout = Layout(counting)
+    chains = Chains(layout, CHAIN_WORK * counting.switches * counting.most_placed())
+    chains.keep()
+    chains.fill(gently)
+    while chains.bring_home():
+        pass
+    return layout
+
+
+def _healthy_ports(problem: PlacingProblem) -> dict[tuple[EndpointId, OcsId], list[int]]:
+    ports: dict[tuple[EndpointId, OcsId], list[int]] = defaultdict(list)
+    for switch, owners in problem.cabling.ports.items():
+        for port, endpoint in sorted(owners.items()):
+            if problem.healthy(switch, port):
+                ports[endpoint, switch].append(port)
+    return ports
+
+
+def _worth_keeping(problem: PlacingProblem) -> dict[tuple[Pair, OcsId], list[PortPair]]:
+    """What is up for wanted pairs on healthy ports."""
+    up: dict[tuple[Pair, OcsId], list[PortPair]] = defaultdict(list)
+    for cross_connect in sorted(problem.current):
+        pair, switch = problem.cabling.ends(cross_connect), cross_connect.switch
+        if pair is None or pair not in problem.circuits:
+            continue
+        if all(problem.healthy(switch, port) for port in cross_connect.ports):
+            up[pair, switch].append(cross_connect)
+    return up
+
+
+def _parts(
+    problem: PlacingProblem,
+    ports: Mapping[tuple[EndpointId, OcsId], list[int]],
+    up: Mapping[tuple[Pair, OcsId], list[PortPair]],
+) -> Iterator[_Part]:
+    """In the order of their first pairs. Pairs without a switch in common are in none."""
+    reach: dict[EndpointId, set[OcsId]] = defaultdict(set)
+    for (endpoint, switch), healthy in ports.items():
+        if healthy:
+            reach[endpoint].add(switch)
+    pairs = [pair for pair in sorted(problem.circuits) if reach[pair[0]] & reach[pair[1]]]
+    root: dict[EndpointId, EndpointId] = {}
+
+    def find(endpoint: EndpointId) -> EndpointId:
+        while (above := root.setdefault(endpoint, endpoint)) != endpoint:
+            root[endpoint] = root[above]
+            endpoint = above
+        return endpoint
+
+    for one, other in pairs:
+        root[find(other)] = find(one)
+    parts: dict[EndpointId, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        parts[find(pair[0])].append(pair)
+    for members in parts.values():
+        endpoints = sorted({endpoint for pair in members for endpoint in pair})
+        switches = sorted(set[OcsId]().union(*(reach[one] & reach[other] for one, other in members)))
+        number = {endpoint: place for place, endpoint in enumerate(endpoints)}
+        yield _Part(
+            tuple(members),
+            tuple(switches),
+            Counting(
+                ends=tuple((number[one], number[other]) for one, other in members),
+                wanted=tuple(problem.circuits[pair] for pair in members),
+                ports=tuple(
+                    tuple(len(ports.get((endpoint, switch), ())) for switch in switches) for endpoint in endpoints
+                ),
+                up=tuple(tuple(len(up.get((pair, switch), ())) for switch in switches) for pair in members),
+            ),
+        )

@@ -1,0 +1,209 @@
+"""Circuits find room by making others move on: chains of moves, each into the port that the next one leaves.
+
+A circuit is put on a switch where one of its ends has no port left; one of that end's other circuits moves to a switch
+where the end has a port, which may be one too many at its far end, and so on until a far end has room. With two
+switches these are the Kempe chains of edge colouring. The chain that gives up fewest kept circuits is looked for first.
+"""
+
+import heapq
+from collections.abc import Iterable
+
+from planner.fabric.place_counts import Layout
+
+NOWHERE = -1
+Move = tuple[int, int, int]  # pair, from switch, to switch; NOWHERE is a circuit that is not placed
+LOSS = 1 << 12  # a kept circuit given up, in moves: always worse than a longer chain
+MOST_LOST = (0, 1, 2, 1 << 20)  # kept circuits that one chain may give up: as few as do, so tried in turn
+
+
+class Chains:
+    """Puts circuits into a layout. `work_left` counts what it looked at, and is the same on every machine."""
+
+    def __init__(self, layout: Layout, work: int) -> None:
+        self.layout = layout
+        self.work_left = work
+        self._most_lost = MOST_LOST[0]
+
+    def keep(self) -> None:
+        """What is up and wanted stays; where more is up than is wanted, the switches on which least else goes on."""
+        layout = self.layout
+        for pair, up in enumerate(layout.counting.up):
+            if not any(up):
+                continue
+            order = sorted(range(len(up)), key=lambda switch: (-up[switch], switch))
+            for switch in order:
+                for _ in range(min(up[switch], layout.missing[pair])):
+                    layout.add(pair, switch)
+
+    def fill(self, gently: bool = True) -> None:
+        """Every missing circuit that fits somewhere, at once or after a chain of moves; `gently`, first those that cost
+        nothing that is kept, which may leave less room for the others."""
+        for pair in sorted(range(len(self.layout.missing)), key=self._narrowness):
+            while self.layout.missing[pair] and self._put(pair):
+                pass
+        for self._most_lost in MOST_LOST if gently else MOST_LOST[-1:]:
+            found = True
+            while found and self.work_left > 0:
+                found = False
+                for pair, missing in enumerate(self.layout.missing):
+                    if missing and self.work_left > 0:
+                        found |= self._insert(pair)
+
+    def bring_home(self) -> bool:
+        """Circuits that could be kept elsewhere move there where that costs no other. Whether any did."""
+        moved = False
+        layout, self._most_lost = self.layout, 0
+        for pair, up in enumerate(layout.counting.up):
+            row = layout.placed[pair]
+            for home, there in enumerate(up):
+                for away in range(len(up)):
+                    if there <= row[home] or self.work_left <= 0:
+                        break
+                    if row[away] > up[away]:
+                        moved |= self._carry(pair, away, home)
+        return moved
+
+    def _narrowness(self, pair: int) -> tuple[int, int]:
+        one, other = self.layout.counting.ends[pair]
+        free = self.layout.free
+        return sum(map(min, free[one], free[other])), pair
+
+    def _put(self, pair: int) -> bool:
+        """One circuit of the pair where both its ends have a port, preferably many."""
+        one, other = (self.layout.free[endpoint] for endpoint in self.layout.counting.ends[pair])
+        best, most = NOWHERE, 0
+        for switch, ports in enumerate(one):
+            if ports > 0 and other[switch] > 0 and ports + other[switch] > most:
+                best, most = switch, ports + other[switch]
+        if best == NOWHERE:
+            return False
+        self.layout.add(pair, best)
+        return True
+
+    def _insert(self, pair: int) -> bool:
+        """One circuit of the pair, on a switch where one end has a port and the other is given one; or both are."""
+        if self._put(pair):
+            return True
+        layout = self.layout
+        one, other = layout.counting.ends[pair]
+        for full, free in ((other, one), (one, other)):
+            starts = [
+                switch
+                for switch, ports in enumerate(layout.free[free])
+                if ports > 0 and layout.counting.ports[full][switch]
+            ]
+            if self._open(pair, NOWHERE, full, starts):
+                return True
+        both = map(min, layout.counting.ports[one], layout.counting.ports[other])
+        return any(some and self._carry_open(pair, NOWHERE, switch) for switch, some in enumerate(both))
+
+    def _open(self, pair: int, source: int, full: int, starts: Iterable[int]) -> bool:
+        """Put a circuit on one of the switches `starts`, where only `full` has no port, and find it one."""
+        chain = self._chain(full, starts, source)
+        return chain is not None and self._apply([(pair, source, chain[0]), *chain[1]], None)
+
+    def _carry(self, pair: int, source: int, target: int) -> bool:
+        """Move a circuit to where it is kept, if that costs no other."""
+        before = self.layout.kept
+        done: list[Move] = []
+        if self._carry_open(pair, source, target, done) and self.layout.kept > before:
+            return True
+        self._undo(done)
+        return False
+
+    def _carry_open(self, pair: int, source: int, target: int, done: list[Move] | None = None) -> bool:
+        """Move a circuit to `target` and find both ends a port there. Undone if it cannot be."""
+        done = [] if done is None else done
+        self._do((pair, source, target), done)
+        for endpoint in self.layout.counting.ends[pair]:
+            if self.layout.free[endpoint][target] >= 0:
+                continue
+            chain = self._chain(endpoint, (target,), NOWHERE)
+            if chain is None or not self._apply(chain[1], done):
+                self._undo(done)
+                return False
+        if min(self.layout.free[endpoint][target] for endpoint in self.layout.counting.ends[pair]) < 0:
+            self._undo(done)
+            return False
+        return True
+
+    def _chain(self, endpoint: int, starts: Iterable[int], vacated: int) -> tuple[int, list[Move]] | None:
+        """The cheapest chain that gives `endpoint` a port on one of `starts`; which one, and the moves in order."""
+        layout = self.layout
+        ends, free, there, ports = layout.counting.ends, layout.free, layout.there, layout.counting.ports
+        queue: list[tuple[int, int, int, int, int]] = []
+        came: dict[tuple[int, int, int], tuple[tuple[int, int, int] | None, Move | None]] = {}
+        cost: dict[tuple[int, int, int], int] = {}
+        pushed = 0
+        for switch in starts:
+            state = (endpoint, switch, vacated)
+            cost[state], came[state] = 0, (None, None)
+            heapq.heappush(queue, (0, pushed, *state))
+            pushed += 1
+        while queue and self.work_left > 0:
+            spent, _, at, full, left = heapq.heappop(queue)
+            state = (at, full, left)
+            if at == NOWHERE:
+                return self._trace(came, state)
+            if cost[state] < spent:
+                continue
+            room = [switch for switch, some in enumerate(free[at]) if some > 0 and switch != full]
+            if left != NOWHERE and left not in room and left != full:
+                room.append(left)
+            for pair in there[at][full]:
+                one, other = ends[pair]
+                far = other if one == at else one
+                for switch in room:
+                    self.work_left -= 1
+                    if not ports[far][switch]:
+                        continue
+                    next_cost = spent + 1 + LOSS * max(0, layout.lost(pair, full, switch))
+                    # Solved where the far end has a port; otherwise it is one short on that switch.
+                    then = (NOWHERE, pair, switch) if free[far][switch] > 0 else (far, switch, full)
+                    if next_cost < min(cost.get(then, 1 << 60), LOSS * (self._most_lost + 1)):
+                        cost[then], came[then] = next_cost, (state, (pair, full, switch))
+                        heapq.heappush(queue, (next_cost, pushed, *then))
+                        pushed += 1
+        return None
+
+    def _trace(
+        self,
+        came: dict[tuple[int, int, int], tuple[tuple[int, int, int] | None, Move | None]],
+        state: tuple[int, int, int],
+    ) -> tuple[int, list[Move]]:
+        moves: list[Move] = []
+        while True:
+            before, move = came[state]
+            if before is None or move is None:
+                return state[1], moves[::-1]
+            moves.append(move)
+            state = before
+
+    def _apply(self, moves: list[Move], done: list[Move] | None) -> bool:
+        """Make the moves. A chain that crosses itself may use a circuit or a port twice: then nothing is changed."""
+        made: list[Move] = []
+        for move in moves:
+            if move[1] != NOWHERE and not self.layout.placed[move[0]][move[1]]:
+                self._undo(made)
+                return False
+            self._do(move, made)
+        for pair, _, target in moves if done is None else moves[1:]:
+            if min(self.layout.free[endpoint][target] for endpoint in self.layout.counting.ends[pair]) < 0:
+                self._undo(made)
+                return False
+        if done is not None:
+            done += made
+        return True
+
+    def _do(self, move: Move, done: list[Move]) -> None:
+        pair, source, target = move
+        if source != NOWHERE:
+            self.layout.take(pair, source)
+        if target != NOWHERE:
+            self.layout.add(pair, target)
+        done.append(move)
+
+    def _undo(self, done: list[Move]) -> None:
+        while done:
+            pair, source, target = done.pop()
+            self._do((pair, target, source), [])

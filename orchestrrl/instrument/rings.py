@@ -6,13 +6,15 @@ library only. Times are `time.monotonic_ns`, the same clock for all processes of
 
     page 0      header words (the constants below), then a JSON object that says who writes
     slots       `capacity` slots of 8 words, the newest overwrite the oldest: sequence s is in s mod capacity
-                sequence + 1 | kind, flags, op | group | bytes | start_ns | end_ns, 0 while it runs | value | thread
+                sequence + 1 | kind, flags, op, thread | group | bytes | start_ns | end_ns, 0 while it runs | value |
+                sequence + 1
     dictionary  append-only lines of JSON: {"op": 3, "name": "all_reduce"}, {"group": 77, "ranks": [0, 2], "name": "1"}
     payloads    a few slots for what a trainer announces: sequence + 1 | length | bytes
 
-A word is stored at once; a slot's sequence is zeroed before the slot is changed and set after, so a reader that finds
-it the same before and after has read one whole event. That stores are seen in their order is what x86 promises; on
-other processors the interpreter's lock, taken and released around each event, stands for it.
+A word is stored at once, and the words of a slot one after the other: a reader that reads the last, then the slot, then
+the first, and finds the same sequence in both, has read one whole event. The state in the header (how many are in
+flight, since when) is framed in the same way. That stores are seen in their order is what x86 promises; on other
+processors it may fail, once in a very long time, for a single reading.
 """
 
 import contextlib
@@ -41,7 +43,7 @@ PAYLOAD_SLOTS = 8
 PAYLOAD_BYTES = 3584
 _PAYLOAD_SLOT_BYTES = 4096
 _PAGE_BYTES = 4096
-_SLOT_WORDS = 8
+_SLOT_BYTES = 64
 _ABOUT_OFFSET = 512
 
 MAGIC = int.from_bytes(b"ORRLRING", "little", signed=True)
@@ -50,11 +52,11 @@ VERSION = 1
 # Header words. First what never changes, then what the writer stores, then what a reader stores.
 _MAGIC, _VERSION, _TOTAL, _CAPACITY, _SLOTS, _DICTIONARY, _DICTIONARY_BYTES, _PAYLOADS, _PAYLOAD_SLOTS = range(9)
 _PID, _PROCESS_START, _PID_NAMESPACE, _CREATED, _ABOUT_BYTES = range(10, 15)
-_STATE_SEQUENCE, _IN_FLIGHT, _CHANGED, _HEAD, _QUEUED, _ITERATION, _RANK, _WORLD_SIZE = range(16, 24)
-_DICTIONARY_USED, _DICTIONARY_DROPPED, _PAYLOAD_HEAD, _LATE_ENDS, _CLOSED, _LAG = range(24, 30)
+_STATE_BEGUN, _IN_FLIGHT, _CHANGED, _STATE_DONE, _HEAD, _QUEUED, _ITERATION, _RANK, _WORLD_SIZE = range(16, 25)
+_DICTIONARY_USED, _DICTIONARY_DROPPED, _PAYLOAD_HEAD, _LATE_ENDS, _CLOSED, _LAG = range(25, 31)
 _ARMED = 32
 
-# What a slot's second word says: kind | flags << 8 | op << 16.
+# What a slot's second word says: kind | flags << 8 | op << 16 | thread << 32.
 COLLECTIVE, MARK = 1, 2
 ASYNCHRONOUS = 1  # issued without waiting for it
 WAIT_ONLY = 2  # its end could not be observed: it is the end of the call that waited for it
@@ -65,8 +67,12 @@ PAYLOAD = 16  # a mark whose value is the number of a payload
 UNKNOWN = -1
 
 _RING = struct.Struct("<QQqQ")  # the datagram: pid, process start, collectives in flight, changed_ns
-_REST = struct.Struct("@7q")
+_STATE = struct.Struct("@4q")
+_STATE_OFFSET = _STATE_BEGUN * 8
 _SLOT = struct.Struct("@8q")
+_pack_slot, _pack_state = _SLOT.pack_into, _STATE.pack_into
+_thread = threading.get_ident
+_THREAD_BITS = 0x7FFFFFFF00  # the lowest say nothing: they are addresses
 _STATE_TRIES = 100  # a writer that was killed in the middle leaves its state unfinished
 
 
@@ -152,13 +158,13 @@ class Writer:
             raise ValueError(f"capacity: must be a power of two of at least 2, got {capacity}")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         slots = _PAGE_BYTES
-        dictionary = slots + capacity * _SLOT_WORDS * 8
+        dictionary = slots + capacity * _SLOT_BYTES
         payloads = dictionary + DICTIONARY_BYTES
         total = payloads + PAYLOAD_SLOTS * _PAYLOAD_SLOT_BYTES
         pid, start = os.getpid(), process_start(os.getpid()) or 0
         self.path = directory / f"{socket.gethostname()}-{pid}-{start}-{secrets.token_hex(4)}{SUFFIX}"
         self._capacity, self._mask, self._clock_ns = capacity, capacity - 1, clock_ns
-        self._slots_at, self._dictionary_at, self._payloads_at = slots // 8, dictionary, payloads
+        self._slots_at, self._dictionary_at, self._payloads_at = slots, dictionary, payloads
         self._doorbell = str(directory / DOORBELL)
         self._identity = (pid, start)
         self._head = self._in_flight = self._queued = self._state = self._payload_head = 0
@@ -221,14 +227,19 @@ class Writer:
         return found
 
     def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """A collective begins. Returns its sequence, for `end`."""
+        """A collective begins. Returns its sequence, for `end`. Written out, as `end` is: this is what tracing costs."""
+        code = COLLECTIVE | flags << 8 | op << 16 | (_thread() & _THREAD_BITS) << 24
         with self._lock:
             now_ns = self._clock_ns()
-            sequence = self._write(COLLECTIVE | flags << 8 | op << 16, group, n_bytes, now_ns, 0, value)
-            self._in_flight += 1
-            self._changed(now_ns)
-            rose = self._in_flight == 1
-        if rose and self._words[_ARMED]:
+            sequence = self._head
+            self._head = number = sequence + 1
+            at = self._slots_at + (sequence & self._mask) * _SLOT_BYTES
+            _pack_slot(self._map, at, number, code, group, n_bytes, now_ns, 0, value, number)
+            self._words[_HEAD] = number
+            self._in_flight = in_flight = self._in_flight + 1
+            self._state = state = self._state + 1
+            _pack_state(self._map, _STATE_OFFSET, state, in_flight, now_ns, state)
+        if in_flight == 1 and self._words[_ARMED]:
             self._ring()
         return sequence
 
@@ -236,17 +247,22 @@ class Writer:
         """The collective of that sequence has ended."""
         with self._lock:
             now_ns = self._clock_ns()
-            self._finish(sequence, now_ns)
-            self._in_flight -= 1
-            self._changed(now_ns)
-            fell = self._in_flight == 0
-        if fell and self._words[_ARMED]:
+            words = self._words
+            at = (self._slots_at + (sequence & self._mask) * _SLOT_BYTES) >> 3
+            if words[at] == sequence + 1:
+                words[at + 5] = now_ns
+            else:
+                words[_LATE_ENDS] += 1
+            self._in_flight = in_flight = self._in_flight - 1
+            self._state = state = self._state + 1
+            _pack_state(self._map, _STATE_OFFSET, state, in_flight, now_ns, state)
+        if in_flight == 0 and self._words[_ARMED]:
             self._ring()
 
     def flag(self, sequence: int, flags: int) -> None:
         """Something more is known of how a collective runs."""
         with self._lock:
-            at = self._slots_at + (sequence & self._mask) * _SLOT_WORDS
+            at = (self._slots_at + (sequence & self._mask) * _SLOT_BYTES) >> 3
             if self._words[at] == sequence + 1:
                 self._words[at + 1] |= flags << 8
 
@@ -263,7 +279,7 @@ class Writer:
     def started(self, sequence: int, start_ns: int) -> None:
         """A device began what was issued to it."""
         with self._lock:
-            at = self._slots_at + (sequence & self._mask) * _SLOT_WORDS
+            at = (self._slots_at + (sequence & self._mask) * _SLOT_BYTES) >> 3
             if self._words[at] == sequence + 1:
                 self._words[at + 4] = start_ns
                 self._words[at + 1] &= ~(QUEUED << 8)
@@ -337,39 +353,42 @@ class Writer:
         """The process stops writing in good order. The file stays for its reader, which removes it."""
         with self._lock:
             self._words[_CLOSED] = 1
-        self.abandon()
+            self._leave()
 
     def abandon(self) -> None:
         """Forget the ring without a word in it: what a forked child does with its parent's."""
         self._lock = threading.RLock()  # a thread that is not there after the fork may hold the other
+        self._leave()
+
+    def _leave(self) -> None:
+        """From now on nobody sees what is written: a collective may end after the recorder."""
+        total = len(self._map)
         self._words.release()
         self._map.close()
         os.close(self._file)
         self._socket.close()
+        self._map = mmap.mmap(-1, total)
+        self._words = memoryview(self._map).cast("q")
 
     def _write(self, code: int, group: int, n_bytes: int, start_ns: int, end_ns: int, value: int) -> int:
-        words = self._words
+        code |= (_thread() & _THREAD_BITS) << 24
         sequence = self._head
-        at = self._slots_at + (sequence & self._mask) * _SLOT_WORDS
-        words[at] = 0
-        _REST.pack_into(self._map, at * 8 + 8, code, group, n_bytes, start_ns, end_ns, value, threading.get_ident())
-        self._head = words[at] = words[_HEAD] = sequence + 1
+        self._head = number = sequence + 1
+        at = self._slots_at + (sequence & self._mask) * _SLOT_BYTES
+        _pack_slot(self._map, at, number, code, group, n_bytes, start_ns, end_ns, value, number)
+        self._words[_HEAD] = number
         return sequence
 
     def _finish(self, sequence: int, end_ns: int) -> None:
-        at = self._slots_at + (sequence & self._mask) * _SLOT_WORDS
+        at = (self._slots_at + (sequence & self._mask) * _SLOT_BYTES) >> 3
         if self._words[at] == sequence + 1:
             self._words[at + 5] = end_ns
         else:
             self._words[_LATE_ENDS] += 1
 
     def _changed(self, now_ns: int) -> None:
-        words = self._words
-        self._state = state = self._state + 2
-        words[_STATE_SEQUENCE] = state - 1
-        words[_IN_FLIGHT] = self._in_flight
-        words[_CHANGED] = now_ns
-        words[_STATE_SEQUENCE] = state
+        self._state = state = self._state + 1
+        _pack_state(self._map, _STATE_OFFSET, state, self._in_flight, now_ns, state)
 
     def _tell(self, entry: Mapping[str, Any]) -> None:
         line = json.dumps(entry).encode() + b"\n"
@@ -511,20 +530,21 @@ class Reader:
     def _state(self) -> tuple[int, int]:
         words = self._words
         for _ in range(_STATE_TRIES):
-            before = words[_STATE_SEQUENCE]
+            done = words[_STATE_DONE]
             state = words[_IN_FLIGHT], words[_CHANGED]
-            if before % 2 == 0 and words[_STATE_SEQUENCE] == before:
+            if words[_STATE_BEGUN] == done:
                 break
         return state
 
     def _slot(self, sequence: int) -> tuple[int, ...] | None:
-        at = self._words[_SLOTS] + sequence % self._capacity * _SLOT_WORDS * 8
+        at = self._words[_SLOTS] + sequence % self._capacity * _SLOT_BYTES
+        last = self._words[at // 8 + 7]
         slot = _SLOT.unpack_from(self._map, at)
-        return slot if slot[0] == self._words[at // 8] == sequence + 1 else None
+        return slot if last == self._words[at // 8] == sequence + 1 else None
 
     def _event(self, sequence: int, slot: tuple[int, ...]) -> Event:
-        _, code, group, n_bytes, start_ns, end_ns, value, thread = slot
-        kind, flags, op = code & 0xFF, code >> 8 & 0xFF, code >> 16
+        _, code, group, n_bytes, start_ns, end_ns, value, _ = slot
+        kind, flags, op, thread = code & 0xFF, code >> 8 & 0xFF, code >> 16 & 0xFFFF, code >> 32
         if op not in self._ops:
             self._learn()
         payload = self._payload(value) if flags & PAYLOAD else None

@@ -1,0 +1,123 @@
+"""Who sends how many bytes to whom in a collective operation, rank by rank. Pure.
+
+Algorithms are those of NCCL: rings in the order in which a group lists its ranks, and its double binary tree.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.fabric.intent import Primitive, Traffic
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# So many transfers at once: an all-to-all among n ranks has n * (n - 1).
+TRANSFERS_AT_ONCE = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """`sent_bytes[i]` go from rank `sources[i]` to rank `destinations[i]`."""
+
+    sources: Ints
+    destinations: Ints
+    sent_bytes: Floats
+
+
+def transfers_of(traffic: Traffic) -> Iterator[Transfers]:
+    """Of all primitives but BROADCAST, which goes along a tree that knows the site.
+
+    With n ranks in a group and S `bytes_per_rank`, each `times`:
+    RING_ALL_REDUCE: S is the rank's buffer; 2(n-1)/n * S to the next.
+    TREE_ALL_REDUCE: S is the rank's buffer; half of it up and down each edge of either tree.
+    ALL_GATHER: S is the rank's shard, n*S is gathered; (n-1)/n of that, (n-1) * S, to the next.
+    REDUCE_SCATTER: S is the rank's buffer, of which it keeps one n-th; (n-1)/n * S to the next.
+    ALL_TO_ALL: S is the rank's buffer, one n-th for each rank, itself included; S/n to each other.
+    PIPELINE: S to the next. RING_EXCHANGE: the same, and from the last to the first.
+    BIPARTITE: S is split evenly over the receivers; `both_ways` brings as much back.
+    """
+    if traffic.primitive is Primitive.BROADCAST:
+        raise ValueError("a broadcast goes along a tree of the site: see planner/fabric/demand.py")
+    message_bytes = traffic.bytes_per_rank * traffic.times
+    if traffic.primitive is Primitive.BIPARTITE:
+        yield from _bipartite(traffic, message_bytes)
+        return
+    for groups in _by_size(traffic.groups):
+        size = groups.shape[1]
+        if size < 2:
+            continue
+        match traffic.primitive:
+            case Primitive.RING_ALL_REDUCE:
+                yield _to_the_next(groups, 2 * (size - 1) / size * message_bytes)
+            case Primitive.ALL_GATHER:
+                yield _to_the_next(groups, (size - 1) * message_bytes)
+            case Primitive.REDUCE_SCATTER:
+                yield _to_the_next(groups, (size - 1) / size * message_bytes)
+            case Primitive.RING_EXCHANGE:
+                yield _to_the_next(groups, message_bytes)
+            case Primitive.PIPELINE:
+                yield _sent(groups[:, :-1], groups[:, 1:], message_bytes)
+            case Primitive.TREE_ALL_REDUCE:
+                children, parents = double_tree(size)
+                yield _sent(groups[:, children], groups[:, parents], message_bytes / 2)
+                yield _sent(groups[:, parents], groups[:, children], message_bytes / 2)
+            case Primitive.ALL_TO_ALL:
+                yield from _crosswise(groups, groups, message_bytes / size)
+
+
+def double_tree(size: int) -> tuple[Ints, Ints]:
+    """Children and their parents in both trees, by place in the group: a binary tree in which every second rank is a
+    leaf, and its mirror image (shifted by one where `size` is odd), so that a leaf of one is inside the other."""
+    ranks = np.arange(1, size, dtype=np.int64)
+    lowest_bit = ranks & -ranks
+    above = (ranks ^ lowest_bit) | (lowest_bit << 1)
+    parents = np.where(above < size, above, ranks ^ lowest_bit)
+    both = np.stack([ranks, parents])
+    mirrored = (both + 1) % size if size % 2 else size - 1 - both
+    children, their_parents = np.concatenate([both, mirrored], axis=1)
+    return children, their_parents
+
+
+def _by_size(groups: Sequence[tuple[int, ...]]) -> Iterator[Ints]:
+    """Groups of one size together, as rows."""
+    sizes: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for group in groups:
+        sizes[len(group)].append(group)
+    for size in sorted(sizes):
+        yield np.array(sizes[size], dtype=np.int64).reshape(len(sizes[size]), size)
+
+
+def _to_the_next(groups: Ints, sent_bytes: float) -> Transfers:
+    return _sent(groups, np.roll(groups, -1, axis=1), sent_bytes)
+
+
+def _sent(sources: Ints, destinations: Ints, sent_bytes: float) -> Transfers:
+    return Transfers(sources.ravel(), destinations.ravel(), np.full(sources.size, sent_bytes))
+
+
+def _crosswise(sources: Ints, destinations: Ints, sent_bytes: float) -> Iterator[Transfers]:
+    """Each of a row of `sources` to each other of the same row of `destinations`."""
+    rows = max(1, TRANSFERS_AT_ONCE // (sources.shape[1] * destinations.shape[1]))
+    for first in range(0, len(sources), rows):
+        some, others = sources[first : first + rows], destinations[first : first + rows]
+        one = np.repeat(some, others.shape[1], axis=1).ravel()
+        other = np.tile(others, (1, some.shape[1])).ravel()
+        apart = one != other
+        yield _sent(one[apart], other[apart], sent_bytes)
+
+
+def _bipartite(traffic: Traffic, message_bytes: float) -> Iterator[Transfers]:
+    shapes: dict[tuple[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
+    for group, receivers in zip(traffic.groups, traffic.receivers, strict=True):
+        if group and receivers:
+            shapes[len(group), len(receivers)].append((group, receivers))
+    for (_, count), both in sorted(shapes.items()):
+        senders = np.array([group for group, _ in both], dtype=np.int64)
+        takers = np.array([receivers for _, receivers in both], dtype=np.int64)
+        yield from _crosswise(senders, takers, message_bytes / count)
+        if traffic.both_ways:
+            yield from _crosswise(takers, senders, message_bytes / count)

@@ -1,0 +1,192 @@
+"""What a plan has to work with: whose each port is, which have failed or are pinned, and what stays as it is. Pure."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.fabric.coupling import lanes_by_core_port, partners, port_owners
+from planner.fabric.masks import Port, failed_ports
+from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, pair_of, port_pair
+from planner.fabric.plan import FabricState
+from planner.fabric.topology import RESPONSES, Lane, Site
+
+
+@dataclass(frozen=True)
+class Ground:
+    """`touched`: the PoDs whose circuits are decided anew; all others keep theirs."""
+
+    site: Site
+    state: FabricState
+    touched: frozenset[EndpointId]
+
+    @cached_property
+    def failed(self) -> frozenset[Port]:
+        return failed_ports(self.site, self.state.failures)
+
+    @cached_property
+    def pinned_ports(self) -> frozenset[Port]:
+        return frozenset((each.switch, port) for each in self.state.pinned for port in each.ports)
+
+    @cached_property
+    def held(self) -> frozenset[Port]:
+        """That nothing new may end at."""
+        return self.failed | self.pinned_ports
+
+    @cached_property
+    def owner(self) -> Mapping[Port, EndpointId]:
+        """ToR or uplink of every port."""
+        return port_owners(self.site)
+
+    @cached_property
+    def lane_at(self) -> Mapping[Port, Lane]:
+        return lanes_by_core_port(self.site)
+
+    @cached_property
+    def up(self) -> Mapping[OcsId, tuple[PortPair, ...]]:
+        """Healthy ones that are up and not in a pin's way, by switch."""
+        return _by_switch(
+            each
+            for each in self.state.current
+            if self._healthy(each) and (each in self.state.pinned or self.pinned_ports.isdisjoint(_ends(each)))
+        )
+
+    @cached_property
+    def up_in_core(self) -> frozenset[PortPair]:
+        return frozenset(each for switch in self.site.core_switches for each in self.up.get(switch.id, ()))
+
+    @cached_property
+    def stays(self) -> Mapping[OcsId, tuple[PortPair, ...]]:
+        """By switch. Pins that can still carry something; and of what is up, that of PoDs that are not touched, that on
+        ports which are kept for another purpose than responses, and that of nobody here."""
+        pinned = {each for each in self.state.pinned if self._healthy(each)}
+        return _by_switch(
+            pinned | {each for of_switch in self.up.values() for each in of_switch if self._is_left_alone(each)}
+        )
+
+    def _is_left_alone(self, cross_connect: PortPair) -> bool:
+        purposes = {self.site.reserved.get(end) for end in _ends(cross_connect)}
+        if purposes != {None}:
+            return len(purposes) == 1 and RESPONSES not in purposes
+        owners = [self.owner[end] for end in _ends(cross_connect) if end in self.owner]
+        return self.touched.isdisjoint(self.site.pod_of[each] for each in owners)
+
+    def of_somebody(self, cross_connect: PortPair) -> bool:
+        return any(end in self.owner for end in _ends(cross_connect))
+
+    def lanes_for(self, purpose: str | None) -> Mapping[EndpointId, tuple[Lane, ...]]:
+        """Of each PoD: healthy ones that are reserved for this (None: for nothing) and that no pin is in the way of."""
+        found: dict[EndpointId, list[Lane]] = defaultdict(list)
+        for lane in self.site.lanes:
+            ends = ((lane.agg, lane.agg_port), (lane.core, lane.core_port))
+            if self.site.reserved.get(ends[1]) == purpose and self.held.isdisjoint(ends):
+                found[self.site.pod_of[lane.uplink]].append(lane)
+        return {pod: tuple(lanes) for pod, lanes in found.items()}
+
+    def _healthy(self, cross_connect: PortPair) -> bool:
+        return self.failed.isdisjoint(_ends(cross_connect))
+
+
+class AggRoom:
+    """The aggregation layer of one PoD while its ports are handed out. What stays has its ports already."""
+
+    def __init__(self, ground: Ground, pod: EndpointId) -> None:
+        switches = ground.site.agg_switches_of[pod]
+        self._tors = ground.site.tor
+        self._owner = ground.owner
+        self._held = ground.held
+        self.up = tuple(each for switch in switches for each in ground.up.get(switch.id, ()))
+        self.stays = tuple(each for switch in switches for each in ground.stays.get(switch.id, ()))
+        self._up_with = partners(self.up)
+        self._stays_with = partners(self.stays)
+        # Ports that nothing is up at come first: taking them changes least.
+        self._free: dict[OcsId, dict[EndpointId, list[int]]] = {
+            switch.id: {
+                endpoint: self._usable(switch.id, ports)
+                for endpoint, ports in sorted(switch.ports.items())
+                if endpoint in ground.site.tor
+            }
+            for switch in switches
+        }
+
+    def _usable(self, switch: OcsId, ports: Iterable[int]) -> list[int]:
+        free = (port for port in ports if (switch, port) not in self._held and (switch, port) not in self._stays_with)
+        return sorted(free, key=lambda port: ((switch, port) in self._up_with, port))
+
+    def lifted_to(self, lane: Lane) -> EndpointId | None:
+        """The ToR that the lane is joined to for good."""
+        return self._tor(lane, self._stays_with)
+
+    def up_to(self, lane: Lane) -> EndpointId | None:
+        """The ToR that the lane is joined to now, if it may stay so."""
+        tor = self._tor(lane, self._up_with)
+        return tor if tor is not None and self._up_with[lane.agg, lane.agg_port] in self._free[lane.agg][tor] else None
+
+    def _tor(self, lane: Lane, joined: Mapping[Port, int]) -> EndpointId | None:
+        end = joined.get((lane.agg, lane.agg_port))
+        owner = None if end is None else self._owner.get((lane.agg, end))
+        return owner if owner in self._tors else None
+
+    def tors(self, lane: Lane) -> list[EndpointId]:
+        """That have a port left where the lane ends."""
+        end = lane.agg, lane.agg_port
+        if end in self._held or end in self._stays_with:
+            return []
+        return [tor for tor, ports in self._free[lane.agg].items() if ports]
+
+    def has(self, lane: Lane, tor: EndpointId) -> bool:
+        return bool(self._free[lane.agg].get(tor))
+
+    def lift(self, lane: Lane, tor: EndpointId) -> PortPair:
+        """Takes the port that is up with the lane, else the first."""
+        ports = self._free[lane.agg][tor]
+        port = self._up_with[lane.agg, lane.agg_port] if self.up_to(lane) == tor else ports[0]
+        ports.remove(port)
+        return port_pair(lane.agg, lane.agg_port, port)
+
+    def take(self, cross_connects: Iterable[PortPair]) -> None:
+        """Ports of ToRs that are used from now on."""
+        for each in cross_connects:
+            for end in _ends(each):
+                self._free[each.switch][self._owner[end]].remove(end[1])
+
+    def ports(self) -> Counter[EndpointId]:
+        """Left to each ToR."""
+        left: Counter[EndpointId] = Counter()
+        for tors in self._free.values():
+            for tor, ports in tors.items():
+                left[tor] += len(ports)
+        return left
+
+    def cabling(self) -> Cabling:
+        """Of the ports that are left."""
+        return Cabling(
+            {
+                switch: {port: tor for tor, ports in tors.items() for port in ports}
+                for switch, tors in self._free.items()
+            }
+        )
+
+    def up_between_tors(self) -> frozenset[PortPair]:
+        """What is up on two ports that are left."""
+        left = {(switch, port) for switch, tors in self._free.items() for ports in tors.values() for port in ports}
+        return frozenset(each for each in self.up if left.issuperset(_ends(each)) and self._ends_differ(each))
+
+    def tors_up(self) -> Counter[Pair]:
+        """Circuits of each pair that are up on ports that are left."""
+        return Counter(pair_of(*(self._owner[end] for end in _ends(each))) for each in self.up_between_tors())
+
+    def _ends_differ(self, cross_connect: PortPair) -> bool:
+        one, other = (self._owner[end] for end in _ends(cross_connect))
+        return one != other
+
+
+def _ends(cross_connect: PortPair) -> tuple[Port, Port]:
+    return (cross_connect.switch, cross_connect.port_a), (cross_connect.switch, cross_connect.port_b)
+
+
+def _by_switch(cross_connects: Iterable[PortPair]) -> Mapping[OcsId, tuple[PortPair, ...]]:
+    found: dict[OcsId, list[PortPair]] = defaultdict(list)
+    for each in sorted(cross_connects):
+        found[each.switch].append(each)
+    return {switch: tuple(of_switch) for switch, of_switch in found.items()}

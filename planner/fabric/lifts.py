@@ -1,0 +1,101 @@
+"""Which ToR each lane that the core uses is lifted to. Pure.
+
+Nothing switches packets between two ToRs that a circuit of the core joins, so its two lanes are chosen together: for
+the pair of ToRs that has the most to say to each other and the least to say it over. ToRs keep to what the allocator
+gave them as long as ports allow.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from planner.fabric.ground import AggRoom
+from planner.fabric.masks import Port
+from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
+from planner.fabric.topology import Lane
+
+
+@dataclass(slots=True)
+class Lifted:
+    core: list[PortPair] = field(default_factory=list)  # that are carried at both ends
+    lifts: list[PortPair] = field(default_factory=list)
+    not_carried: Counter[EndpointId] = field(default_factory=Counter)  # circuits of the core, by the PoD that cannot
+
+
+def lift_all(
+    cross_connects: Iterable[PortPair],
+    lane_at: Mapping[Port, Lane],
+    rooms: Mapping[EndpointId, AggRoom],
+    pod_of: Mapping[EndpointId, EndpointId],
+    budget: Mapping[EndpointId, int],
+    between: Mapping[Pair, Mapping[tuple[EndpointId, EndpointId], float]],
+) -> Lifted:
+    """Takes ports of the rooms. `budget`: lifts of each ToR. `between`: bytes of ToRs, the smaller PoD's first."""
+    work = _Lifting(rooms, dict(budget), between)
+    todo = []
+    for core in sorted(cross_connects):
+        one, other = (lane_at[core.switch, port] for port in core.ports)
+        if pod_of[one.uplink] > pod_of[other.uplink]:
+            one, other = other, one
+        todo.append((core, (pod_of[one.uplink], one), (pod_of[other.uplink], other)))
+    for change in [each for each in todo if not work.keep(*each)]:
+        work.lift(*change)
+    return work.result
+
+
+_End = tuple[EndpointId, Lane]  # a PoD and the lane there
+
+
+class _Lifting:
+    def __init__(
+        self,
+        rooms: Mapping[EndpointId, AggRoom],
+        budget: dict[EndpointId, int],
+        between: Mapping[Pair, Mapping[tuple[EndpointId, EndpointId], float]],
+    ) -> None:
+        self._rooms = rooms
+        self._budget = budget
+        self._between = {pair: sorted(flows.items()) for pair, flows in between.items()}
+        self._circuits: Counter[tuple[EndpointId, EndpointId]] = Counter()  # of ToRs, as in `between`
+        self.result = Lifted()
+
+    def keep(self, core: PortPair, one: _End, other: _End) -> bool:
+        """As it is up now, if that is still wanted."""
+        tors = self._rooms[one[0]].up_to(one[1]), self._rooms[other[0]].up_to(other[1])
+        if tors[0] is None or tors[1] is None or not (self._budget.get(tors[0]) and self._budget.get(tors[1])):
+            return False
+        if (tors[0], tors[1]) not in self._wanted(one[0], other[0]):
+            return False
+        self._take(core, (one, tors[0]), (other, tors[1]))
+        return True
+
+    def lift(self, core: PortPair, one: _End, other: _End) -> None:
+        best, most = None, 0.0
+        for (first, second), sent_bytes in self._between.get(pair_of(one[0], other[0]), ()):
+            share = sent_bytes / (self._circuits[first, second] + 1)
+            if share > most and self._may(one, first) and self._may(other, second):
+                best, most = (first, second), share
+        first_tor, second_tor = best or (self._any(one), self._any(other))
+        if first_tor is None or second_tor is None:
+            self.result.not_carried[one[0]] += first_tor is None
+            self.result.not_carried[other[0]] += second_tor is None
+            return
+        self._take(core, (one, first_tor), (other, second_tor))
+
+    def _wanted(self, one: EndpointId, other: EndpointId) -> frozenset[tuple[EndpointId, EndpointId]]:
+        return frozenset(tors for tors, _ in self._between.get(pair_of(one, other), ()))
+
+    def _may(self, end: _End, tor: EndpointId) -> bool:
+        return self._budget.get(tor, 0) > 0 and self._rooms[end[0]].has(end[1], tor)
+
+    def _any(self, end: _End) -> EndpointId | None:
+        """The ToR there with the most lifts to go, or else any with a port left."""
+        tors = self._rooms[end[0]].tors(end[1])
+        return max(tors, key=lambda tor: (self._budget.get(tor, 0), tor), default=None)
+
+    def _take(self, core: PortPair, *ends: tuple[_End, EndpointId]) -> None:
+        self.result.core.append(core)
+        for (pod, lane), tor in ends:
+            self.result.lifts.append(self._rooms[pod].lift(lane, tor))
+            self._budget[tor] = self._budget.get(tor, 0) - 1
+        self._circuits[ends[0][1], ends[1][1]] += 1

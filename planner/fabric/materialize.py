@@ -1,0 +1,232 @@
+"""From an intent to circuits on every switch, or to a reason for keeping those that are up. Pure; Algorithm 2 (section
+5.3) of the paper. Committing a plan is `orchestrrl/execute/circuits.py`.
+
+A plan is for the PoDs that its stage touches and that the intent has ranks in; all others keep what is up there, and
+circuits of the core between two of those stay as well. `FabricPlan.cross_connects` is the whole site's. Order of claims
+on ports: pins, the reserved slice, lanes of the core with their lifts, ToR to ToR, what is left over.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from planner.fabric.allocate import BITS_PER_BYTE
+from planner.fabric.coupling import check_coupling
+from planner.fabric.demand import GENERAL, Flows, flows_of
+from planner.fabric.ground import AggRoom, Ground
+from planner.fabric.intent import Intent
+from planner.fabric.lifts import Lifted, lift_all
+from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
+from planner.fabric.place import Placed, PlacingProblem, place
+from planner.fabric.plan import Directed, FabricPlan, FabricState, TierPlan
+from planner.fabric.reserved_slice import Slice, lift_any, place_in_core, reserve
+from planner.fabric.sizing import Wanted, size, spread, wanted_of
+from planner.fabric.templates import Spare, Template, template_of
+from planner.fabric.topology import RESPONSES, Site, Switch
+from planner.model import Hold
+
+
+def materialize(site: Site, intent: Intent, state: FabricState, template: Template | None = None) -> FabricPlan | Hold:
+    """`template` None: that of the intent. Holds: `nobody_placed`, `infeasible`."""
+    template = template or template_of(intent)
+    flows = flows_of(intent, site, state.failures)
+    touched = frozenset(pod for pod in flows.pods if site.pod[pod].role in template.touched)
+    if not touched:
+        return Hold("nobody_placed", f"{intent.period}: no rank is in a PoD that stage {intent.stage} touches")
+    plan = _Draft(site, intent, state, template, flows, touched).plan()
+    faults = validate(site, state, plan.cross_connects)
+    return Hold("infeasible", "; ".join(faults)) if faults else plan
+
+
+def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair]) -> tuple[str, ...]:
+    """Why these cannot be committed under this state: the final check of section 5.3. Empty: they can."""
+    ground = Ground(site, state, frozenset(site.pod))
+    wanted = frozenset(cross_connects)
+    ends = Counter((each.switch, port) for each in wanted for port in each.ports)
+    faults = [f"port {port} of {switch} is used {count} times" for (switch, port), count in ends.items() if count > 1]
+    faults += [f"port {port} of {switch} has failed" for switch, port in ends.keys() & ground.failed]
+    for each in wanted - state.current:
+        faults += [
+            f"{each}: port {port} has no fibre" for port in each.ports if (each.switch, port) not in ground.owner
+        ]
+    for each in wanted - state.pinned:
+        ports = [(each.switch, port) for port in each.ports]
+        faults += [f"{each}: port {port} is pinned" for switch, port in ports if (switch, port) in ground.pinned_ports]
+        purposes = sorted({site.reserved.get(port, "nothing") for port in ports})
+        if len(purposes) > 1:
+            faults.append(f"{each}: its ports are kept for {' and for '.join(purposes)}")
+    return (*sorted(faults), *check_coupling(site, wanted))
+
+
+class _Draft:
+    """One plan in the making: each step takes ports from the rooms of the PoDs."""
+
+    def __init__(
+        self,
+        site: Site,
+        intent: Intent,
+        state: FabricState,
+        template: Template,
+        flows: Flows,
+        touched: frozenset[EndpointId],
+    ) -> None:
+        self._site = site
+        self._intent = intent
+        self._template = template
+        self._flows = flows
+        self._touched = touched
+        self._ground = Ground(site, state, touched)
+        self._state = state
+        self._notes = list(flows.notes)
+        self._rooms = {pod.id: AggRoom(self._ground, pod.id) for pod in site.pods}
+
+    def plan(self) -> FabricPlan:
+        site, ground = self._site, self._ground
+        eligible = self._template.core_pairs(site.pod[pod] for pod in self._touched)
+        wanted = wanted_of(site, self._touched, eligible, self._flows.tors.get(GENERAL, {}))
+        self._note_left_out(wanted)
+        kept_core, kept_lifts = self._what_stays_in_core()
+        responses = reserve(ground, self._rooms)
+        self._notes += responses.notes
+        lanes = {pod: own for pod, own in ground.lanes_for(None).items() if pod in self._touched}
+        lanes_count = {pod: len(own) for pod, own in lanes.items()}
+        sizes = size(site, self._template, wanted, lanes_count, {pod: self._rooms[pod].ports() for pod in wanted.tors})
+        placed = place_in_core(ground, lanes, sizes.core)
+        lifted = lift_all(placed.cross_connects, ground.lane_at, self._rooms, site.pod_of, sizes.lifts, wanted.between)
+        self._note_not_carried(lifted)
+        agg = {pod: self._in_pod(pod, sizes.tors[pod]) for pod in wanted.tors}
+        cross_connects = frozenset(
+            {each for room in self._rooms.values() for each in room.stays}
+            | {*kept_core, *responses.core, *lifted.core}
+            | {*kept_lifts, *responses.lifts, *lifted.lifts}
+            | {each for placed_in_pod, _ in agg.values() for each in placed_in_pod}
+        )
+        general = frozenset(lifted.core), frozenset(lifted.lifts)
+        tiers = (
+            *(self._agg_tier(pod, cross_connects, wanted, general[1], unplaced) for pod, (_, unplaced) in agg.items()),
+            self._core_tier(cross_connects, wanted, responses, general[0], placed.unplaced),
+        )
+        return FabricPlan(
+            period=self._intent.period,
+            stage=self._intent.stage,
+            tiers=tiers,
+            cross_connects=cross_connects,
+            kept=cross_connects & self._state.current,
+            completion_s=max(tier.completion_s for tier in tiers),
+            notes=tuple(self._notes),
+        )
+
+    def _what_stays_in_core(self) -> tuple[list[PortPair], tuple[PortPair, ...]]:
+        """Of what stays there, that which both ends can carry, and its lifts."""
+        in_core = [each for switch in self._site.core_switches for each in self._ground.stays.get(switch.id, ())]
+        foreign = [each for each in in_core if not self._ground.of_somebody(each)]
+        core, lifts, notes = lift_any(self._ground, self._rooms, filter(self._ground.of_somebody, in_core))
+        self._notes += notes
+        return [*foreign, *core], lifts
+
+    def _in_pod(self, pod: EndpointId, circuits: Mapping[Pair, int]) -> tuple[frozenset[PortPair], Mapping[Pair, int]]:
+        """From ToR to ToR: as allotted, then what becomes of ports left over; and what was allotted but found none."""
+        room = self._rooms[pod]
+        placed = self._place(room, circuits)
+        if self._template.spare is Spare.SPREAD:
+            left = self._place(room, spread(self._site.link_gbps, room.ports(), room.tors_up()))
+            spare = frozenset(left.cross_connects)
+        else:
+            spare = room.up_between_tors()
+            room.take(spare)
+        return spare.union(placed.cross_connects), placed.unplaced
+
+    @staticmethod
+    def _place(room: AggRoom, circuits: Mapping[Pair, int]) -> Placed:
+        placed = place(PlacingProblem(room.cabling(), circuits, room.up_between_tors()))
+        room.take(placed.cross_connects)
+        return placed
+
+    def _agg_tier(
+        self,
+        pod: EndpointId,
+        cross_connects: frozenset[PortPair],
+        wanted: Wanted,
+        general_lifts: frozenset[PortPair],
+        unplaced: Mapping[Pair, int],
+    ) -> TierPlan:
+        """A ToR that nothing lifts, but should be, is unserved towards its PoD."""
+        owner = self._ground.owner
+        circuits: Counter[Pair] = Counter()
+        lifts: Counter[Pair] = Counter()
+        for each in _on(self._site.agg_switches_of[pod], cross_connects):
+            ends = [owner[each.switch, port] for port in each.ports if (each.switch, port) in owner]
+            if len(set(ends)) == 2:
+                circuits[pair_of(*ends)] += 1
+                if each in general_lifts:
+                    tor = ends[0] if ends[0] in self._site.tor else ends[1]
+                    lifts[pair_of(tor, pod)] += 1
+        inside_s, inside_unserved = self._served(wanted.tors[pod], circuits)
+        lifts_s, lifts_unserved = self._served(wanted.lifts[pod], lifts)
+        return TierPlan(
+            pod=pod,
+            circuits=dict(sorted(circuits.items())),
+            completion_s=max(inside_s, lifts_s),
+            unserved=(*inside_unserved, *lifts_unserved),
+            unplaced=unplaced,
+        )
+
+    def _core_tier(
+        self,
+        cross_connects: frozenset[PortPair],
+        wanted: Wanted,
+        responses: Slice,
+        general: frozenset[PortPair],
+        unplaced: Mapping[Pair, int],
+    ) -> TierPlan:
+        general_s, general_unserved = self._served(wanted.core, self._between_pods(general))
+        streamed: dict[tuple[EndpointId, EndpointId], float] = defaultdict(float)
+        for (source, destination), sent_bytes in self._flows.tors.get(RESPONSES, {}).items():
+            here, there = self._site.pod_of[source], self._site.pod_of[destination]
+            if here != there:
+                streamed[here, there] += sent_bytes
+        streamed_s, streamed_unserved = self._served(streamed, self._between_pods(responses.core))
+        return TierPlan(
+            pod=None,
+            circuits=self._between_pods(_on(self._site.core_switches, cross_connects)),
+            completion_s=max(general_s, streamed_s),
+            unserved=tuple(sorted({*general_unserved, *streamed_unserved})),
+            unplaced=unplaced,
+        )
+
+    def _between_pods(self, cross_connects: Iterable[PortPair]) -> Mapping[Pair, int]:
+        circuits: Counter[Pair] = Counter()
+        for each in cross_connects:
+            lanes = [self._ground.lane_at.get((each.switch, port)) for port in each.ports]
+            pods = {self._site.pod_of[lane.uplink] for lane in lanes if lane is not None}
+            if len(pods) == 2:
+                circuits[pair_of(*pods)] += 1
+        return dict(sorted(circuits.items()))
+
+    def _served(self, demand: Directed, circuits: Mapping[Pair, int]) -> tuple[float, tuple[Pair, ...]]:
+        """Seconds of the slowest pair that has circuits, and the pairs that have none."""
+        slowest, unserved = 0.0, set()
+        for ends, sent_bytes in demand.items():
+            if sent_bytes > 0:
+                pair = pair_of(*ends)
+                if circuits.get(pair):
+                    slowest = max(slowest, sent_bytes / circuits[pair])
+                else:
+                    unserved.add(pair)
+        return slowest * BITS_PER_BYTE / (self._site.link_gbps * 1e9), tuple(sorted(unserved))
+
+    def _note_left_out(self, wanted: Wanted) -> None:
+        stage = self._intent.stage
+        if wanted.ineligible_bytes:
+            self._notes.append(f"{wanted.ineligible_bytes:.4g} bytes are between PoDs that {stage} gives no circuits")
+        if wanted.elsewhere_bytes:
+            self._notes.append(f"{wanted.elsewhere_bytes:.4g} bytes are in or to PoDs that {stage} does not touch")
+
+    def _note_not_carried(self, lifted: Lifted) -> None:
+        for pod, count in sorted(lifted.not_carried.items()):
+            if count:
+                self._notes.append(f"{pod}: {count} circuits of the core dropped, no ToR has a port for their lane")
+
+
+def _on(switches: Iterable[Switch], cross_connects: Iterable[PortPair]) -> Iterator[PortPair]:
+    ids = {switch.id for switch in switches}
+    return (each for each in cross_connects if each.switch in ids)

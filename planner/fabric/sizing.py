@@ -1,0 +1,134 @@
+"""How many circuits each pair gets, in the core and in every PoD at once, so that the PoDs can carry the core. Pure.
+
+To its PoD's allocator the boundary to the core is one more endpoint, with as many ports as the core has circuits there:
+all uplinks of a PoD are alike, and what a ToR needs is lanes. A PoD whose ToRs cannot lift as many as the core would
+like tells the core so, until both agree. Appendix D of the paper.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.fabric.allocate import AllocationProblem, algorithm3, allocate
+from planner.fabric.model import EndpointId, Pair
+from planner.fabric.plan import Directed
+from planner.fabric.templates import Template
+from planner.fabric.topology import Site
+
+ROUNDS = 16  # of the PoDs and the core coming to terms; each takes circuits away, two or three suffice
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the touched PoDs have to move. `lifts`: of each PoD, between its ToRs and the PoD itself as its boundary."""
+
+    tors: Mapping[EndpointId, Directed]  # of each PoD, between its ToRs
+    lifts: Mapping[EndpointId, Directed]
+    core: Directed
+    between: Mapping[Pair, Mapping[tuple[EndpointId, EndpointId], float]]  # PoDs -> ToR of the first, ToR of the other
+    ineligible_bytes: float  # between PoDs that this stage gives no circuits
+    elsewhere_bytes: float  # in or to PoDs that this stage does not touch
+
+
+def wanted_of(site: Site, touched: frozenset[EndpointId], eligible: frozenset[Pair], flows: Directed) -> Wanted:
+    tors: dict[EndpointId, dict[tuple[EndpointId, EndpointId], float]] = {pod: {} for pod in sorted(touched)}
+    lifts: dict[EndpointId, dict[tuple[EndpointId, EndpointId], float]] = {
+        pod: defaultdict(float) for pod in sorted(touched)
+    }
+    core: dict[tuple[EndpointId, EndpointId], float] = defaultdict(float)
+    between: dict[Pair, dict[tuple[EndpointId, EndpointId], float]] = defaultdict(lambda: defaultdict(float))
+    ineligible_bytes = elsewhere_bytes = 0.0
+    pod_of = site.pod_of
+    for (source, destination), sent_bytes in flows.items():
+        here, there = pod_of[source], pod_of[destination]
+        if here not in touched or there not in touched:
+            elsewhere_bytes += sent_bytes
+        elif here == there:
+            tors[here][source, destination] = sent_bytes
+        elif (pair := (here, there) if here < there else (there, here)) in eligible:
+            core[here, there] += sent_bytes
+            lifts[here][source, here] += sent_bytes
+            lifts[there][there, destination] += sent_bytes
+            between[pair][(source, destination) if here < there else (destination, source)] += sent_bytes
+        else:
+            ineligible_bytes += sent_bytes
+    return Wanted(tors, lifts, core, between, ineligible_bytes, elsewhere_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    core: Mapping[Pair, int]
+    lifts: Mapping[EndpointId, int]  # of each ToR
+    tors: Mapping[EndpointId, Mapping[Pair, int]]  # of each PoD
+
+
+def size(
+    site: Site,
+    template: Template,
+    wanted: Wanted,
+    lanes: Mapping[EndpointId, int],
+    ports: Mapping[EndpointId, Mapping[EndpointId, int]],
+) -> Sizes:
+    """`lanes` of each PoD and `ports` of its ToRs are what may be used."""
+    eligible = template.core_pairs(site.pod[pod] for pod in wanted.tors)
+    limits = {pod: lanes.get(pod, 0) for pod in wanted.tors}
+    boundary: dict[EndpointId, int] = {}
+    agg: dict[EndpointId, Mapping[Pair, int]] = {}
+    core: Mapping[Pair, int] = {}
+    for _ in range(ROUNDS):
+        core = allocate(AllocationProblem(site.link_gbps, limits, wanted.core, eligible)).circuits
+        asked = dict.fromkeys(wanted.tors, 0) | _incident(core)
+        for pod in wanted.tors:
+            if boundary.get(pod) != asked[pod]:
+                agg[pod] = _in_pod(site, template, wanted, pod, ports[pod], asked[pod])
+                boundary[pod] = asked[pod]
+        lifted = {pod: sum(count for pair, count in agg[pod].items() if pod in pair) for pod in wanted.tors}
+        if lifted == asked:
+            break
+        limits = lifted
+    return Sizes(
+        core=core,
+        lifts={
+            pair[0] if pair[1] == pod else pair[1]: count
+            for pod, circuits in agg.items()
+            for pair, count in circuits.items()
+            if pod in pair
+        },
+        tors={
+            pod: {pair: count for pair, count in circuits.items() if pod not in pair} for pod, circuits in agg.items()
+        },
+    )
+
+
+def _in_pod(
+    site: Site,
+    template: Template,
+    wanted: Wanted,
+    pod: EndpointId,
+    ports: Mapping[EndpointId, int],
+    boundary: int,
+) -> Mapping[Pair, int]:
+    demand = {**wanted.tors[pod], **wanted.lifts[pod]}
+    problem = AllocationProblem(site.link_gbps, {**ports, pod: boundary}, demand)
+    return allocate(problem, bipartite=template.bipartite).circuits
+
+
+def _incident(circuits: Mapping[Pair, int]) -> Counter[EndpointId]:
+    found: Counter[EndpointId] = Counter()
+    for pair, count in circuits.items():
+        for end in pair:
+            found[end] += count
+    return found
+
+
+def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, int]) -> Mapping[Pair, int]:
+    """Left-over ports, evenly over all pairs; of pairs that are alike, those that are up come first."""
+    ends = sorted(end for end, count in ports.items() if count)
+    demand = {
+        (one, other): 1.0 + 1e-6 * min(up.get((one, other), 0), 1000)
+        for number, one in enumerate(ends)
+        for other in ends[number + 1 :]
+    }
+    if not demand:
+        return {}
+    return algorithm3(AllocationProblem(link_gbps, {end: ports[end] for end in ends}, demand)).circuits

@@ -1,0 +1,121 @@
+"""The topology that each stage asks for: which PoDs it may touch, which pairs may have circuits, what becomes of ports
+that no demand asks for. Section 5.2 of the paper. Pure.
+
+| stage | touches | core | ports left over |
+|---|---|---|---|
+| Train: high bisection in a PoD, a mesh between PoDs | train PoDs | train to train | spread over all pairs of ToRs |
+| Gen: each PoD by itself | gen PoDs | none | spread over all pairs of ToRs |
+| weight sync: a tree, over the core to seeds and out from them | both | train to gen | what is up stays up |
+
+The reserved slice of the core, which responses stream over, is part of every stage's plan and the same in all of them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from planner.fabric.intent import Intent, Operation, Primitive, Stage
+from planner.fabric.model import Pair, pair_of
+from planner.fabric.topology import Pod, Role
+
+
+class Spare(StrEnum):
+    """What is done with ports that demand leaves over."""
+
+    SPREAD = "spread"  # over all pairs of ToRs: bisection for what nobody announced
+    KEEP = "keep"  # circuits that are up there stay
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What makes two announcements of a period alike: everything but places and volumes. `operations`: with their
+    primitive, how many groups, and the sizes of these."""
+
+    stage: Stage
+    operations: tuple[tuple[Operation, Primitive, int, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, intent: Intent) -> "Shape":
+        return cls(
+            intent.stage,
+            tuple(
+                (each.operation, each.primitive, len(each.groups), tuple(sorted({len(group) for group in each.groups})))
+                for each in intent.traffic
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Topology and way of allocating of a recurring period."""
+
+    period: str
+    shape: Shape
+    touched: frozenset[Role]
+    core_roles: frozenset[tuple[Role, Role]]  # that the core may join, either way round
+    spare: Spare
+    bipartite: bool  # hot endpoints on two sides: the allocator's tie-break for that is used in the PoDs
+
+    def core_pairs(self, pods: Iterable[Pod]) -> frozenset[Pair]:
+        """Pairs of PoDs that may have circuits."""
+        known = sorted(pods, key=lambda pod: pod.id)
+        return frozenset(
+            pair_of(one.id, other.id)
+            for number, one in enumerate(known)
+            for other in known[number + 1 :]
+            if (one.role, other.role) in self.core_roles or (other.role, one.role) in self.core_roles
+        )
+
+
+_TOUCHED: Mapping[Stage, frozenset[Role]] = {
+    Stage.TRAIN: frozenset({Role.TRAIN}),
+    Stage.GEN: frozenset({Role.GEN}),
+    Stage.WEIGHT_SYNC: frozenset(Role),
+}
+_CORE: Mapping[Stage, frozenset[tuple[Role, Role]]] = {
+    Stage.TRAIN: frozenset({(Role.TRAIN, Role.TRAIN)}),
+    Stage.GEN: frozenset(),
+    Stage.WEIGHT_SYNC: frozenset({(Role.TRAIN, Role.GEN)}),
+}
+
+
+def template_of(intent: Intent) -> Template:
+    return Template(
+        period=intent.period,
+        shape=Shape.of(intent),
+        touched=_TOUCHED[intent.stage],
+        core_roles=_CORE[intent.stage],
+        spare=Spare.KEEP if intent.stage is Stage.WEIGHT_SYNC else Spare.SPREAD,
+        bipartite=_mostly_bipartite(intent),
+    )
+
+
+def _mostly_bipartite(intent: Intent) -> bool:
+    sent_bytes = {True: 0.0, False: 0.0}
+    for each in intent.traffic:
+        ranks = sum(map(len, each.groups))
+        sent_bytes[each.primitive is Primitive.BIPARTITE] += each.bytes_per_rank * each.times * ranks
+    return sent_bytes[True] > sent_bytes[False]
+
+
+class TemplateBook:
+    """Templates of the periods that have come by: phase 1 of section 5.3. Learning a period again is harmless; one
+    whose shape has changed is learned anew."""
+
+    def __init__(self) -> None:
+        self._templates: dict[str, Template] = {}
+
+    def learn(self, intent: Intent) -> Template:
+        known = self._templates.get(intent.period)
+        if known is None or known.shape != Shape.of(intent):
+            known = self._templates[intent.period] = template_of(intent)
+        return known
+
+    def knows(self, intent: Intent) -> bool:
+        known = self._templates.get(intent.period)
+        return known is not None and known.shape == Shape.of(intent)
+
+    @property
+    def templates(self) -> tuple[Template, ...]:
+        """By period."""
+        return tuple(self._templates[period] for period in sorted(self._templates))

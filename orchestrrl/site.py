@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from orchestrrl.documents import parse_yaml, read_text
 from orchestrrl.errors import ProblemFaults
@@ -26,6 +26,7 @@ from planner.model import GpuId
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./@+-]*")
 _OTHER_THAN_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
+_NEEDED = ("pods", "tors", "servers", "switches")
 
 
 def read_site(path: Path | str) -> Site:
@@ -77,59 +78,65 @@ def _site(part: SitePart) -> Site:
     )
 
 
-def site_text(site: Site) -> str:
-    """The file that describes the site; `parse_site` reads the same site from it."""
-    lines = [f"link_gbps: {_number(site.link_gbps)}", f"nic_gbps: {_number(site.nic_gbps)}"]
-    lines += _block("pods", [f"id: {_word(pod.id)}, role: {pod.role}" for pod in site.pods])
-    lines += _block(
-        "tors",
-        [
-            f"id: {_word(tor.id)}, pod: {_word(tor.pod)}" + ("" if tor.rail is None else f", rail: {tor.rail}")
-            for tor in site.tors
-        ],
-    )
-    lines += _block("uplinks", [f"id: {_word(uplink.id)}, pod: {_word(uplink.pod)}" for uplink in site.uplinks])
-    lines += _block("servers", map(_server_line, site.servers))
+def site_document(site: Site) -> dict[str, Any]:
+    """What the file holds, as plain values."""
     own = {each.device.name: each.device for each in site.switches if DEVICES.get(each.device.name) != each.device}
-    if own:
-        lines += ["devices:"]
-        lines += [
-            f"  {_word(name)}: {{reconfiguration_s: {_number(device.reconfiguration_s)}, ports: {device.ports}}}"
+    document: dict[str, Any] = {
+        "link_gbps": _number(site.link_gbps),
+        "nic_gbps": _number(site.nic_gbps),
+        "pods": [{"id": pod.id, "role": str(pod.role)} for pod in site.pods],
+        "tors": [
+            {"id": tor.id, "pod": tor.pod} | ({} if tor.rail is None else {"rail": tor.rail}) for tor in site.tors
+        ],
+        "uplinks": [{"id": uplink.id, "pod": uplink.pod} for uplink in site.uplinks],
+        "servers": [
+            {"id": server.id, "pod": server.pod, "gpus": numbers_text(server.gpus), "tors": list(server.tors)}
+            for server in site.servers
+        ],
+        "devices": {
+            name: {"reconfiguration_s": _number(device.reconfiguration_s), "ports": device.ports}
             for name, device in sorted(own.items())
-        ]
-    lines += _block("switches", map(_switch_line, site.switches))
-    if site.reservations:
-        lines += _block(
-            "reserved",
-            [
-                f"purpose: {_word(each.purpose)}, switch: {_word(each.switch)},"
-                f' ports: "{numbers_text(sorted(each.ports))}"'
-                for each in site.reservations
-            ],
-        )
+        },
+        "switches": [
+            {"id": switch.id, "tier": str(switch.tier)}
+            | ({} if switch.pod is None else {"pod": switch.pod})
+            | {
+                "device": switch.device.name,
+                "ports": {endpoint: numbers_text(numbers) for endpoint, numbers in switch.ports.items()},
+            }
+            for switch in site.switches
+        ],
+        "reserved": [
+            {"purpose": each.purpose, "switch": each.switch, "ports": numbers_text(sorted(each.ports))}
+            for each in site.reservations
+        ],
+    }
+    return {field: value for field, value in document.items() if value not in ({}, []) or field in _NEEDED}
+
+
+def site_text(site: Site) -> str:
+    """The file that describes the site, one line for each part; `parse_site` reads the same site from it."""
+    lines: list[str] = []
+    for field, value in site_document(site).items():
+        if isinstance(value, list):
+            lines += [f"{field}:", *(f"  - {_flow(part)}" for part in value)]
+        elif isinstance(value, dict):
+            lines += [f"{field}:", *(f"  {_flow(name)}: {_flow(part)}" for name, part in value.items())]
+        else:
+            lines.append(f"{field}: {_flow(value)}")
     return "\n".join(lines) + "\n"
 
 
-def _block(name: str, elements: Iterable[str]) -> list[str]:
-    lines = [f"  - {{{element}}}" for element in elements]
-    return [f"{name}:", *lines] if lines else [f"{name}: []"]
+def _flow(value: Any) -> str:
+    """YAML on one line. Words are quoted where they would be taken for something else."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_flow(name)}: {_flow(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _OTHER_THAN_WORDS):
+        return json.dumps(value)
+    return str(value)
 
 
-def _server_line(server: Server) -> str:
-    tors = ", ".join(map(_word, server.tors))
-    return f'id: {_word(server.id)}, pod: {_word(server.pod)}, gpus: "{numbers_text(server.gpus)}", tors: [{tors}]'
-
-
-def _switch_line(switch: Switch) -> str:
-    pod = "" if switch.pod is None else f", pod: {_word(switch.pod)}"
-    ports = ", ".join(f'{_word(endpoint)}: "{numbers_text(numbers)}"' for endpoint, numbers in switch.ports.items())
-    return f"id: {_word(switch.id)}, tier: {switch.tier}{pod}, device: {_word(switch.device.name)}, ports: {{{ports}}}"
-
-
-def _word(name: str) -> str:
-    """Quoted where YAML would take it for something else than a word."""
-    return name if _PLAIN.fullmatch(name) and name.lower() not in _OTHER_THAN_WORDS else json.dumps(name)
-
-
-def _number(value: float) -> str:
-    return repr(int(value) if value == int(value) else value)
+def _number(value: float) -> float:
+    return int(value) if value == int(value) else value

@@ -157,7 +157,11 @@ def _fibres(parts: Parts, tier: Tier) -> dict[str, list[_Fibre]]:
 
 
 def _cut_off(parts: Parts) -> Iterator[str]:
-    """PoDs that no other can be joined with."""
+    """PoDs that nothing can be joined with."""
+    with_tors = {tor.pod for tor in parts.tors.values()}
+    for place, pod in parts.pods.items():
+        if "tors" not in parts.broken and pod.id not in with_tors:
+            yield f"pods[{place}]: must have a ToR, got none ({pod.id!r})"
     if parts.broken & {"switches", "uplinks"} or len(parts.pods) < 2:
         return
     core = _fibres(parts, Tier.CORE)

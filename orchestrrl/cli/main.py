@@ -57,6 +57,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "balance": ("balance",),
     "pauses": ("balancer", "sync", "fabric"),
     "fabric_slack": ("fabric",),
+    "fabric_check": ("fabric",),
+    "fabric_generate": ("fabric",),
     "ocs": ("ocs",),
     "fabric_allocate": ("fabric",),
 }

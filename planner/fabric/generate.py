@@ -106,12 +106,14 @@ def _given(shape: Shape, tier: str, switches: int, fibres: Counter[int], device:
 
 def _site(shape: Shape, agg: int, core: int) -> Site:
     pods = [
-        Pod(EndpointId(f"{role}{number}"), role)
+        Pod(EndpointId(name), role)
         for role, count in ((Role.TRAIN, shape.train_pods), (Role.GEN, shape.gen_pods))
-        for number in range(count)
+        for name in _names(role, count)
     ]
     tors = {pod.id: _tors(shape, pod.id) for pod in pods}
-    uplinks = {pod.id: [Uplink(EndpointId(f"{pod.id}/up{k}"), pod.id) for k in range(shape.uplinks)] for pod in pods}
+    uplinks = {
+        pod.id: [Uplink(EndpointId(name), pod.id) for name in _names(f"{pod.id}/up", shape.uplinks)] for pod in pods
+    }
     lanes = {uplink.id: shape.uplink_lanes for of_pod in uplinks.values() for uplink in of_pod}
     switches = [
         switch
@@ -138,17 +140,19 @@ def _site(shape: Shape, agg: int, core: int) -> Site:
     )
 
 
+def _names(stem: str, count: int) -> list[str]:
+    """Of one length, so that they sort as they count."""
+    width = len(str(count - 1))
+    return [f"{stem}{number:0{width}}" for number in range(count)]
+
+
 def _tors(shape: Shape, pod: EndpointId) -> list[Tor]:
     """By block and rail. A ToR of several NICs of a server is of no rail."""
-    aligned = shape.nics_per_rail == 1
+    blocks = [f"{name}-" for name in _names(f"{pod}/b", shape.blocks)] if shape.blocks > 1 else [f"{pod}/"]
     return [
-        Tor(
-            EndpointId(f"{pod}/b{block}r{rail}" if shape.blocks > 1 else f"{pod}/r{rail}"),
-            pod,
-            rail if aligned else None,
-        )
-        for block in range(shape.blocks)
-        for rail in range(shape.rail_count)
+        Tor(EndpointId(name), pod, rail if shape.nics_per_rail == 1 else None)
+        for block in blocks
+        for rail, name in enumerate(_names(f"{block}r", shape.rail_count))
     ]
 
 
@@ -156,11 +160,11 @@ def _servers(shape: Shape, pods: Iterable[Pod], tors: Mapping[EndpointId, list[T
     """GPUs are numbered through the site; blocks differ by no more than one server."""
     gpu = 0
     for pod in pods:
-        for number in range(shape.servers_per_pod):
+        for number, name in enumerate(_names(f"{pod.id}/s", shape.servers_per_pod)):
             first = number * shape.blocks // shape.servers_per_pod * shape.rail_count
             cabled = tuple(tors[pod.id][first + nic // shape.nics_per_rail].id for nic in range(shape.nics_per_server))
             gpus = tuple(map(GpuId, range(gpu, gpu + shape.gpus_per_server)))
-            yield Server(ServerId(f"{pod.id}/s{number}"), pod.id, gpus, cabled)
+            yield Server(ServerId(name), pod.id, gpus, cabled)
             gpu += shape.gpus_per_server
 
 
@@ -169,16 +173,15 @@ def _switches(
 ) -> list[Switch]:
     """Every endpoint on each of them, in ports side by side. What does not divide evenly goes to the first switches,
     for all alike: so the ports of any two endpoints match."""
-    width = len(str(count - 1))
     switches = []
-    for number in range(count):
+    for number, id in enumerate(_names(name, count)):
         ports: dict[EndpointId, tuple[int, ...]] = {}
         port = 1
         for endpoint, total in fibres.items():
             here = total // count + (number < total % count)
             ports[endpoint] = tuple(range(port, port + here))
             port += here
-        switches.append(Switch(OcsId(f"{name}{number:0{width}}"), tier, pod, device, ports))
+        switches.append(Switch(OcsId(id), tier, pod, device, ports))
     return switches
 
 

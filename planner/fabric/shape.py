@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from planner.fabric.topology import DEVICES, Device
 
 MOST_GPUS = 2**20  # beyond any site; what is more is a slip, and would take all memory
+MOST_FIBRES = 2**22
 MOST_GBPS = 10_000.0
 _TOR_NICS = 32  # of a ToR with 64 ports, one half goes down
 
@@ -130,9 +131,15 @@ def _at_odds(shape: Shape) -> Iterator[Fault]:
         yield Fault("nics_per_server", f"must share {gpus} GPUs of a server evenly", nics)
     if nics % shape.rail_count:
         yield Fault("rails", f"must divide the {nics} NICs of a server", shape.rail_count)
-    elif shape.core_lanes is not None and shape.core_lanes % shape.uplinks_per_pod:
+        return
+    if shape.core_lanes is not None and shape.core_lanes % shape.uplinks_per_pod:
         message = f"must be a multiple of the {shape.uplinks_per_pod} uplinks of a PoD"
         yield Fault("core_lanes", message, shape.core_lanes)
     total = shape.pods * shape.servers_per_pod * max(gpus, nics)
     if total > MOST_GPUS:
         yield Fault("servers_per_pod", f"all servers together have {total} GPUs or NICs, more than {MOST_GPUS}", total)
+    fibres = shape.blocks * shape.rail_count * shape.tor_fibres + 2 * shape.uplinks * shape.uplink_lanes
+    if shape.pods * fibres > MOST_FIBRES:
+        worst = "tor_uplinks" if shape.tor_uplinks else "core_lanes" if shape.core_lanes else "servers_per_pod"
+        message = f"all PoDs together have {shape.pods * fibres} fibres on switches, more than {MOST_FIBRES}"
+        yield Fault(worst, message, getattr(shape, worst))

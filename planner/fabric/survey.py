@@ -1,0 +1,159 @@
+"""What a site has: capacity at each level of each PoD, ports of each switch, and what is odd without being wrong."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+from planner.fabric.model import EndpointId, OcsId
+from planner.fabric.topology import RESPONSES, Pod, Role, Site, Switch, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class PodCapacity:
+    """Gbps each way. `hosts_gbps`: of NICs; `tors_gbps`: of ToRs upwards; `uplinks_gbps`: of lanes to the core."""
+
+    pod: Pod
+    servers: int
+    gpus: int
+    tors: int
+    uplinks: int
+    lanes: int
+    hosts_gbps: float
+    tors_gbps: float
+    uplinks_gbps: float
+    worst_tor: EndpointId | None  # whose NICs exceed its fibres most
+    worst_tor_ratio: float  # of its NICs to its fibres
+
+    @property
+    def tor_ratio(self) -> float:
+        """1 or less: what hosts send fits through the ToRs' fibres."""
+        return self.hosts_gbps / self.tors_gbps
+
+    @property
+    def uplink_ratio(self) -> float | None:
+        """None: no uplink."""
+        return self.hosts_gbps / self.uplinks_gbps if self.uplinks_gbps else None
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchPorts:
+    switch: Switch
+    fibred: int
+    reserved: int  # of those fibred
+
+    @property
+    def spare(self) -> int:
+        return self.switch.device.ports - self.fibred
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    pods: tuple[PodCapacity, ...]
+    switches: tuple[SwitchPorts, ...]
+    warnings: tuple[str, ...]
+
+
+def survey(site: Site) -> Survey:
+    nics = Counter(tor for server in site.servers for tor in server.tors)
+    lanes = Counter(site.pod_of[lane.uplink] for lane in site.lanes)
+    pods = tuple(_capacity(site, pod, nics, lanes[pod.id]) for pod in site.pods)
+    reserved = Counter(switch for switch, _ in site.reserved)
+    switches = tuple(
+        SwitchPorts(switch, sum(map(len, switch.ports.values())), reserved[switch.id]) for switch in site.switches
+    )
+    warnings = (*_oversubscribed(pods), *_idle(site, nics), *_strangers(site), *_without_responses(site))
+    return Survey(pods, switches, warnings)
+
+
+def _capacity(site: Site, pod: Pod, nics: Mapping[EndpointId, int], lanes: int) -> PodCapacity:
+    tors, servers = site.tors_of[pod.id], site.servers_of[pod.id]
+    fibres = {tor.id: len(site.fibres[Tier.AGG].get(tor.id, ())) for tor in tors}
+    ratio = {tor: nics.get(tor, 0) * site.nic_gbps / (count * site.link_gbps) for tor, count in fibres.items() if count}
+    worst = max(ratio, key=lambda tor: ratio[tor], default=None)
+    return PodCapacity(
+        pod=pod,
+        servers=len(servers),
+        gpus=sum(len(server.gpus) for server in servers),
+        tors=len(tors),
+        uplinks=len(site.uplinks_of[pod.id]),
+        lanes=lanes,
+        hosts_gbps=sum(len(server.tors) for server in servers) * site.nic_gbps,
+        tors_gbps=sum(fibres.values()) * site.link_gbps,
+        uplinks_gbps=lanes * site.link_gbps,
+        worst_tor=worst,
+        worst_tor_ratio=0.0 if worst is None else ratio[worst],
+    )
+
+
+def _oversubscribed(pods: tuple[PodCapacity, ...]) -> Iterator[str]:
+    for each in pods:
+        if each.worst_tor_ratio > 1:
+            worst = f"{each.worst_tor} {each.worst_tor_ratio:.3g} times"
+            yield f"{each.pod.id}: ToRs have more capacity to hosts than upwards, {worst}"
+
+
+def _idle(site: Site, nics: Mapping[EndpointId, int]) -> Iterator[str]:
+    for pod in site.pods:
+        if not site.servers_of[pod.id]:
+            yield f"{pod.id}: has no servers"
+            continue
+        bare = [tor.id for tor in site.tors_of[pod.id] if not nics.get(tor.id)]
+        if bare:
+            yield f"{pod.id}: no server is on {_some(bare)}"
+    for switch in site.switches:
+        if len(switch.ports) < 2:
+            yield f"{switch.id}: makes no circuit, it has fibres of {len(switch.ports)} endpoints"
+    for role in Role:
+        if all(pod.role is not role for pod in site.pods):
+            yield f"there is no PoD of role {role}"
+
+
+def _strangers(site: Site) -> Iterator[str]:
+    """Endpoints that no circuit can join, as they share no switch. Uplinks of one PoD need not be joined."""
+    for pod in site.pods:
+        on: dict[EndpointId, set[OcsId]] = defaultdict(set)
+        for switch in site.agg_switches_of[pod.id]:
+            for endpoint in switch.ports:
+                on[endpoint].add(switch.id)
+        apart = _apart(on, {uplink.id for uplink in site.uplinks_of[pod.id]})
+        if apart:
+            yield f"{pod.id}: no switch has fibres of both {apart[0]} and {apart[1]}: no circuit can join them"
+    on = defaultdict(set)
+    for switch_id, ports in site.core_cabling.ports.items():
+        for endpoint in set(ports.values()):
+            on[endpoint].add(switch_id)
+    apart = _apart(on, set())
+    if apart:
+        yield f"core: no switch has fibres of both {apart[0]} and {apart[1]}: no circuit can join them"
+
+
+def _apart(
+    on: Mapping[EndpointId, set[OcsId]], uplinks: Collection[EndpointId]
+) -> tuple[EndpointId, EndpointId] | None:
+    """The first two that are on no switch together. Endpoints of a kind on the same switches are looked at once."""
+    alike: dict[tuple[bool, frozenset[OcsId]], EndpointId] = {}
+    for endpoint in sorted(on):
+        alike.setdefault((endpoint in uplinks, frozenset(on[endpoint])), endpoint)
+    for ((is_uplink, ours), one), ((is_other_uplink, theirs), other) in combinations(alike.items(), 2):
+        if not ours & theirs and not (is_uplink and is_other_uplink):
+            return one, other
+    return None
+
+
+def _without_responses(site: Site) -> Iterator[str]:
+    roles = {pod.role for pod in site.pods}
+    if roles != set(Role):
+        return
+    kept = {
+        site.core_cabling.endpoint(switch, port)
+        for (switch, port), purpose in site.reserved.items()
+        if purpose == RESPONSES
+    }
+    without = [pod.id for pod in site.pods if pod.role is Role.GEN and pod.id not in kept]
+    if without:
+        yield f"no lane is kept for responses from {_some(without)}"
+
+
+def _some(names: list[EndpointId]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

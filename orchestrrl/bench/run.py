@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrrl.bench.fabric_allocate import fabric_allocate
 from orchestrrl.bench.figure import Figure
 from orchestrrl.bench.forecast import forecasts
 from orchestrrl.bench.gateway import gateway_cpu
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "gateway_burst": gateway_burst,
     "gateway_ledger": gateway_ledger,
     "import_cli": lambda _: import_cli(),
+    "fabric_allocate": lambda _: fabric_allocate(),
     "sim_step": lambda _: sim_step(),
     "routing": lambda _: routing(),
     "slack": lambda _: slack(),

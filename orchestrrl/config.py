@@ -24,10 +24,12 @@ from orchestrrl.documents import (
     require,
 )
 from orchestrrl.errors import ProblemFaults, faults_of, shorten
+from orchestrrl.fabric_settings import FabricSettings, fabric_faults, read_fabric_site
 from orchestrrl.launch import LaunchSettings, ParallelismSection, launch_faults
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Knowledge, Mode, Parallelism
 
 if TYPE_CHECKING:  # its curves bring numpy: loaded where a configuration names a profile, and nowhere else
+    from planner.fabric.topology import Site
     from planner.profile import Profile
 
 
@@ -266,6 +268,12 @@ class Config(Section):
     slow: SlowSettings = SlowSettings()
     fleet: Fleet = Fleet()
     ocs: tuple[SwitchSettings, ...] = Field(default=(), strict=False)
+    fabric: FabricSettings | None = None  # None: circuits are changed by hand alone
+    _site: "Site | None" = None  # what its file said when the configuration was read
+
+    def site_value(self) -> "Site | None":
+        """The site that `fabric.site` names."""
+        return self._site
 
 
 def load_config(path: Path | str) -> Config:
@@ -292,9 +300,12 @@ def parse_config(text: str, folder: Path = Path(), *, profile: "Profile | None" 
         profile, profile_faults = _read_profile(document.get("fleet"), folder)
         faults += profile_faults
     faults += _cross_faults(document, profile)
+    site, site_faults = read_fabric_site(document.get("fabric"), folder)
+    faults += site_faults + fabric_faults(document, site)
     if faults:
         raise ProblemFaults(faults)
     config.fleet._profile = profile
+    config._site = site
     return config
 
 
@@ -409,7 +420,9 @@ class Reloadable:
 
 def _fixed_changes(old: Config, new: Config) -> list[str]:
     """Sections that are bound to sockets, files and devices, where the two differ."""
-    fixed = [name for name in ("listen", "journal", "metrics", "ocs") if getattr(old, name) != getattr(new, name)]
+    fixed = [
+        name for name in ("listen", "journal", "metrics", "ocs", "fabric") if getattr(old, name) != getattr(new, name)
+    ]
     if old.fleet.deployer != new.fleet.deployer:
         fixed.append("fleet.deployer")
     if old.fleet.deployer is not None:  # it starts engines by these
@@ -526,4 +539,10 @@ fleet:
 # Optical circuit switches; there are none by default.
 ocs:
   - {id: ocs1, driver: virtual, options: {}}
+
+# Circuits follow what periods announce, inside windows without collectives, see docs/fabric.md. There is none by
+# default; `site` is a file of `orchestrrl fabric generate`, and every switch in it must be in `ocs`:
+# {site: site.yaml, quantile: 0.05, margin_s: 0.005, within_s: 30.0, boundary_within_s: 60.0, min_fraction: 0.5,
+#  max_moves_per_stage: 1024, route_s: 0.0, routers: [], follow_deployment: true, tokens_per_period: 1000000.0}
+fabric: null
 """

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrrl.balance import BalanceDecision, Situation, balance_problem, decide_balance
 from orchestrrl.clock import Clock
@@ -28,6 +28,7 @@ from orchestrrl.execute.moves import MovesOutcome, checked_move, run_moves
 from orchestrrl.execute.routes import Routes
 from orchestrrl.execute.runner import Runner
 from orchestrrl.execute.settle import Evidence
+from orchestrrl.holds import HoldBook, Part
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.move_methods import MovedRequest, ended, with_methods
 from orchestrrl.nodes import Attachment, NodeRegistry
@@ -51,6 +52,9 @@ from planner.model import (
     Snapshot,
 )
 from planner.plan import History
+
+if TYPE_CHECKING:  # its solvers are heavy, and most daemons have no fabric
+    from orchestrrl.execute.fabric import Coordinator
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +104,14 @@ class ControlPlane:
         )
         self.canceller = Canceller(self.runner, self.nodes, clock)
         self.plans = PlanBook(journal, clock)
+        self.holds = HoldBook(journal, clock)
         self.planning = Planning(config, self._note_costs, self._today)
         self.started_s = clock.now_s()
         self.balance: BalanceDecision | None = None
         self.latest_moves: deque[MovedRequest] = deque(maxlen=MOVES_SHOWN)
         self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
         self.switching: Switching | None = None  # the same, for operators
+        self.fabric: Coordinator | None = None  # who changes circuits; None: there is no optical fabric
         self.watch_deployed: WatchDeployed | None = None  # who reads engines that no agent does
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
         self.step_began = asyncio.Event()  # set with each new step, for who waits for one
@@ -205,8 +211,8 @@ class ControlPlane:
         )
         decision = decide_balance(snapshot, self.config.fast, situation)
         still = self._standing_still(snapshot)
-        if still is not None:
-            decision = replace(decision, verdict=still)
+        if hold := still or self.holds.hold(Part.BALANCER):
+            decision = replace(decision, verdict=hold)
         before, self.balance = self.balance, decision
         self.routes.load_index = decision.load_index
         acts = isinstance(decision.verdict, Act)

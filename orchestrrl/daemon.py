@@ -12,7 +12,9 @@ from orchestrrl.config import Config, Reloadable
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.deploying import switching_of
 from orchestrrl.errors import ProblemFaults
+from orchestrrl.execute.fabric_windows import TraceHub
 from orchestrrl.execute.watching import DeployedWatch
+from orchestrrl.fabric_settings import fabric_of
 from orchestrrl.journal import Journal
 from orchestrrl.loops import run_loops
 from orchestrrl.metrics import serve_metrics
@@ -50,7 +52,9 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         switches = SwitchesService(drivers, journal, clock, {entry.id: entry.driver for entry in config.ocs})
         stack.push_async_callback(switches.close)
         switches.recover()
-        server = await Server.start(plane, config.listen, switches)
+        hub = TraceHub(clock, config.fabric.quantile if config.fabric is not None else TraceHub.QUANTILE)
+        plane.fabric = fabric_of(config, drivers, switches.executor, hub, plane, clock)
+        server = await Server.start(plane, config.listen, switches, hub)
         stack.push_async_callback(server.stop, GRACE_S)
         # Undone in reverse: results come in while the server still serves.
         stack.push_async_callback(plane.close, DRAIN_S)
@@ -63,6 +67,8 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
             tasks.create_task(run_loops(plane, clock))
             if switching is not None:
                 tasks.create_task(switching.tend())
+            if plane.fabric is not None:
+                tasks.create_task(plane.fabric.run())
 
 
 def _with_mode(config: Config, mode: Mode | None) -> Config:

@@ -75,4 +75,5 @@ def intent_to_json(intent: Intent) -> str:
         for each in intent.traffic
     )
     gpus = {str(rank): int(gpu) for rank, gpu in sorted(intent.gpus.items())}
-    return _IntentPart(stage=intent.stage, traffic=traffic, gpus=gpus, job=intent.job).model_dump_json(exclude_defaults=True)
+    part = _IntentPart(stage=intent.stage, traffic=traffic, gpus=gpus, job=intent.job)
+    return part.model_dump_json(exclude_defaults=True)

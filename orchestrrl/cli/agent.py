@@ -1,12 +1,16 @@
 """`orchestrrl agent`: the sidecar beside one or several engines."""
 
 import random
-from typing import Annotated
+from collections.abc import Coroutine
+from pathlib import Path
+from socket import gethostname
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 
 from orchestrrl.agent.health import Limits
+from orchestrrl.agent.probe_link import Probe
 from orchestrrl.agent.sidecar import Agent
 from orchestrrl.cli.control import DaemonOption, address_faults
 from orchestrrl.cli.groups import SERVICES
@@ -15,12 +19,14 @@ from orchestrrl.cli.running import VerboseFlag, serve
 from orchestrrl.clock import WallClock
 from orchestrrl.engines.base import Engine, connect
 from orchestrrl.errors import Permanent, ProblemFaults
-from orchestrrl.rpc.channel import DEFAULT_TARGET
+from orchestrrl.rpc.channel import DEFAULT_TARGET, first_of
 from planner.model import EngineId, NodeId
 
 
 def agent(
-    urls: Annotated[list[str], typer.Option("--url", help="Where the engine listens; repeat for several.")],
+    urls: Annotated[
+        list[str] | None, typer.Option("--url", help="Where the engine listens; repeat for several.")
+    ] = None,
     engine: Annotated[str, typer.Option("--engine", help="The engines' product: vllm or simulated.")] = "vllm",
     ids: Annotated[
         list[str] | None,
@@ -34,25 +40,40 @@ def agent(
     slow_after_s: Annotated[float, typer.Option(help="An engine that answers later than this is marked slow.")] = 1.0,
     gone_after_s: Annotated[float, typer.Option(help="One that has not answered by then is marked gone.")] = 5.0,
     rate_window_s: Annotated[float, typer.Option(help="The decode rate is the mean over this long.")] = 1.0,
+    rings: Annotated[
+        Path | None,
+        typer.Option(help="Also tell when the collectives recorded in this folder pause.", metavar="FOLDER"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="This host's name to the daemon, for --rings. Default: its own.")] = "",
     verbose: VerboseFlag = False,
 ) -> None:
     """Watch engines, report their load to the daemon, carry out its operations on them. Runs until stopped.
 
+    With `--rings`, read the collective boundaries of the host's traced processes and tell the daemon of windows
+    (docs/fabric.md); `--url` may then be left out.
+
     Example: `orchestrrl agent --engine vllm --url http://127.0.0.1:8000 --id vllm-0`
+
+    Example: `orchestrrl agent --rings /dev/shm/orchestrrl-rings`
     """
     with reporting_errors():
+        urls = urls or []
         names = ids or [urlsplit(url).netloc for url in urls]
         faults = [*_name_faults(urls, names), *address_faults(daemon)]
+        if not urls and rings is None:
+            faults.append("--url: is missing, give it or --rings, got nothing")
         if not interval_s > 0:
             faults.append(f"--interval-s: must be > 0, got {interval_s:g}")
         if faults:
             raise ProblemFaults(faults)
         limits = _limits(slow_after_s, gone_after_s, rate_window_s)
         engines = {EngineId(name): _connect(engine, url) for name, url in zip(names, urls, strict=True)}
-        serve(
-            _run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s, limits),
-            verbose=verbose,
-        )
+        sides: list[Coroutine[Any, Any, None]] = []
+        if engines:
+            sides.append(_run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s, limits))
+        if rings is not None:
+            sides.append(Probe(rings, host or gethostname(), daemon, clock=WallClock(), rng=random.Random()).run())
+        serve(first_of(*sides), verbose=verbose)
 
 
 async def _run(

@@ -84,11 +84,30 @@ def generate(
     from planner.fabric.generate import regular_site
     from planner.fabric.shape import Impossible, Shape
 
-    given = {name: value for name, value in locals().items() if name in Shape.__dataclass_fields__}
     with reporting_errors():
         agg, core = _devices(device, core_device)
         try:
-            site = regular_site(Shape(**given, agg_device=agg, core_device=core))
+            site = regular_site(
+                Shape(
+                    train_pods=train_pods,
+                    gen_pods=gen_pods,
+                    servers_per_pod=servers_per_pod,
+                    gpus_per_server=gpus_per_server,
+                    nics_per_server=nics_per_server,
+                    rails=rails,
+                    servers_per_tor=servers_per_tor,
+                    tor_uplinks=tor_uplinks,
+                    uplinks_per_pod=uplinks_per_pod,
+                    core_lanes=core_lanes,
+                    response_lanes=response_lanes,
+                    link_gbps=link_gbps,
+                    nic_gbps=nic_gbps,
+                    agg_device=agg,
+                    core_device=core,
+                    agg_switches=agg_switches,
+                    core_switches=core_switches,
+                )
+            )
         except Impossible as error:
             raise ProblemFaults(
                 [_with_flags(f"{each.parameter}: {each.message}, got {each.value}") for each in error.faults]

@@ -55,12 +55,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "profile_measure": ("profile",),
     "journal": ("journal",),
     "balance": ("balance",),
+    "fabric_live": ("fabric",),
     "pauses": ("balancer", "sync", "fabric"),
     "fabric_slack": ("fabric",),
     "fabric_check": ("fabric",),
     "fabric_generate": ("fabric",),
     "ocs": ("ocs",),
     "fabric_allocate": ("fabric",),
+    "fabric_place": ("fabric",),
 }
 
 

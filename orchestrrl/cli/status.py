@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.explain import calibration
-from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate
+from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate, time_of_day
 from orchestrrl.cli.gate import gate_lines
 from orchestrrl.cli.groups import RUNNING_DAEMON
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stdout
@@ -168,6 +168,8 @@ def summary(seen: dict[str, Any]) -> list[str]:
         calibration(seen["plan_calibration"]),
         *gate_summary(seen["gate"]),
         *switch_summary(seen["switch"]),
+        *fabric_summary(seen),
+        *(f"[yellow]{pause['part']} is paused[/yellow]: {escape(pause_words(pause))}" for pause in seen["pauses"]),
     ]
     sick = [worker for worker in seen["workers"] if worker["reported"] and worker["health"] != "ok"]
     lines += [
@@ -183,6 +185,41 @@ def gate_summary(gate: dict[str, Any] | None) -> list[str]:
         return []
     lines = gate_lines(gate)
     return lines[:1] if gate["phase"] in ("", "open") else lines
+
+
+def fabric_summary(seen: dict[str, Any]) -> list[str]:
+    """Nothing without an optical fabric."""
+    control, period = seen["fabric_control"], seen["fabric_period"]
+    if control is None:
+        return []
+    lines = [] if period is None else [f"fabric: {escape(period_words(period))}"]
+    return lines if control["state"] == "free" else [*lines, f"fabric: {escape(fabric_control_words(control))}"]
+
+
+def period_words(period: dict[str, Any]) -> str:
+    """How a period stands, e.g. `gradients kept: no_window: none by the deadline`."""
+    why = ": ".join(filter(None, (period["code"] if period["code"] != period["state"] else "", period["detail"])))
+    return f"{period['period']} {period['state']}{f': {why}' if why else ''}"
+
+
+def fabric_control_words(control: dict[str, Any]) -> str:
+    """How the operator has bound circuits."""
+    until = "" if control["expires_unix_s"] is None else f" until {time_of_day(control['expires_unix_s'])}"
+    because = f" ({control['reason']})" if control["reason"] else ""
+    match control["state"]:
+        case "pinned":
+            which = ", ".join(control["cross_connects"]) or "all circuits"
+            return f"{which} pinned{until}{because}"
+        case "overridden":
+            return f"circuits of {control['period']}, whatever is announced{until}{because}"
+        case _:
+            return f"free{because}"
+
+
+def pause_words(pause: dict[str, Any]) -> str:
+    """Since when, why and for how long."""
+    until = "" if pause["expires_unix_s"] is None else f", until {time_of_day(pause['expires_unix_s'])}"
+    return f"{pause['reason'] or 'no reason given'} (since {time_of_day(pause['since_unix_s'])}{until})"
 
 
 def control_words(control: dict[str, Any] | None, now_unix_s: float | None = None) -> str:

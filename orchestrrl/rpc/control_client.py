@@ -1,4 +1,4 @@
-"""A client of the daemon's Control and Switches services, with our errors in place of gRPC's."""
+"""A client of the daemon's Control, Switches and Fabric services, with our errors in place of gRPC's."""
 
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -8,7 +8,7 @@ import grpc
 
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
-from orchestrrl.rpc.pb import control_pb2_grpc
+from orchestrrl.rpc.pb import control_pb2_grpc, fabric_pb2_grpc
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -33,6 +33,7 @@ class ControlClient:
         self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         self.control = control_pb2_grpc.ControlStub(self._channel)
         self.switches = control_pb2_grpc.SwitchesStub(self._channel)
+        self.fabric = fabric_pb2_grpc.FabricStub(self._channel)
         return self
 
     async def __aexit__(

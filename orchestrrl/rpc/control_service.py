@@ -8,6 +8,7 @@ from orchestrrl import __version__
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.execute.enrolment import NewEngine
+from orchestrrl.holds import Part
 from orchestrrl.rpc import convert, convert_control
 from orchestrrl.rpc.gate_service import GateService
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
@@ -152,6 +153,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
             requests_moved=removal.requests_moved,
             requests_left=removal.requests_left,
         )
+
+    async def SetPause(self, request: control_pb2.SetPauseRequest, context: Context) -> control_pb2.SetPauseResponse:
+        holds = self._plane.holds
+        async with refusing(context):
+            if request.part not in list(Part):
+                raise ProblemFaults([f"part: must be one of {', '.join(Part)}, got {request.part!r}"])
+            changed = True
+            if request.paused:
+                holds.pause(Part(request.part), request.reason, request.ttl_s)
+            else:
+                changed = holds.resume(Part(request.part), request.reason)
+        return control_pb2.SetPauseResponse(pauses=convert_control.pauses_to_pb(holds.pauses), changed=changed)
 
     async def SwitchDeployment(
         self, request: control_pb2.SwitchDeploymentRequest, context: Context

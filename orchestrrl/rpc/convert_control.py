@@ -2,15 +2,17 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from orchestrrl.balance import BalanceDecision
 from orchestrrl.control_plane import ControlPlane
+from orchestrrl.holds import Part, Pause
 from orchestrrl.journal import Entry
 from orchestrrl.move_methods import MovedRequest
 from orchestrrl.nodes import NodeState
 from orchestrrl.plans import PlanEvent
 from orchestrrl.rpc.convert import capabilities_to_pb, health_to_pb
+from orchestrrl.rpc.convert_fabric import control_of_fabric_to_pb, period_to_pb
 from orchestrrl.rpc.convert_gate import gate_to_pb
 from orchestrrl.rpc.convert_switch import notable_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
@@ -58,7 +60,17 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
         plan_calibration=_calibration_to_pb(plane.plans.calibration),
         gate=gate_to_pb(plane.gate),
         switch=notable_to_pb(next(iter(plane.switching.history(1)), None)) if plane.switching else None,
+        pauses=pauses_to_pb(plane.holds.pauses),
+        fabric_control=control_of_fabric_to_pb(plane.fabric.word.control) if plane.fabric else None,
+        fabric_period=period_to_pb(next(iter(plane.fabric.reports(1)), None)) if plane.fabric else None,
     )
+
+
+def pauses_to_pb(pauses: Mapping[Part, Pause]) -> list[pb.Pause]:
+    return [
+        pb.Pause(part=part, reason=pause.reason, since_unix_s=pause.since_s, expires_unix_s=pause.expires_s)
+        for part, pause in pauses.items()
+    ]
 
 
 def workers_to_pb(plane: ControlPlane, snapshot: Snapshot) -> list[pb.Worker]:

@@ -1,4 +1,4 @@
-"""The daemon's gRPC side: Control, Telemetry, Node, Switches, health and reflection, on TCP and a Unix socket.
+"""The daemon's gRPC side: Control, Telemetry, Node, Switches, Fabric, health and reflection, on TCP and a Unix socket.
 
 The servicers translate and nothing more; what is asked is answered by the control plane.
 """
@@ -16,15 +16,19 @@ from grpc_reflection.v1alpha import reflection
 from orchestrrl.config import Listen
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent
+from orchestrrl.execute.fabric_windows import TraceHub
 from orchestrrl.nodes import Attachment
 from orchestrrl.rpc import convert, convert_node
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.control_service import ControlService
+from orchestrrl.rpc.fabric_service import FabricService
 from orchestrrl.rpc.pb import (
     agent_pb2,
     agent_pb2_grpc,
     control_pb2,
     control_pb2_grpc,
+    fabric_pb2,
+    fabric_pb2_grpc,
     telemetry_pb2,
     telemetry_pb2_grpc,
 )
@@ -37,6 +41,7 @@ SERVICES = tuple(
     for module, name in (
         (control_pb2, "Control"),
         (control_pb2, "Switches"),
+        (fabric_pb2, "Fabric"),
         (telemetry_pb2, "Telemetry"),
         (agent_pb2, "Node"),
     )
@@ -110,13 +115,22 @@ class Server:
         self.address = address
 
     @classmethod
-    async def start(cls, plane: ControlPlane, listen: Listen, switches: control_pb2_grpc.SwitchesServicer) -> "Server":
-        """Bind and serve. Raises Permanent when the address or the socket is taken."""
+    async def start(
+        cls,
+        plane: ControlPlane,
+        listen: Listen,
+        switches: control_pb2_grpc.SwitchesServicer,
+        hub: TraceHub | None = None,
+    ) -> "Server":
+        """Bind and serve; the fabric is the control plane's. Raises Permanent when an address cannot be had."""
         # Without this, Linux lets two daemons share a port, and each gets some of the nodes.
         server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
         status = health.aio.HealthServicer()
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(plane), server)
         control_pb2_grpc.add_SwitchesServicer_to_server(switches, server)
+        fabric_pb2_grpc.add_FabricServicer_to_server(
+            FabricService(plane.fabric, hub or TraceHub(plane.clock), plane.clock), server
+        )
         telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(plane), server)
         agent_pb2_grpc.add_NodeServicer_to_server(NodeService(plane), server)
         health_pb2_grpc.add_HealthServicer_to_server(status, server)

@@ -56,17 +56,17 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         driver_names: Mapping[str, str] | None = None,
     ) -> None:
         self._switches = switches
-        self._executor = CircuitExecutor(switches, journal, clock)
+        self.executor = CircuitExecutor(switches, journal, clock)
         self._driver_names = driver_names or {}
         self._under_way: set[asyncio.Future[CircuitOutcome]] = set()
 
     def recover(self) -> int:
         """Take up the changes that an earlier daemon left without a result; their number."""
-        return self._executor.recover()
+        return self.executor.recover()
 
     async def run(self) -> None:
         """Bring open changes to an end, also those whose switch is out of reach for a while. Never returns."""
-        await self._executor.run()
+        await self.executor.run()
 
     async def close(self) -> None:
         """Give the changes under way a moment to end; the others stay open in the journal, for the next daemon."""
@@ -121,7 +121,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         if request.dry_run:
             return _planned(switch, await self._switches[switch].plan(change, mode))
         expect_revision = request.expect_revision if request.HasField("expect_revision") else None
-        task = asyncio.ensure_future(self._executor.change(switch, change, mode, expect_revision))
+        task = asyncio.ensure_future(self.executor.change(switch, change, mode, expect_revision))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         # Carried to its end even if the operator hangs up: glass that is half moved helps nobody.

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from orchestrrl.rpc.pb import agent_pb2 as _agent_pb2
+from orchestrrl.rpc.pb import fabric_pb2 as _fabric_pb2
 from orchestrrl.rpc.pb import ocs_pb2 as _ocs_pb2
 from orchestrrl.rpc.pb import telemetry_pb2 as _telemetry_pb2
 import builtins as _builtins
@@ -80,6 +81,9 @@ class Status(_message.Message):
     TOKENS_LOADED_FIELD_NUMBER: _builtins.int
     GATE_FIELD_NUMBER: _builtins.int
     SWITCH_FIELD_NUMBER: _builtins.int
+    PAUSES_FIELD_NUMBER: _builtins.int
+    FABRIC_CONTROL_FIELD_NUMBER: _builtins.int
+    FABRIC_PERIOD_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     mode: Global___Mode.ValueType
     generation: _builtins.int
@@ -112,6 +116,18 @@ class Status(_message.Message):
     def switch(self) -> Global___SwitchReport:
         """The one under way, or the last one where it left engines missing; absent otherwise."""
 
+    @_builtins.property
+    def pauses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pause]:
+        """What an operator has paused."""
+
+    @_builtins.property
+    def fabric_control(self) -> _fabric_pb2.FabricControl:
+        """An operator's word on circuits; absent without a fabric."""
+
+    @_builtins.property
+    def fabric_period(self) -> _fabric_pb2.PeriodReport:
+        """The period whose circuits are up, and why the last one's are or are not."""
+
     def __init__(
         self,
         *,
@@ -135,14 +151,102 @@ class Status(_message.Message):
         tokens_loaded: _builtins.int = ...,
         gate: Global___Gate | None = ...,
         switch: Global___SwitchReport | None = ...,
+        pauses: _abc.Iterable[Global___Pause] | None = ...,
+        fabric_control: _fabric_pb2.FabricControl | None = ...,
+        fabric_period: _fabric_pb2.PeriodReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "switch", b"switch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "gate", b"gate", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "switch", b"switch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_reason", b"balance_reason", "gate", b"gate", "generation", b"generation", "mode", b"mode", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "switch", b"switch", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_reason", b"balance_reason", "fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "gate", b"gate", "generation", b"generation", "mode", b"mode", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "pauses", b"pauses", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "switch", b"switch", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Status: _TypeAlias = Status  # noqa: Y015
+
+@_typing.final
+class SetPauseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    part: _builtins.str
+    """balancer, fabric or sync"""
+    paused: _builtins.bool
+    """false: it goes on."""
+    reason: _builtins.str
+    ttl_s: _builtins.float
+    """0: until it is taken back."""
+    def __init__(
+        self,
+        *,
+        part: _builtins.str = ...,
+        paused: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "paused", b"paused", "reason", b"reason", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPauseRequest: _TypeAlias = SetPauseRequest  # noqa: Y015
+
+@_typing.final
+class SetPauseResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAUSES_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bool
+    """Whether anything is otherwise than before."""
+    @_builtins.property
+    def pauses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pause]: ...
+    def __init__(
+        self,
+        *,
+        pauses: _abc.Iterable[Global___Pause] | None = ...,
+        changed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "pauses", b"pauses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPauseResponse: _TypeAlias = SetPauseResponse  # noqa: Y015
+
+@_typing.final
+class Pause(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
+    part: _builtins.str
+    reason: _builtins.str
+    since_unix_s: _builtins.float
+    expires_unix_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        part: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        since_unix_s: _builtins.float = ...,
+        expires_unix_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expires_unix_s", b"_expires_unix_s", "expires_unix_s", b"expires_unix_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires_unix_s", b"_expires_unix_s", "expires_unix_s", b"expires_unix_s", "part", b"part", "reason", b"reason", "since_unix_s", b"since_unix_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expires_unix_s: _TypeAlias = _typing.Literal["expires_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__expires_unix_s: _TypeAlias = _typing.Literal["_expires_unix_s", b"_expires_unix_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expires_unix_s) -> _WhichOneofReturnType__expires_unix_s | None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
 
 @_typing.final
 class PlanCalibration(_message.Message):

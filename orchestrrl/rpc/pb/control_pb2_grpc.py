@@ -159,6 +159,11 @@ class ControlStub:
                 request_serializer=orchestrrl_dot_v1_dot_control__pb2.CancelSwitchRequest.SerializeToString,
                 response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
                 _registered_method=True)
+        self.SetPause = channel.unary_unary(
+                '/orchestrrl.v1.Control/SetPause',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.SetPauseRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SetPauseResponse.FromString,
+                _registered_method=True)
         self.WatchJournal = channel.unary_stream(
                 '/orchestrrl.v1.Control/WatchJournal',
                 request_serializer=orchestrrl_dot_v1_dot_control__pb2.WatchJournalRequest.SerializeToString,
@@ -341,6 +346,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPause(self, request, context):
+        """Let a part of the control plane stand still, or go on: the balancer's moves, changes of circuits, weight syncs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchJournal(self, request, context):
         """The journal's newest entries, then, when asked to follow, each new one.
         """
@@ -475,6 +487,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.CancelSwitch,
                     request_deserializer=orchestrrl_dot_v1_dot_control__pb2.CancelSwitchRequest.FromString,
                     response_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.SerializeToString,
+            ),
+            'SetPause': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPause,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.SetPauseRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.SetPauseResponse.SerializeToString,
             ),
             'WatchJournal': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchJournal,
@@ -1157,6 +1174,33 @@ class Control:
             '/orchestrrl.v1.Control/CancelSwitch',
             orchestrrl_dot_v1_dot_control__pb2.CancelSwitchRequest.SerializeToString,
             orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Control/SetPause',
+            orchestrrl_dot_v1_dot_control__pb2.SetPauseRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.SetPauseResponse.FromString,
             options,
             channel_credentials,
             insecure,

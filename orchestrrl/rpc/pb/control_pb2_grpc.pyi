@@ -81,6 +81,8 @@ class ControlStub:
     """Newest first, without their steps: GetSwitch has these."""
     CancelSwitch: _grpc.UnaryUnaryMultiCallable[_control_pb2.CancelSwitchRequest, _control_pb2.SwitchReport]
     """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back."""
+    SetPause: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetPauseRequest, _control_pb2.SetPauseResponse]
+    """Let a part of the control plane stand still, or go on: the balancer's moves, changes of circuits, weight syncs."""
     WatchJournal: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchJournalRequest, _control_pb2.JournalEntry]
     """The journal's newest entries, then, when asked to follow, each new one."""
 
@@ -137,6 +139,8 @@ class ControlAsyncStub(ControlStub):
     """Newest first, without their steps: GetSwitch has these."""
     CancelSwitch: _aio.UnaryUnaryMultiCallable[_control_pb2.CancelSwitchRequest, _control_pb2.SwitchReport]  # type: ignore[assignment]
     """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back."""
+    SetPause: _aio.UnaryUnaryMultiCallable[_control_pb2.SetPauseRequest, _control_pb2.SetPauseResponse]  # type: ignore[assignment]
+    """Let a part of the control plane stand still, or go on: the balancer's moves, changes of circuits, weight syncs."""
     WatchJournal: _aio.UnaryStreamMultiCallable[_control_pb2.WatchJournalRequest, _control_pb2.JournalEntry]  # type: ignore[assignment]
     """The journal's newest entries, then, when asked to follow, each new one."""
 
@@ -340,6 +344,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.SwitchReport, _abc.Awaitable[_control_pb2.SwitchReport]]:
         """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back."""
+
+    @_abc_1.abstractmethod
+    def SetPause(
+        self,
+        request: _control_pb2.SetPauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.SetPauseResponse, _abc.Awaitable[_control_pb2.SetPauseResponse]]:
+        """Let a part of the control plane stand still, or go on: the balancer's moves, changes of circuits, weight syncs."""
 
     @_abc_1.abstractmethod
     def WatchJournal(

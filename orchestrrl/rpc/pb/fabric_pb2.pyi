@@ -125,6 +125,8 @@ class Quiet(_message.Message):
     ARMED_FIELD_NUMBER: _builtins.int
     TOLD_S_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
+    RISK_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     since_s: _builtins.float
     until_s: _builtins.float
     rank: _builtins.int
@@ -134,6 +136,9 @@ class Quiet(_message.Message):
     told_s: _builtins.float
     """Told at this time."""
     job: _builtins.str
+    risk: _builtins.float
+    """At most, that any of the host's ranks breaks it; and how often the one named has been seen there."""
+    samples: _builtins.int
     def __init__(
         self,
         *,
@@ -144,10 +149,12 @@ class Quiet(_message.Message):
         armed: _builtins.int = ...,
         told_s: _builtins.float = ...,
         job: _builtins.str = ...,
+        risk: _builtins.float = ...,
+        samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "job", b"job", "position", b"position", "rank", b"rank", "since_s", b"since_s", "told_s", b"told_s", "until_s", b"until_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "job", b"job", "position", b"position", "rank", b"rank", "risk", b"risk", "samples", b"samples", "since_s", b"since_s", "told_s", b"told_s", "until_s", b"until_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

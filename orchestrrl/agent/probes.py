@@ -1,0 +1,210 @@
+"""Reads the collective boundaries of this host's traced processes, and says when it is quiet and for how long.
+
+Every process's ring (instrument/rings.py) feeds a learner (planner/fabric/slack.py). Of a job it is quiet where no rank
+of it on this host has a collective in flight; it stays so until the first of them is expected to begin one.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.instrument.rings import UNKNOWN, Event, Header, Reader, list_rings, remove_dead
+from planner.fabric.slack import Remaining, Signature, SlackLearner
+from planner.fabric.slack_summary import summarize
+from planner.model import Hold
+
+logger = logging.getLogger(__name__)
+
+NANO = 1e-9
+ITERATION = "iteration"  # the recorder's name for the mark that numbers iterations
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """By the host's monotonic clock. `rank` is expected to be the first to communicate again, at that place."""
+
+    since_s: float
+    until_s: float
+    rank: int
+    position: int
+    risk: float  # at most, that any rank breaks it
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What a process announced through its recorder."""
+
+    job: str
+    rank: int
+    period: str
+    intent_json: str
+
+
+@dataclass(eq=False)
+class Traced:
+    """One process. `header` is as of the last look for new processes."""
+
+    path: Path
+    reader: Reader
+    header: Header
+    learner: SlackLearner
+    handles: dict[int, int] = field(default_factory=dict)  # the learner's, by the ring's sequence
+    newest: int = -1  # sequence that was read
+
+    @property
+    def rank(self) -> int:
+        return self.header.rank
+
+    @property
+    def job(self) -> str:
+        return self.header.job
+
+    def read(self) -> Iterator[Event]:
+        """Feed the learner; marks that announce something are passed on."""
+        events, lost = self.reader.events()
+        if lost:
+            self.learner.lost(f"{lost} events were overwritten before they were read")
+            self.handles.clear()
+        points: list[tuple[int, int, Event]] = []
+        for event in events:
+            if event.sequence > self.newest:  # one that runs is given out again when it has ended
+                self.newest = event.sequence
+                points.append((event.start_ns, 1, event))
+            if event.is_collective and event.end_ns is not None:
+                points.append((event.end_ns, 2, event))
+        for at_ns, which, event in sorted(points, key=lambda point: point[:2]):
+            self._feed(at_ns * NANO, which, event)
+            if which == 1 and event.payload is not None:
+                yield event
+
+    def _feed(self, at_s: float, which: int, event: Event) -> None:
+        if not event.is_collective:
+            if event.op == ITERATION:
+                self.learner.iteration(event.value, at_s)
+            else:
+                self.learner.mark(event.op, at_s)
+        elif which == 1:
+            self.handles[event.sequence] = self.learner.started(Signature(event.op, event.group, event.n_bytes), at_s)
+        elif (handle := self.handles.pop(event.sequence, None)) is not None:
+            self.learner.ended(handle, at_s)
+
+
+class HostTraces:
+    """All traced processes of this host. `clock_s` is the monotonic clock that their recorders use."""
+
+    def __init__(self, directory: Path, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._clock_s = clock_s
+        self._traced: dict[Path, Traced] = {}
+        self._unreadable: set[Path] = set()
+        self._armed: frozenset[str] = frozenset()
+
+    @property
+    def traced(self) -> list[Traced]:
+        """Those that have a rank, by job and rank."""
+        there = (each for each in self._traced.values() if each.rank != UNKNOWN)
+        return sorted(there, key=lambda each: (each.job, each.rank))
+
+    def jobs(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for each in self.traced:
+            found[each.job] = (*found.get(each.job, ()), each.rank)
+        return found
+
+    def look(self) -> bool:
+        """Take up processes that have come and let go those that have ended; whether the jobs' ranks changed."""
+        before = self.jobs()
+        for path in list_rings(self._directory):
+            if path not in self._traced and path not in self._unreadable:
+                self._take_up(path)
+        for path, each in list(self._traced.items()):
+            if not each.reader.alive:
+                each.reader.close()
+                del self._traced[path]
+                continue
+            each.header = each.reader.header()
+            each.learner.rank = each.rank
+            each.reader.arm(each.job in self._armed)
+        remove_dead(self._directory, older_than_s=1.0)
+        return self.jobs() != before
+
+    def arm(self, jobs: frozenset[str]) -> None:
+        """The processes of these jobs ring the doorbell, and no others."""
+        self._armed = jobs
+        for each in self._traced.values():
+            each.reader.arm(each.job in jobs)
+
+    def read(self) -> list[Announced]:
+        """Let all learners know what has happened; what was announced meanwhile."""
+        announced: list[Announced] = []
+        for each in list(self._traced.values()):
+            for event in each.read():
+                found = _announced(each, event)
+                if found is not None:
+                    announced.append(found)
+        return announced
+
+    def busy(self, job: str) -> bool:
+        """Whether some rank of the job has a collective in flight. A look at a few words of memory."""
+        return any(each.reader.quiet_since_ns() is None for each in self._traced.values() if each.job == job)
+
+    def assess(self, job: str, q: float) -> Quiet | Hold:
+        """Of what has been read: how long it stays quiet, but for a probability of `q`."""
+        now_s = self._clock_s()
+        first: tuple[Remaining, int] | None = None
+        since_s = risk = 0.0
+        ranks = [each for each in self.traced if each.job == job]
+        if not ranks:
+            return Hold("untraced", f"no rank of job {job!r} is traced here")
+        for each in ranks:
+            if each.reader.quiet_since_ns() is None or each.reader.header().queued:
+                return Hold("traffic", f"rank {each.rank} has a collective in flight")
+            remaining = each.learner.remaining(now_s, q)
+            if isinstance(remaining, Hold):
+                return remaining
+            since_s, risk = max(since_s, remaining.opened_s), risk + remaining.risk
+            if first is None or remaining.until_s < first[0].until_s:
+                first = remaining, each.rank
+        assert first is not None
+        return Quiet(since_s, first[0].until_s, first[1], first[0].position, min(1.0, risk), first[0].samples)
+
+    def summaries(self, q: float) -> list[dict[str, Any]]:
+        """What is known of each rank's iterations, as `SlackSummary.to_json` has it, with its job."""
+        return [{"job": each.job, "summary": summarize(each.learner, q).to_json()} for each in self.traced]
+
+    def close(self) -> None:
+        for each in self._traced.values():
+            each.reader.arm(False)
+            each.reader.close()
+        self._traced.clear()
+
+    def _take_up(self, path: Path) -> None:
+        try:
+            reader = Reader(path)
+        except (OSError, ValueError) as error:
+            self._unreadable.add(path)
+            logger.warning("%s cannot be read: %s", path, error)
+            return
+        if not reader.alive:
+            reader.close()
+            return
+        header = reader.header()
+        self._traced[path] = Traced(path, reader, header, SlackLearner(header.rank))
+
+
+def _announced(each: Traced, event: Event) -> Announced | None:
+    """`{"period": "...", "intent": {...} or nothing}`, as recorder.announce writes it."""
+    try:
+        body = json.loads(event.payload or b"")
+        period, intent = body["period"], body.get("intent")
+        if not isinstance(period, str):
+            raise ValueError(f"period: must be a name, got {period!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("rank %d announced what cannot be read: %s", each.rank, error)
+        return None
+    return Announced(each.job, each.rank, period, "" if intent is None else json.dumps(intent))

@@ -1,0 +1,234 @@
+"""`orchestrrl fabric status|periods|announce|pin|override|release|mask`: the circuits of a running daemon."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.formats import duration, time_of_day
+from orchestrrl.cli.groups import fabric_group
+from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_lines, print_table, stdout
+from orchestrrl.cli.plan import Reason, TimeToLive
+from orchestrrl.cli.status import fabric_control_words, period_words
+from orchestrrl.documents import read_text
+from orchestrrl.errors import ProblemFaults
+from orchestrrl.rpc.channel import DEFAULT_TARGET
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import fabric_pb2
+from orchestrrl.rpc.plain import plain
+
+NONE_HERE = "this daemon drives no optical fabric: name its site in fabric.site of its configuration"
+CIRCUITS_SHOWN = 40
+PERIODS_SHOWN = 20
+
+
+def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+    """Show which circuits are up, for which period, what is masked or pinned, and whose traffic is traced.
+
+    Example: `orchestrrl fabric status`
+    """
+    seen = _fetch(daemon, PERIODS_SHOWN if as_json else 1)
+    if as_json:
+        print_json(seen)
+        return
+    control, latest = seen["control"], next(iter(seen["periods"]), None)
+    lines = [
+        f"circuits of: {escape(seen['period'] or 'no period yet')}",
+        f"operator: {escape(fabric_control_words(control))}",
+    ]
+    if latest is not None:
+        lines.append(f"last period: {escape(period_words(latest))}")
+    lines += [f"[yellow]not used[/yellow]: {escape(what)}" for what in seen["masked"]]
+    print_lines(lines)
+    circuits = seen["circuits"]
+    rows = [(each["pod"] or "core", each["a"], each["b"], each["count"]) for each in circuits[:CIRCUITS_SHOWN]]
+    print_table(f"Circuits: {sum(each['count'] for each in circuits)}", ("where", "from", "to", "circuits"), rows)
+    if len(circuits) > CIRCUITS_SHOWN:
+        stdout.print(f"and between {len(circuits) - CIRCUITS_SHOWN} other pairs: --json has all")
+    print_table(
+        "What a change of circuits takes",
+        ("switch", "expected", "measured"),
+        [(each["switch_id"], duration(each["usable_s"]), f"{each['samples']} times") for each in seen["switch_times"]],
+    )
+    print_table("Traced hosts", ("host", "ranks", "clock", "state", "why no window"), map(_host_row, seen["hosts"]))
+
+
+def periods(
+    limit: Annotated[int, typer.Option("--limit", min=1, help="At most this many.")] = PERIODS_SHOWN,
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """List what became of the latest periods, and count all of them by state and reason.
+
+    Example: `orchestrrl fabric periods --limit 50`
+    """
+    seen = _fetch(daemon, limit)
+    if as_json:
+        print_json({"periods": seen["periods"], "counts": seen["counts"]})
+        return
+    columns = ("announced", "period", "stage", "state", "why", "stages", "moves", "waited", "window", "took")
+    print_table("Periods", columns, map(_period_row, seen["periods"]))
+    rows = [(each["state"], each["code"], each["count"]) for each in seen["counts"]]
+    print_table("Since the daemon started", ("state", "why", "periods"), rows)
+
+
+def announce(
+    period: Annotated[str, typer.Argument(help="Its recurring name.", metavar="PERIOD")],
+    intent: Annotated[
+        Path | None, typer.Option("--intent", help="JSON of what it does; by default as before.", metavar="FILE")
+    ] = None,
+    within_s: Annotated[
+        float, typer.Option("--within-s", help="How long a window is waited for; 0: as configured.")
+    ] = 0,
+    boundary: Annotated[
+        bool, typer.Option("--boundary", help="Nothing runs until this ends: no window is waited for.")
+    ] = False,
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Announce a communication period, as a trainer does, and follow what becomes of its circuits.
+
+    Example: `orchestrrl fabric announce gradients --intent gradients.json --boundary`
+    """
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        text = "" if intent is None else read_text(intent)
+        order = fabric_pb2.AnnouncePeriodRequest(period=period, intent_json=text, within_s=within_s, boundary=boundary)
+        last: dict[str, Any] = {}
+        async for report in client.watch(client.fabric.AnnouncePeriod, order):
+            seen = plain(report)
+            if not as_json and seen["state"] != last.get("state"):
+                stdout.print(escape(period_words(seen)))
+            last = seen
+        return last
+
+    last = ask(daemon, conversation)
+    if as_json:
+        print_json(last)
+    else:
+        print_lines(escape(note) for note in last["notes"])
+    if last["state"] not in ("committed", "kept"):
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def pin(
+    cross_connects: Annotated[
+        list[str] | None, typer.Argument(help="Those that stay; none: all that are up.", metavar="SWITCH:PORT-PORT...")
+    ] = None,
+    reason: Reason = "",
+    ttl_s: TimeToLive = 0.0,
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Keep circuits as they are, until released or expired.
+
+    Example: `orchestrrl fabric pin core0:1-5 --reason "measuring this link" --ttl-s 600`
+    """
+    order = fabric_pb2.PinFabricRequest(cross_connects=cross_connects or [], reason=reason, ttl_s=_checked(ttl_s))
+    _control(daemon, lambda client: answer(client, client.fabric.PinFabric, order), as_json)
+
+
+def override(
+    period: Annotated[str, typer.Argument(help="One that was announced before.", metavar="PERIOD")],
+    reason: Reason = "",
+    ttl_s: TimeToLive = 0.0,
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Have the circuits of one period, whatever is announced, until released or expired.
+
+    Example: `orchestrrl fabric override gradients --reason "comparing" --ttl-s 600`
+    """
+    order = fabric_pb2.OverrideFabricRequest(period=period, reason=reason, ttl_s=_checked(ttl_s))
+    _control(daemon, lambda client: answer(client, client.fabric.OverrideFabric, order), as_json)
+
+
+def release(reason: Reason = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+    """Let circuits follow what is announced again.
+
+    Example: `orchestrrl fabric release`
+    """
+    order = fabric_pb2.ReleaseFabricRequest(reason=reason)
+    _control(daemon, lambda client: answer(client, client.fabric.ReleaseFabric, order), as_json)
+
+
+def mask(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(help="switch:S, port:S:P, circuit:S:P-P, nic:SERVER:I or server:SERVER; none: nothing is."),
+    ] = None,
+    reason: Reason = "",
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what must not be used, beside what switches report of themselves. The whole list each time.
+
+    Example: `orchestrrl fabric mask port:core0:7 nic:train0/s1:3 --reason "flapping"`
+    """
+    masked = [each.replace(":", " ", 1) for each in what or []]
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        order = fabric_pb2.MaskFabricRequest(masked=masked, reason=reason)
+        return await answer(client, client.fabric.MaskFabric, order)
+
+    seen = ask(daemon, conversation)
+    if as_json:
+        print_json({"masked": seen["masked"]})
+    else:
+        print_lines([f"not used: {escape(each)}" for each in seen["masked"]] or ["everything may be used"])
+
+
+def _fetch(daemon: str, limit: int) -> dict[str, Any]:
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        return await answer(client, client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=limit))
+
+    seen = ask(daemon, conversation)
+    if not seen["configured"]:
+        fail(NONE_HERE)
+    return seen
+
+
+def _control(daemon: str, conversation: Any, as_json: bool) -> None:
+    control = ask(daemon, conversation)
+    if as_json:
+        print_json(control)
+    else:
+        stdout.print(escape(f"circuits: {fabric_control_words(control)}"))
+
+
+def _checked(ttl_s: float) -> float:
+    if not 0 <= ttl_s < float("inf"):
+        raise ProblemFaults([f"--ttl-s: must be >= 0, got {ttl_s:g}"])
+    return ttl_s
+
+
+def _host_row(host: dict[str, Any]) -> tuple[object, ...]:
+    ranks = ", ".join(f"{len(job['ranks'])}{' of ' + job['job'] if job['job'] else ''}" for job in host["jobs"])
+    clock = f"within {duration(host['bound_s'])}" if host["bound_s"] else None
+    return host["host"], ranks or None, clock, "attached" if host["attached"] else "gone", host["detail"] or None
+
+
+def _period_row(period: dict[str, Any]) -> tuple[object, ...]:
+    commits = period["commits"]
+    first = commits[0] if commits else None
+    windowed = first is not None and first["window_until_unix_s"] > 0
+    return (
+        time_of_day(period["announced_unix_s"]),
+        period["period"],
+        period["stage"],
+        period["state"],
+        ": ".join(filter(None, (period["code"], period["detail"]))) or None,
+        f"{period['stages_done']} of {period['stages']}",
+        period["moves"],
+        duration(first["commanded_unix_s"] - period["announced_unix_s"]) if first else None,
+        duration(first["window_until_unix_s"] - first["window_opened_unix_s"]) if first and windowed else None,
+        duration(sum(each["usable_unix_s"] - each["commanded_unix_s"] for each in commits)) if first else None,
+    )
+
+
+def register(app: typer.Typer) -> None:
+    fabric = fabric_group(app)
+    for command in (status, periods, announce, pin, override, release, mask):
+        fabric.command(command.__name__)(command)

@@ -1,0 +1,60 @@
+"""`orchestrrl balancer|fabric|sync pause|resume`: let a part of the control plane stand still, and go on."""
+
+from typing import Any
+
+import typer
+
+from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.groups import RUNNING_DAEMON, fabric_group, group
+from orchestrrl.cli.output import JsonFlag, print_json, stdout
+from orchestrrl.cli.plan import Reason, TimeToLive
+from orchestrrl.cli.status import pause_words
+from orchestrrl.errors import ProblemFaults
+from orchestrrl.holds import Part
+from orchestrrl.rpc.channel import DEFAULT_TARGET
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2
+
+_WHAT = {
+    Part.BALANCER: "the fast loop's moves; an operator's own go on",
+    Part.FABRIC: "every change of circuits that periods ask for",
+    Part.SYNC: "changes of circuits for weight syncs",
+}
+
+
+def _add(commands: typer.Typer, part: Part) -> None:
+    def pause(
+        reason: Reason = "", ttl_s: TimeToLive = 0.0, daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False
+    ) -> None:
+        _set(part, True, reason, ttl_s, daemon, as_json)
+
+    def resume(reason: Reason = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+        _set(part, False, reason, 0.0, daemon, as_json)
+
+    example = f'Example: `orchestrrl {part} pause --reason "looking at it" --ttl-s 600`'
+    commands.command("pause", help=f"Hold {_WHAT[part]}, until resumed or expired.\n\n{example}")(pause)
+    commands.command("resume", help=f"Let it go on.\n\nExample: `orchestrrl {part} resume`")(resume)
+
+
+def _set(part: Part, paused: bool, reason: str, ttl_s: float, daemon: str, as_json: bool) -> None:
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        if not 0 <= ttl_s < float("inf"):
+            raise ProblemFaults([f"--ttl-s: must be >= 0, got {ttl_s:g}"])
+        order = control_pb2.SetPauseRequest(part=part, paused=paused, reason=reason, ttl_s=ttl_s)
+        return await answer(client, client.control.SetPause, order)
+
+    found = ask(daemon, conversation)
+    if as_json:
+        print_json(found)
+        return
+    in_force = {pause["part"]: pause for pause in found["pauses"]}
+    if part in in_force:
+        stdout.print(f"{part} is paused: {pause_words(in_force[part])}", markup=False)
+    else:
+        stdout.print(f"{part} goes on" if found["changed"] else f"{part} was not paused")
+
+
+def register(app: typer.Typer) -> None:
+    _add(group(app, "balancer", "Pause and resume moves of the fast loop.", RUNNING_DAEMON), Part.BALANCER)
+    _add(fabric_group(app), Part.FABRIC)
+    _add(group(app, "sync", "Pause and resume weight syncs.", RUNNING_DAEMON), Part.SYNC)

@@ -1,0 +1,166 @@
+"""An operator's word on the fabric: pins, an override, and what is not to be used. Journalled; lasts over restarts."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from pydantic import TypeAdapter
+
+from orchestrrl.clock import Clock
+from orchestrrl.errors import ProblemFaults
+from orchestrrl.journal import Journal, Kind
+from orchestrrl.periods import ControlState, FabricControl
+from planner.fabric.model import OcsId, PortPair, port_pair
+from planner.fabric.plan import Failures
+from planner.fabric.topology import ServerId, Site
+
+_CONTROL = TypeAdapter(FabricControl)
+_CROSS_CONNECT = re.compile(r"(?P<switch>.+):(?P<one>\d{1,6})-(?P<other>\d{1,6})")
+_NUMBERED = re.compile(r"(?P<name>.+):(?P<number>\d{1,6})")
+MASKS = "switch SWITCH, port SWITCH:PORT, circuit SWITCH:PORT-PORT, nic SERVER:INDEX or server SERVER"
+
+
+class OperatorsWord:
+    """Construction recovers what the journal holds."""
+
+    def __init__(self, site: Site, journal: Journal, clock: Clock) -> None:
+        self._site = site
+        self._journal = journal
+        self._clock = clock
+        self._control = FabricControl()
+        self.masked: tuple[str, ...] = ()
+        latest = journal.latest(Kind.FABRIC_CONTROL)
+        if latest is not None:
+            self._control = _CONTROL.validate_python(latest.body["control"])
+            # A site that has changed since knows some of it no more.
+            self.masked = tuple(each for each in latest.body["masked"] if not self._mask_faults(each))
+            pins = tuple(each for each in self._control.cross_connects if not self._pin_faults(each))
+            if pins != self._control.cross_connects:
+                self._control = FabricControl(reason="what was pinned is not of this site any more")
+
+    @property
+    def control(self) -> FabricControl:
+        return self._control.at(self._clock.now_s())
+
+    @property
+    def pinned(self) -> frozenset[PortPair]:
+        return frozenset(map(_cross_connect, self.control.cross_connects))
+
+    @property
+    def failures(self) -> Failures:
+        return self._failures(self.masked)
+
+    def pin(self, cross_connects: Sequence[str], reason: str, ttl_s: float) -> FabricControl:
+        """Raises ProblemFaults."""
+        faults = [
+            f"cross_connects[{index}]: {fault}"
+            for index, text in enumerate(cross_connects)
+            for fault in self._pin_faults(text)
+        ]
+        self._check([*faults, *_ttl_faults(ttl_s)])
+        names = tuple(str(each) for each in sorted({_cross_connect(text) for text in cross_connects}))
+        return self._set(FabricControl(ControlState.PINNED, names, "", reason, self._expiry_s(ttl_s)))
+
+    def override(self, period: str, reason: str, ttl_s: float) -> FabricControl:
+        self._check(_ttl_faults(ttl_s))
+        return self._set(FabricControl(ControlState.OVERRIDDEN, (), period, reason, self._expiry_s(ttl_s)))
+
+    def release(self, reason: str) -> FabricControl:
+        return self._set(FabricControl(reason=reason))
+
+    def mask(self, masked: Sequence[str], reason: str) -> None:
+        """The whole list. Raises ProblemFaults."""
+        self._check(
+            [f"masked[{index}]: {fault}" for index, text in enumerate(masked) for fault in self._mask_faults(text)]
+        )
+        before = self.masked
+        self.masked = tuple(sorted(set(masked)))
+        try:
+            self._write(reason)
+        except BaseException:
+            self.masked = before
+            raise
+
+    def _set(self, control: FabricControl) -> FabricControl:
+        before, self._control = self._control, control
+        try:
+            self._write(control.reason)
+        except BaseException:
+            self._control = before
+            raise
+        return control
+
+    def _write(self, reason: str) -> None:
+        control = _CONTROL.dump_python(self._control, mode="json")
+        body = {"control": control, "masked": list(self.masked), "reason": reason}
+        self._journal.append(self._clock.now_s(), Kind.FABRIC_CONTROL, self._control.state, body)
+
+    @staticmethod
+    def _check(faults: list[str]) -> None:
+        if faults:
+            raise ProblemFaults(faults)
+
+    def _expiry_s(self, ttl_s: float) -> float | None:
+        return self._clock.now_s() + ttl_s if ttl_s else None
+
+    def _pin_faults(self, text: str) -> list[str]:
+        match = _CROSS_CONNECT.fullmatch(text)
+        if match is None or match["one"] == match["other"]:
+            return [f"must be SWITCH:PORT-PORT, got {text!r}"]
+        ports = {port for numbers in self._ports(match["switch"]).values() for port in numbers}
+        if not ports:
+            return [f"is on no switch of the site, got {text!r}"]
+        unknown = sorted({int(match["one"]), int(match["other"])} - ports)
+        return [f"ends at ports without a fibre ({', '.join(map(str, unknown))}), got {text!r}"] if unknown else []
+
+    def _mask_faults(self, text: str) -> list[str]:
+        kind, _, what = text.partition(" ")
+        match kind:
+            case "switch" if OcsId(what) in self._site.switch:
+                return []
+            case "port" if (found := _NUMBERED.fullmatch(what)) and OcsId(found["name"]) in self._site.switch:
+                return []
+            case "circuit":
+                return self._pin_faults(what)
+            case "server" if what in self._servers:
+                return []
+            case "nic" if (found := _NUMBERED.fullmatch(what)) and found["name"] in self._servers:
+                there = len(self._servers[found["name"]])
+                return [] if int(found["number"]) < there else [f"its server has {there} NICs, got {text!r}"]
+            case "switch" | "port" | "server" | "nic":
+                return [f"names nothing of the site, got {text!r}"]
+        return [f"must be {MASKS}, got {text!r}"]
+
+    @property
+    def _servers(self) -> dict[str, tuple[str, ...]]:
+        return {str(server.id): server.tors for server in self._site.servers}
+
+    def _ports(self, switch: str) -> dict[str, tuple[int, ...]]:
+        found = self._site.switch.get(OcsId(switch))
+        return {} if found is None else {str(endpoint): ports for endpoint, ports in found.ports.items()}
+
+    @staticmethod
+    def _failures(masked: Sequence[str]) -> Failures:
+        found: dict[str, list[str]] = {"switch": [], "port": [], "circuit": [], "nic": [], "server": []}
+        for each in masked:
+            kind, _, what = each.partition(" ")
+            found[kind].append(what)
+        ports = [what.rpartition(":") for what in found["port"]]
+        nics = [what.rpartition(":") for what in found["nic"]]
+        return Failures(
+            ports=frozenset((OcsId(switch), int(port)) for switch, _, port in ports),
+            switches=frozenset(map(OcsId, found["switch"])),
+            cross_connects=frozenset(map(_cross_connect, found["circuit"])),
+            nics=frozenset((ServerId(server), int(index)) for server, _, index in nics),
+            servers=frozenset(map(ServerId, found["server"])),
+        )
+
+
+def _cross_connect(text: str) -> PortPair:
+    match = _CROSS_CONNECT.fullmatch(text)
+    assert match is not None, text
+    return port_pair(OcsId(match["switch"]), int(match["one"]), int(match["other"]))
+
+
+def _ttl_faults(ttl_s: float) -> list[str]:
+    return [] if math.isfinite(ttl_s) and ttl_s >= 0 else [f"ttl_s: must be >= 0 (0: until released), got {ttl_s}"]

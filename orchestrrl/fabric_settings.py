@@ -1,0 +1,128 @@
+"""The fabric as the configuration has it: the section `fabric`, and what the daemon makes of it."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from ocs_drivers.base import OcsDriver
+from orchestrrl.clock import Clock
+from orchestrrl.documents import Name, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from orchestrrl.errors import ProblemFaults
+
+if TYPE_CHECKING:  # heavy, and most configurations have none of it
+    from orchestrrl.config import Config
+    from orchestrrl.control_plane import ControlPlane
+    from orchestrrl.execute.circuits import CircuitExecutor
+    from orchestrrl.execute.fabric import Coordinator, Routing
+    from orchestrrl.execute.fabric_windows import TraceHub
+    from planner.fabric.topology import Site
+
+Share = Annotated[float, Field(strict=False, ge=0, le=1)]
+
+
+class RouterSettings(Section):
+    """One ToR's routes; `options` are its driver's."""
+
+    tor: Name
+    driver: Name
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class FabricSettings(Section):
+    """When circuits are changed, and how carefully."""
+
+    site: Name  # path of a site's file, from the configuration's own folder
+    # A window counts if its length, but for this share of cases, has covered what a commit takes and this margin.
+    quantile: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    margin_s: NonNegativeFloat = 0.005
+    within_s: PositiveFloat = 30.0  # how long a period waits for its windows
+    boundary_within_s: PositiveFloat = 60.0  # the same, where the job stands still for it
+    min_fraction: Share = 0.5  # of its circuits, that an endpoint keeps at every point of a change
+    max_moves_per_stage: PositiveInt = 1024
+    route_s: NonNegativeFloat = 0.0  # from link up until packets take it, before any of it was measured
+    routers: tuple[RouterSettings, ...] = Field(default=(), strict=False)  # none: who routes follows links by itself
+    follow_deployment: bool = True  # circuits of Gen follow the planner's decisions, at its switches
+    tokens_per_period: PositiveFloat = 1e6  # that an engine decodes between them
+
+
+def read_fabric_site(section: Any, folder: Path) -> tuple["Site | None", list[str]]:
+    """The site that the section names, or what is wrong with it."""
+    path = section.get("site") if isinstance(section, dict) else None
+    if not isinstance(path, str) or not path:
+        return None, []
+    from orchestrrl.site import read_site
+
+    try:
+        return read_site(folder / path), []
+    except ProblemFaults as error:
+        # A file that cannot be read names itself.
+        named = (fault if fault.startswith(str(folder / path)) else f"{path}: {fault}" for fault in error.faults)
+        return None, [f"fabric.site: {fault}" for fault in named]
+
+
+def fabric_faults(document: dict[Any, Any], site: "Site | None") -> list[str]:
+    """Faults between the site and the rest of the configuration."""
+    if site is None:
+        return []
+    listing = document.get("ocs")
+    driven = {entry.get("id") for entry in listing if isinstance(entry, dict)} if isinstance(listing, list) else set()
+    faults = [
+        f"ocs: must have every switch of fabric.site, {switch.id!r} is missing"
+        for switch in site.switches
+        if switch.id not in driven
+    ]
+    section = document["fabric"]
+    routers = section.get("routers") if isinstance(section, dict) else None
+    for index, entry in enumerate(routers if isinstance(routers, list) else []):
+        if isinstance(entry, dict) and isinstance(entry.get("tor"), str) and entry["tor"] not in site.tor:
+            faults.append(f"fabric.routers[{index}].tor: is none of the site's, got {entry['tor']!r}")
+    return faults
+
+
+def fabric_of(
+    config: "Config",
+    drivers: Mapping[str, OcsDriver],
+    circuits: "CircuitExecutor",
+    hub: "TraceHub",
+    plane: "ControlPlane",
+    clock: Clock,
+    routing: "Routing | None" = None,
+) -> "Coordinator | None":
+    """For the daemon: it keeps `run` as a task. None where the configuration has no fabric."""
+    site, settings = config.site_value(), config.fabric
+    if site is None or settings is None:
+        return None
+    from orchestrrl.execute.fabric import Coordinator, Rules
+    from orchestrrl.execute.fabric_control import OperatorsWord
+    from orchestrrl.execute.fabric_glass import Glass
+    from planner.fabric.commit_times import CommitTimes
+    from planner.fabric.materialize import materialize
+    from planner.fabric.templates import TemplateBook
+
+    templates = TemplateBook()
+    return Coordinator(
+        site,
+        Glass(site, {switch.id: drivers[switch.id] for switch in site.switches}),
+        circuits,
+        hub,
+        OperatorsWord(site, plane.journal, clock),
+        plane.holds,
+        plane.journal,
+        clock,
+        materialise=lambda intent, state: materialize(site, intent, state, templates.learn(intent)),
+        mode=lambda: plane.mode,
+        times=CommitTimes({switch.id: switch.device.reconfiguration_s for switch in site.switches}),
+        rules=Rules(
+            settings.margin_s,
+            settings.within_s,
+            settings.boundary_within_s,
+            settings.min_fraction,
+            settings.max_moves_per_stage,
+            settings.route_s,
+        ),
+        routing=routing,
+        offload=asyncio.to_thread,
+    )

@@ -1,0 +1,126 @@
+"""Between the fabric's values and its messages."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from orchestrrl.execute.fabric_glass import Glance
+from orchestrrl.execute.fabric_windows import Host, TraceHub
+from orchestrrl.periods import CommitReport, FabricControl, PeriodReport
+from orchestrrl.rpc.pb import fabric_pb2 as pb
+from planner.fabric.model import Pair
+from planner.model import Hold
+
+if TYPE_CHECKING:
+    from orchestrrl.execute.fabric import Coordinator
+
+
+def period_to_pb(report: PeriodReport | None) -> pb.PeriodReport | None:
+    if report is None:
+        return None
+    return pb.PeriodReport(
+        id=report.id,
+        period=report.period,
+        stage=report.stage,
+        state=report.state,
+        code=report.code,
+        detail=report.detail,
+        announced_unix_s=report.announced_s,
+        ended_unix_s=report.ended_s,
+        stages=report.stages,
+        stages_done=report.stages_done,
+        moves=report.moves,
+        completion_s=report.completion_s,
+        notes=report.notes,
+        commits=[_commit_to_pb(commit) for commit in report.commits],
+    )
+
+
+def _commit_to_pb(commit: CommitReport) -> pb.CommitReport:
+    return pb.CommitReport(
+        window_opened_unix_s=commit.window_opened_s or 0.0,
+        window_until_unix_s=commit.window_until_s or 0.0,
+        commanded_unix_s=commit.commanded_s,
+        usable_unix_s=commit.usable_s,
+        needed_s=commit.needed_s,
+        moves=commit.moves,
+        done=commit.done,
+        detail=commit.detail,
+    )
+
+
+def control_of_fabric_to_pb(control: FabricControl) -> pb.FabricControl:
+    return pb.FabricControl(
+        state=control.state,
+        cross_connects=control.cross_connects,
+        period=control.period,
+        reason=control.reason,
+        expires_unix_s=control.expires_s,
+    )
+
+
+def fabric_to_pb(fabric: "Coordinator", limit: int) -> pb.FabricStatus:
+    control = fabric.word.control
+    pinned = fabric.word.pinned
+    message = pb.FabricStatus(
+        configured=True,
+        control=control_of_fabric_to_pb(control),
+        period=fabric.period,
+        periods=[told for report in fabric.reports(limit) if (told := period_to_pb(report)) is not None],
+        counts=[
+            pb.PeriodCount(state=state, code=code, count=count)
+            for (state, code), count in sorted(fabric.counts.items())
+        ],
+        masked=[*fabric.word.masked, *_broken(fabric.glance)],
+        circuits=[
+            pb.CircuitCount(pod=pod, a=a, b=b, count=count)
+            for (pod, (a, b)), count in sorted(_circuits_of(fabric).items())
+        ],
+        switch_times=[
+            pb.SwitchTime(switch_id=switch, usable_s=usable_s, samples=samples)
+            for switch, usable_s, samples in fabric.times_of_switches()
+        ],
+    )
+    for pair in sorted(fabric.glance.cross_connects):
+        ends = fabric.ends(pair)
+        a, b = ends if ends is not None else ("", "")
+        message.cross_connects.append(
+            pb.CrossConnectOf(
+                switch_id=pair.switch, port_a=pair.port_a, port_b=pair.port_b, a=a, b=b, pinned=pair in pinned
+            )
+        )
+    return message
+
+
+def _circuits_of(fabric: "Coordinator") -> Mapping[tuple[str, Pair], int]:
+    """How many circuits join two endpoints, by PoD; the core's have none."""
+    found: Counter[tuple[str, Pair]] = Counter()
+    for pair in fabric.glance.cross_connects:
+        ends = fabric.ends(pair)
+        if ends is not None:
+            found[fabric.site.switch[pair.switch].pod or "", ends] += 1
+    return found
+
+
+def _broken(glance: Glance) -> list[str]:
+    """What switches report of themselves."""
+    ports = sorted(glance.failures.ports)
+    told = [f"port {switch}:{port} (by the switch)" for switch, port in ports]
+    return [*told, *(f"switch {switch} (does not answer: {why})" for switch, why in sorted(glance.unread.items()))]
+
+
+def hosts_to_pb(hub: TraceHub, now_s: float) -> list[pb.HostTrace]:
+    return [_host_to_pb(host, now_s) for _, host in sorted(hub.hosts.items())]
+
+
+def _host_to_pb(host: Host, now_s: float) -> pb.HostTrace:
+    offset = host.clock.offset(now_s)
+    words = [f"{job or 'trainer'}: {word.detail}" for job, (_, _, word) in host.said.items() if isinstance(word, Hold)]
+    return pb.HostTrace(
+        host=host.name,
+        jobs=[pb.JobRanks(job=job, ranks=sorted(ranks)) for job, ranks in sorted(host.jobs.items())],
+        attached=host.attached,
+        offset_s=0.0 if offset is None else offset.offset_s,
+        bound_s=0.0 if offset is None else offset.bound_s,
+        detail="; ".join(words) if offset is not None else "the offset of its clock is not known",
+    )

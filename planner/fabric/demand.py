@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.fabric.broadcast import broadcasts_of
-from planner.fabric.collectives import Floats, Transfers, transfers_of
+from planner.fabric.collectives import TRANSFERS_AT_ONCE, Floats, Transfers, transfers_of
 from planner.fabric.intent import Intent, Operation, Primitive
 from planner.fabric.masks import failed_ports, healthy_lanes, mask_nics
 from planner.fabric.model import EndpointId
@@ -55,6 +55,8 @@ def flows_of(intent: Intent, site: Site, failures: Failures) -> Flows:
         else:
             for transfers in transfers_of(traffic):
                 tally.add(transfers)
+    for tally in tallies.values():
+        tally.flush()
     out_bytes = np.sum([tally.nic_out_bytes for tally in tallies.values()], axis=0)
     in_bytes = np.sum([tally.nic_in_bytes for tally in tallies.values()], axis=0)
     dropped_bytes = sum(tally.dropped_bytes for tally in tallies.values())
@@ -123,8 +125,28 @@ class _Tally:
         self.nvlink_bytes = 0.0
         self.below_tor_bytes = 0.0
         self.dropped_bytes = 0.0
+        self._waiting: list[Transfers] = []
+        self._waiting_count = 0
 
     def add(self, transfers: Transfers) -> None:
+        """Many small ones are counted together: see `flush`."""
+        self._waiting.append(transfers)
+        self._waiting_count += len(transfers.sources)
+        if self._waiting_count >= TRANSFERS_AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            waiting, self._waiting, self._waiting_count = self._waiting, [], 0
+            self._count(
+                Transfers(
+                    np.concatenate([each.sources for each in waiting]),
+                    np.concatenate([each.destinations for each in waiting]),
+                    np.concatenate([each.sent_bytes for each in waiting]),
+                )
+            )
+
+    def _count(self, transfers: Transfers) -> None:
         placement, nics = self._placement, self._placement.nics
         sources, destinations = placement.places(transfers.sources), placement.places(transfers.destinations)
         servers = placement.server[sources]

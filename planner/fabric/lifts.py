@@ -89,8 +89,12 @@ class _Lifting:
         return self._budget.get(tor, 0) > 0 and self._rooms[end[0]].has(end[1], tor)
 
     def _any(self, end: _End) -> EndpointId | None:
-        """The ToR there with the most lifts to go, or else any with a port left."""
-        tors = self._rooms[end[0]].tors(end[1])
+        """The ToR that it is lifted to if that is due one, else the one with the most to go, else any with a port."""
+        room, lane = self._rooms[end[0]], end[1]
+        up = room.up_to(lane)
+        if up is not None and self._budget.get(up, 0) > 0:
+            return up
+        tors = room.tors(lane)
         return max(tors, key=lambda tor: (self._budget.get(tor, 0), tor), default=None)
 
     def _take(self, core: PortPair, *ends: tuple[_End, EndpointId]) -> None:

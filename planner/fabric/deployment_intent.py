@@ -1,0 +1,133 @@
+"""What the engines of a deployment will say to each other until the next one: the intent of a Gen period. Pure.
+
+Volumes are those that `planner/roofline.py` times: activations of every token that passes a layer. A rank is its GPU.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.model import EngineId, GpuId, Parallelism
+from planner.models import Model
+from planner.roofline import ACTIVATION_BYTES
+
+RESPONSE_BYTES_PER_TOKEN = 8.0  # its id and its log-probability
+GPUS_PER_NODE = 8
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeployedEngine:
+    """`gpus` in the order of ranks: attention replicas one after the other, in each its pipeline stages, in each its TP
+    ranks; under AFD the attention GPUs before the FFN GPUs."""
+
+    id: EngineId
+    gpus: tuple[GpuId, ...]
+    parallelism: Parallelism
+    tokens: float  # that pass through the model in the period, those of prompts included
+    response_tokens: float = 0.0  # that are streamed to training
+
+    def __post_init__(self) -> None:
+        if len(self.gpus) != self.parallelism.gpus:
+            raise ValueError(f"{self.id}: must have {self.parallelism.gpus} GPUs, got {len(self.gpus)}")
+        for name in ("tokens", "response_tokens"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{self.id}: {name} must be >= 0, got {getattr(self, name)}")
+
+
+def deployment_intent(
+    model: Model,
+    engines: Iterable[DeployedEngine],
+    *,
+    period: str = "generation",
+    trainers: Sequence[GpuId] = (),
+    per_node: int = GPUS_PER_NODE,
+    activation_bytes: float = ACTIVATION_BYTES,
+) -> Intent:
+    """Engines of one layout and one volume share their traffic's entries; `trainers` take responses in turn."""
+    ordered = sorted(engines, key=lambda engine: engine.id)
+    alike: dict[tuple[Operation, Primitive, float, float, bool], list[tuple[tuple[int, ...], tuple[int, ...]]]]
+    alike = defaultdict(list)
+    for number, engine in enumerate(ordered):
+        for each in _engine_traffic(model, engine, per_node, activation_bytes):
+            key = each.operation, each.primitive, each.bytes_per_rank, each.times, each.both_ways
+            receivers = each.receivers or ((),) * len(each.groups)
+            alike[key] += zip(each.groups, receivers, strict=True)
+        if engine.response_tokens and trainers:
+            sent_bytes = engine.response_tokens * RESPONSE_BYTES_PER_TOKEN
+            stream = int(engine.gpus[0]), int(trainers[number % len(trainers)])
+            alike[Operation.RESPONSES, Primitive.PIPELINE, sent_bytes, 1.0, False].append((stream, ()))
+    return Intent(
+        period,
+        Stage.GEN,
+        tuple(
+            Traffic(
+                operation,
+                primitive,
+                tuple(group for group, _ in both),
+                sent_bytes,
+                times,
+                tuple(receivers for _, receivers in both) if primitive is Primitive.BIPARTITE else (),
+                both_ways,
+            )
+            for (operation, primitive, sent_bytes, times, both_ways), both in alike.items()
+        ),
+    )
+
+
+def _engine_traffic(model: Model, engine: DeployedEngine, per_node: int, activation_bytes: float) -> Iterator[Traffic]:
+    layout, gpus = engine.parallelism, tuple(map(int, engine.gpus))
+    token_bytes = model.hidden * activation_bytes
+    if layout.afd:
+        yield from _afd_traffic(model, layout, gpus, engine.tokens * token_bytes, per_node)
+        return
+    layers = model.layers / layout.pp
+    stages = [gpus[first : first + layout.tp] for first in range(0, len(gpus), layout.tp)]  # [replica, stage]
+    replica_bytes = engine.tokens / layout.dp * token_bytes
+    exchanges = model.moe and layout.dp > 1
+    # With experts that take part in an all-to-all, only attention is summed up.
+    yield from _all_reduce(tuple(stages), replica_bytes, layers * (1 if exchanges else 2), per_node)
+    if exchanges:
+        groups = tuple(tuple(gpu for each in stages[stage :: layout.pp] for gpu in each) for stage in range(layout.pp))
+        # To its experts and back; tokens of a replica are split over its TP ranks.
+        sent_bytes = model.experts_per_token * replica_bytes / layout.tp
+        yield Traffic(Operation.EP, Primitive.ALL_TO_ALL, groups, sent_bytes, 2 * layers)
+    if layout.pp > 1:
+        chains = tuple(
+            tuple(stages[replica * layout.pp + stage][rank] for stage in range(layout.pp))
+            for replica in range(layout.dp)
+            for rank in range(layout.tp)
+        )
+        yield Traffic(Operation.PP, Primitive.PIPELINE, chains, replica_bytes / layout.tp)
+
+
+def _afd_traffic(
+    model: Model, layout: Parallelism, gpus: tuple[int, ...], all_bytes: float, per_node: int
+) -> Iterator[Traffic]:
+    """In each layer every token goes from its attention GPU to those of its experts, and back. A dense FFN is split over
+    its GPUs, which sum up."""
+    attention, ffn = gpus[: layout.attention_gpus], gpus[layout.attention_gpus :]
+    copies = min(model.experts_per_token, len(ffn)) if model.moe else 1
+    sent_bytes, layers = all_bytes * copies / len(attention), float(model.layers)
+    yield Traffic(Operation.AFD, Primitive.BIPARTITE, (attention,), sent_bytes, layers, (ffn,), both_ways=True)
+    replicas = tuple(attention[first : first + layout.tp] for first in range(0, len(attention), layout.tp))
+    yield from _all_reduce(replicas, all_bytes / len(replicas), layers, per_node)
+    if not model.moe:
+        yield from _all_reduce((ffn,), all_bytes, layers, per_node)
+
+
+def _all_reduce(groups: Groups, buffer_bytes: float, times: float, per_node: int) -> Iterator[Traffic]:
+    """Inside a node one ring; beyond it in two levels, where every NIC has its share of what its node has summed up."""
+    size = len(groups[0])
+    if size == 1:
+        return
+    if size <= per_node:
+        yield Traffic(Operation.TP, Primitive.RING_ALL_REDUCE, groups, buffer_bytes, times)
+        return
+    nodes = tuple(group[first : first + per_node] for group in groups for first in range(0, size, per_node))
+    rings = tuple(group[rank::per_node] for group in groups for rank in range(per_node))
+    yield Traffic(Operation.TP, Primitive.REDUCE_SCATTER, nodes, buffer_bytes, times)
+    yield Traffic(Operation.TP, Primitive.RING_ALL_REDUCE, rings, buffer_bytes / per_node, times)
+    yield Traffic(Operation.TP, Primitive.ALL_GATHER, nodes, buffer_bytes / per_node, times)

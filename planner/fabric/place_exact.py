@@ -71,9 +71,14 @@ class _Program:
             self.model.add(kept <= placed)
             self.kept.append(kept)
 
-    def solve(self, objective: cp_model.LinearExprT, work: float) -> tuple[int | None, bool, float]:
-        """The layout takes over what is found. A bound on the objective, if it is the optimum, and the work spent."""
-        self.model.maximize(objective)
+    def solve(self, each_placed: int, work: float, each_kept: int = 1) -> tuple[int | None, float]:
+        """The layout takes over what is found. A bound on the sum of what circuits placed and circuits kept count, and
+        the work spent."""
+        counted = [(each_placed, variable) for variable in self.on.values()] if each_placed else []
+        counted += [(each_kept, variable) for variable in self.kept] if each_kept else []
+        self.model.maximize(
+            cp_model.LinearExpr.weighted_sum([variable for _, variable in counted], [weight for weight, _ in counted])
+        )
         solver = cp_model.CpSolver()
         parameters = solver.parameters
         parameters.num_workers = 1
@@ -83,7 +88,7 @@ class _Program:
         status = solver.solve(self.model)
         spent = float(solver.response_proto.deterministic_time)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return None, False, spent
+            return None, spent
         found = {place: int(solver.value(variable)) for place, variable in self.on.items()}
         for (pair, switch), count in found.items():
             for _ in range(self.layout.placed[pair][switch] - count):
@@ -91,7 +96,7 @@ class _Program:
         for (pair, switch), count in found.items():
             for _ in range(count - self.layout.placed[pair][switch]):
                 self.layout.add(pair, switch)
-        return int(solver.best_objective_bound + 1e-6), status == cp_model.OPTIMAL, spent
+        return int(solver.best_objective_bound + 1e-6), spent
 
 
 def small(counting: Counting) -> bool:
@@ -103,14 +108,14 @@ def settle(layout: Layout, bounds: Bounds) -> Bounds:
     everywhere = range(layout.counting.switches)
     if layout.total < bounds.placed:
         program = _Program(layout, everywhere)
-        bound, _, _ = program.solve(sum(program.on.values()), WHOLE_WORK)
+        bound, _ = program.solve(1, WHOLE_WORK, each_kept=0)
         if bound is not None:
             bounds = Bounds(min(bounds.placed, bound), bounds.kept)
     if layout.kept < bounds.kept:
         program = _Program(layout, everywhere)
         if any(layout.missing):
             program.model.add(sum(program.on.values()) >= layout.total)
-        bound, _, _ = program.solve(sum(program.kept), WHOLE_WORK)
+        bound, _ = program.solve(0, WHOLE_WORK)
         if bound is not None:
             bounds = Bounds(bounds.placed, min(bounds.kept, bound))
     return bounds
@@ -126,7 +131,5 @@ def exchange(layout: Layout, bounds: Bounds, work: float) -> None:
             if work <= 0 or (layout.total, layout.kept) >= (bounds.placed, bounds.kept):
                 return
             program = _Program(layout, order[start : start + GROUP])
-            objective = sum(program.kept)
-            if any(layout.missing):
-                objective += (layout.counting.circuits_up + 1) * sum(program.on.values())
-            work -= program.solve(objective, GROUP_WORK)[2] + BUILD_WORK * len(program.on)
+            each_placed = layout.counting.circuits_up + 1 if any(layout.missing) else 0
+            work -= program.solve(each_placed, GROUP_WORK)[1] + BUILD_WORK * len(program.on)

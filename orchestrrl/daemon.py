@@ -12,7 +12,7 @@ from orchestrrl.config import Config, Reloadable
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.deploying import switching_of
 from orchestrrl.errors import ProblemFaults
-from orchestrrl.execute.fabric_windows import TraceHub
+from orchestrrl.execute.fabric_windows import QUANTILE, TraceHub
 from orchestrrl.execute.watching import DeployedWatch
 from orchestrrl.fabric_settings import fabric_of
 from orchestrrl.journal import Journal
@@ -52,7 +52,7 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         switches = SwitchesService(drivers, journal, clock, {entry.id: entry.driver for entry in config.ocs})
         stack.push_async_callback(switches.close)
         switches.recover()
-        hub = TraceHub(clock, config.fabric.quantile if config.fabric is not None else TraceHub.QUANTILE)
+        hub = TraceHub(clock, config.fabric.quantile if config.fabric is not None else QUANTILE)
         plane.fabric = fabric_of(config, drivers, switches.executor, hub, plane, clock)
         server = await Server.start(plane, config.listen, switches, hub)
         stack.push_async_callback(server.stop, GRACE_S)

@@ -1,14 +1,16 @@
 """Between the fabric's values and its messages."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from orchestrrl.execute.fabric_glass import Glance
-from orchestrrl.execute.fabric_windows import Host, TraceHub
+from orchestrrl.execute.fabric_windows import Arm, Disarm, Host, Jobs, Order, Ping, TraceHub
 from orchestrrl.periods import CommitReport, FabricControl, PeriodReport
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from planner.fabric.model import Pair
+from planner.fabric.slack import Remaining
 from planner.model import Hold
 
 if TYPE_CHECKING:
@@ -110,7 +112,7 @@ def _broken(glance: Glance) -> list[str]:
 
 
 def hosts_to_pb(hub: TraceHub, now_s: float) -> list[pb.HostTrace]:
-    return [_host_to_pb(host, now_s) for _, host in sorted(hub.hosts.items())]
+    return [_host_to_pb(host, now_s) for host in hub.known()]
 
 
 def _host_to_pb(host: Host, now_s: float) -> pb.HostTrace:
@@ -119,8 +121,30 @@ def _host_to_pb(host: Host, now_s: float) -> pb.HostTrace:
     return pb.HostTrace(
         host=host.name,
         jobs=[pb.JobRanks(job=job, ranks=sorted(ranks)) for job, ranks in sorted(host.jobs.items())],
-        attached=host.attached,
+        attached=host.stream is not None,
         offset_s=0.0 if offset is None else offset.offset_s,
         bound_s=0.0 if offset is None else offset.bound_s,
         detail="; ".join(words) if offset is not None else "the offset of its clock is not known",
     )
+
+
+def jobs_from_pb(hello: pb.TraceHello) -> Jobs:
+    return {each.job: frozenset(each.ranks) for each in hello.jobs}
+
+
+def remaining_from_pb(quiet: pb.Quiet) -> Remaining:
+    """Raises ValueError for what is no time."""
+    if not (math.isfinite(quiet.since_s) and math.isfinite(quiet.until_s) and math.isfinite(quiet.told_s)):
+        raise ValueError(f"times must be finite, got {quiet.since_s}, {quiet.until_s} and {quiet.told_s}")
+    return Remaining(quiet.position, quiet.since_s, quiet.until_s, quiet.samples, quiet.risk)
+
+
+def order_to_pb(order: Order) -> pb.TraceOrder:
+    match order:
+        case Arm():
+            arm = pb.Arm(id=order.id, need_s=order.need_s, quantile=order.quantile, job=order.job)
+            return pb.TraceOrder(arm=arm)
+        case Disarm():
+            return pb.TraceOrder(disarm=pb.Disarm(id=order.id))
+        case Ping():
+            return pb.TraceOrder(ping=pb.Ping(sent_s=order.sent_s))

@@ -1,5 +1,7 @@
 """The service Fabric: agents tell of windows; trainers announce periods; operators look, pin and mask."""
 
+import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
@@ -8,11 +10,22 @@ import grpc
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError, Permanent
-from orchestrrl.execute.fabric_windows import TraceHub
-from orchestrrl.rpc.convert_fabric import control_of_fabric_to_pb, fabric_to_pb, hosts_to_pb, period_to_pb
+from orchestrrl.execute.fabric_windows import Stream, TraceHub
+from orchestrrl.rpc.channel import stop
+from orchestrrl.rpc.convert_fabric import (
+    control_of_fabric_to_pb,
+    fabric_to_pb,
+    hosts_to_pb,
+    jobs_from_pb,
+    order_to_pb,
+    period_to_pb,
+    remaining_from_pb,
+)
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from orchestrrl.rpc.pb import fabric_pb2_grpc
 from orchestrrl.rpc.refusals import Context, refuse, refusing
+from planner.fabric.clocks import Exchange
+from planner.model import Hold
 
 if TYPE_CHECKING:
     from orchestrrl.execute.fabric import Coordinator
@@ -39,8 +52,46 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
             return
         if not first.HasField("hello") or not first.hello.host:
             await refuse(context, ValueError("the first message must be a hello with the host's name"))
-        async for order in self._hub.converse(first.hello, request_iterator, self._announced):
-            yield order
+        stream = self._hub.attach(first.hello.host, jobs_from_pb(first.hello))
+        tasks = (
+            asyncio.ensure_future(self._receive(request_iterator, stream)),
+            asyncio.ensure_future(stream.ping()),
+        )
+        try:
+            while (order := await stream.next_order()) is not None:
+                yield order_to_pb(order)
+        finally:
+            await stop(*tasks)
+            stream.end()
+
+    async def _receive(self, messages: AsyncIterator[pb.TraceMessage], stream: Stream) -> None:
+        try:
+            async for message in messages:
+                try:
+                    self._take(message, stream)
+                except ValueError as error:
+                    logger.warning("an agent told what makes no sense: %s", error)
+        finally:
+            stream.end()
+
+    def _take(self, message: pb.TraceMessage, stream: Stream) -> None:
+        match message.WhichOneof("message"):
+            case "hello":
+                stream.traces(jobs_from_pb(message.hello))
+            case "quiet":
+                quiet = message.quiet
+                stream.says(quiet.job, quiet.told_s, quiet.rank, remaining_from_pb(quiet))
+            case "traffic":
+                code, _, why = message.traffic.why.partition(": ")
+                stream.says(message.traffic.job, message.traffic.at_s, -1, Hold(code, why))
+            case "pong":
+                pong = message.pong
+                stream.answers(Exchange(pong.sent_s, pong.received_s, pong.answered_s, self._now_s()))
+            case "slack":
+                json.loads(message.slack.summary_json)
+                stream.knows(message.slack.summary_json)
+            case "announcement":
+                self._announced(message.announcement)
 
     async def AnnouncePeriod(
         self, request: pb.AnnouncePeriodRequest, context: Context

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from planner.fabric.model import Pair
 
 MOST_PORTS = 2**16  # of one endpoint; beyond any switch, and circuits are dealt out one by one
-SLOWEST_GBPS, MOST_BYTES = 1e-9, 1e30  # a bit a second; what goes beyond is a slip, and its seconds are no number
+SLOWEST_GBPS, FASTEST_GBPS, MOST_BYTES = 1e-9, 1e12, 1e30  # what goes beyond is a slip, and its seconds no number
 ROWS_SHOWN = 60  # pairs; beyond that the slowest are shown
 EXAMPLE = {
     "link_gbps": 200,
@@ -74,7 +74,7 @@ EligiblePart = Annotated[list[str], BeforeValidator(_ends), Field(min_length=2, 
 
 
 class AllocateProblem(ProblemPart):
-    link_gbps: float = Field(ge=SLOWEST_GBPS)
+    link_gbps: float = Field(ge=SLOWEST_GBPS, le=FASTEST_GBPS)
     endpoints: list[EndpointPart]
     demand: list[DemandPart]
     eligible: list[EligiblePart] | None

@@ -18,6 +18,7 @@ from planner.fabric.greedy import Demanded, evenly, spend
 
 LOWER = (0.5, 0.8, 0.95, 1.0)  # of the slowest pair's bytes per circuit: what is tried as a limit below it
 WORK = 8_000_000  # elements of arrays gone through, in all
+CIRCUIT_WORK = 200  # what dealing out one costs, in such elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class _Search:
 
     def _keep(self, served: list[int]) -> bool:
         circuits = spend(self.demanded, served)
+        self.chains.work -= CIRCUIT_WORK * sum(circuits.values())
         score = Score.of(self.demanded, circuits)
         if not score.no_worse(self.least) or score.rank(self.bytes_first) <= self.score.rank(self.bytes_first):
             return False

@@ -227,7 +227,7 @@ class Writer:
         return found
 
     def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """A collective begins. Returns its sequence, for `end`. Written out, as `end` is: this is what tracing costs."""
+        """A collective begins. Returns its sequence, for `end`. Written out, as `end` is: tracing costs this."""
         code = COLLECTIVE | flags << 8 | op << 16 | (_thread() & _THREAD_BITS) << 24
         with self._lock:
             now_ns = self._clock_ns()

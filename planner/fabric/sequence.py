@@ -159,6 +159,7 @@ class Found:
 
     sequence: Known | None = None
     depth: int | None = None  # None: the place is not certain
+    rounds: int = 0  # in which the sequence has come
     relearned: int = 0
     reason: str = ""
     _ids: "array[int]" = field(default_factory=lambda: array("l"))  # history
@@ -211,6 +212,7 @@ class Found:
         if sequence.ids[self.depth] == id:
             self.depth = (self.depth + 1) % length
             self._run += 1
+            self.rounds += self.depth == 0
             return gap
         proven = self._tolerant or self._run > LONGEST_LOOP * length
         self._needed = length if proven else max(length, self._needed, self._run + self._run // 4 + 1)
@@ -256,7 +258,7 @@ class Found:
             self.reason = f"repeats every {length} collectives, no longer every {len(self.sequence.ids)}"
         self.sequence = Known(array("l", (self._ids[start + (turn - start + k) % length] for k in range(length))), gaps)
         self.depth, self._run = (len(self._ids) - turn) % length, covered
-        self._needed, self._tolerant = 0, False
+        self._needed, self._tolerant, self.rounds = 0, False, covered // length
 
     def _longest_quiet(self, length: int) -> int:
         """Where in the history an iteration begins: after the longest quiet of the last one."""

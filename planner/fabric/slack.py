@@ -51,7 +51,6 @@ class SlackLearner:
     rank: int
     trust: Trust = field(default_factory=Trust)
     histograms: dict[str, SlackHistogram] = field(default_factory=dict)  # by operation
-    iterations: int = 0
     unmatched: int = 0  # ends of collectives that nobody saw begin
     losses: int = 0
     _follower: Marked | Found = field(default_factory=Found)
@@ -66,6 +65,7 @@ class SlackLearner:
     _opened_at: Gap | None = None
     _opened_offset_s: float = 0.0
     _iteration_s: float = 0.0
+    _marked: int = 0  # iterations
     _mark: str = ""
     _asked: tuple[float, float] | None = None  # for which q, and what was promised, first in this quiet
     _levels: dict[float, float] = field(default_factory=dict)  # what is aimed at, by q
@@ -80,7 +80,6 @@ class SlackLearner:
         self._count(signature.op, quiet)
         gap = self._follower.step(self._number(signature), quiet)
         if isinstance(self._follower, Found) and self._follower.depth == 1 % self._length:
-            self.iterations += 1
             self._iteration_s = at_s
         if gap is not None:
             gap.passed += 1
@@ -123,7 +122,7 @@ class SlackLearner:
             self._follower = Marked()
             self._opened_at = None
         self._follower.begin()
-        self.iterations += 1
+        self._marked += 1
         self._iteration_s = at_s
 
     def lost(self, detail: str) -> None:
@@ -181,6 +180,11 @@ class SlackLearner:
         if isinstance(self._follower, Found):
             return self._follower.sequence
         return self._follower.known[0] if self._follower.known else None
+
+    @property
+    def iterations(self) -> int:
+        """That were marked, or in which the sequence was found."""
+        return self._follower.rounds if isinstance(self._follower, Found) else self._marked
 
     @property
     def relearned(self) -> int:

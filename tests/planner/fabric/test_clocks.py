@@ -1,0 +1,114 @@
+"""The bound on another host's clock holds, whatever the ways there and back take."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.fabric.clocks import DRIFT_PPM, EXCHANGES, ClockOffset, Exchange, OffsetEstimator
+
+DELAYS = st.floats(0, 0.2)
+EXCHANGE = st.tuples(DELAYS, DELAYS, DELAYS, st.floats(0, 20))  # there, thinking, back, pause
+EPSILON = 1e-9
+
+
+def exchange(now_s: float, offset_s: float, rate: float, there_s: float, thinking_s: float, back_s: float) -> Exchange:
+    """The other's clock shows `offset_s + rate * t` more at our time t."""
+
+    def theirs(ours_s: float) -> float:
+        return ours_s * (1 + rate) + offset_s
+
+    received_s = now_s + there_s
+    answered_s = received_s + thinking_s
+    return Exchange(now_s, theirs(received_s), theirs(answered_s), answered_s + back_s)
+
+
+@given(
+    st.lists(EXCHANGE, min_size=1, max_size=2 * EXCHANGES),
+    st.floats(-1e4, 1e4),
+    st.floats(-DRIFT_PPM, DRIFT_PPM),
+    st.floats(0, 30),
+)
+def test_the_true_offset_lies_within_the_bound(
+    exchanges: list[tuple[float, float, float, float]], offset_s: float, ppm: float, later_s: float
+) -> None:
+    estimator, now_s, rate = OffsetEstimator(), 0.0, ppm * 1e-6
+    for there_s, thinking_s, back_s, pause_s in exchanges:
+        estimator.add(exchange(now_s, offset_s, rate, there_s, thinking_s, back_s))
+        now_s += there_s + thinking_s + back_s
+        told = estimator.offset(now_s)
+        assert told is not None
+        assert abs(offset_s + rate * now_s - told.offset_s) <= told.bound_s + EPSILON
+        now_s += pause_s
+    told = estimator.offset(now_s - pause_s + later_s)
+    assert told is not None
+    truth_s = offset_s + rate * (now_s - pause_s + later_s)
+    assert abs(truth_s - told.offset_s) <= told.bound_s + EPSILON
+    earliest_s, latest_s = told.ours(100.0 + truth_s)
+    assert earliest_s - EPSILON <= 100.0 <= latest_s + EPSILON
+    assert (estimator.steps, estimator.refused) == (0, 0)
+
+
+def test_one_exchange_is_known_to_half_its_way() -> None:
+    estimator = OffsetEstimator(drift_ppm=0)
+    estimator.add(Exchange(10.0, 110.004, 110.104, 10.110))
+    told = estimator.offset(10.110)
+    assert told is not None
+    assert told.offset_s == pytest.approx(99.999)
+    assert told.bound_s == pytest.approx(0.005)
+
+
+def test_several_exchanges_allow_less_than_the_best_of_them() -> None:
+    """One was fast there, another one fast back."""
+    estimator = OffsetEstimator(drift_ppm=0)
+    estimator.add(exchange(0.0, 5.0, 0.0, 0.0001, 0.0, 0.010))
+    estimator.add(exchange(1.0, 5.0, 0.0, 0.010, 0.0, 0.0001))
+    told = estimator.offset(1.1)
+    assert told is not None
+    assert told.offset_s == pytest.approx(5.0, abs=1e-9)
+    assert told.bound_s == pytest.approx(0.0001)
+
+
+def test_a_bound_widens_with_age_until_nothing_is_known() -> None:
+    estimator = OffsetEstimator(drift_ppm=100, most_age_s=50)
+    estimator.add(exchange(0.0, 1.0, 0.0, 0.001, 0.0, 0.001))
+    fresh, aged = estimator.offset(0.002), estimator.offset(40.002)
+    assert fresh is not None
+    assert aged is not None
+    assert aged.bound_s - fresh.bound_s == pytest.approx(40 * 100e-6)
+    assert estimator.offset(60.0) is None
+    assert OffsetEstimator().offset(0.0) is None
+
+
+@given(st.floats(0.3, 1e4), st.booleans())
+def test_a_clock_that_was_set_is_noticed_at_the_next_exchange(by_s: float, forwards: bool) -> None:
+    rng, estimator = random.Random(1), OffsetEstimator()
+    jump_s = by_s if forwards else -by_s
+    for second in range(20):
+        offset_s = 3.0 + (jump_s if second >= 10 else 0.0)
+        estimator.add(exchange(float(second), offset_s, 0.0, rng.uniform(0, 0.05), 0.0, rng.uniform(0, 0.05)))
+    assert estimator.steps == 1
+    told = estimator.offset(20.0)
+    assert told is not None
+    assert abs(told.offset_s - 3.0 - jump_s) <= told.bound_s
+
+
+def test_an_exchange_during_which_a_clock_was_set_is_refused() -> None:
+    estimator = OffsetEstimator()
+    estimator.add(Exchange(0.0, 5.0, 9.0, 0.1))
+    assert estimator.refused == 1
+    assert estimator.offset(0.2) is None
+
+
+def test_impossible_times_say_which() -> None:
+    with pytest.raises(ValueError, match=r"back_s must be >= sent_s, got 0.5 < 1.0"):
+        Exchange(1.0, 2.0, 3.0, 0.5)
+    with pytest.raises(ValueError, match="answered_s must be >= received_s"):
+        Exchange(1.0, 3.0, 2.0, 1.5)
+    with pytest.raises(ValueError, match="drift_ppm must be >= 0, got -1"):
+        OffsetEstimator(drift_ppm=-1)
+
+
+def test_times_of_the_other_in_ours() -> None:
+    assert ClockOffset(10.0, 0.5, 3).ours(15.0) == (4.5, 5.5)

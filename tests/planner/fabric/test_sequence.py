@@ -1,0 +1,199 @@
+"""The repetition in a stream of collectives, and the place in it."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.fabric.sequence import PLACE_UNKNOWN, UNLEARNT, Found, Marked, Quiet, repetition
+from planner.model import Hold
+
+QUIET = Quiet(0.0, 0.0, 0.01)
+
+
+def tell(follower: Found | Marked, ids: list[int]) -> list[bool]:
+    """Whether each was expected: True where the place was certain and the collective was the one there."""
+    fitted = []
+    for id in ids:
+        place = follower.place
+        known = follower.sequence if isinstance(follower, Found) else follower.here
+        expected = None
+        if not isinstance(place, Hold) and known is not None:
+            expected = known.ids[place[0]] if place[0] < len(known.ids) else None
+        follower.step(id, QUIET)
+        fitted.append(expected == id)
+    return fitted
+
+
+def certain(follower: Found | Marked) -> bool:
+    return not isinstance(follower.place, Hold)
+
+
+@given(st.lists(st.integers(0, 2), max_size=40))
+def test_a_repetition_is_the_one_that_covers_most(ids: list[int]) -> None:
+    best = (0, 0)
+    for covered in range(2, len(ids) + 1):
+        tail = ids[-covered:]
+        for period in range(1, covered // 2 + 1):
+            if all(tail[k] == tail[k - period] for k in range(period, covered)):
+                best = (period, covered)
+                break
+    assert repetition(ids) == best
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.lists(st.integers(6, 9), max_size=10))
+def test_a_repetition_is_found_behind_whatever_came_first(loop: list[int], before: list[int]) -> None:
+    follower = Found()
+    tell(follower, before)
+    tell(follower, loop * 12)
+    assert certain(follower)
+    assert all(tell(follower, loop * 3))
+    assert follower.sequence is not None
+    doubled = list(follower.sequence.ids) * 2
+    length = len(follower.sequence.ids)
+    assert len(loop) % length == 0
+    assert any(doubled[k : k + length] == loop[:length] for k in range(length))
+
+
+@pytest.mark.parametrize(("layers", "per_layer"), [(48, [1, 2, 3, 2]), (94, [1, 1, 2]), (4, [1, 2])])
+def test_equal_layers_are_told_from_iterations(layers: int, per_layer: list[int]) -> None:
+    """A layer is taken for the iteration once; where the layers end is a surprise no more than that once."""
+    iteration = per_layer * layers + [7, 8, 9] + per_layer[::-1] * layers + [5]
+    follower, surprises = Found(), 0
+    for _ in range(4):
+        for id in iteration:
+            sure = certain(follower)
+            surprises += sure and tell(follower, [id]) == [False]
+            if not sure:
+                tell(follower, [id])
+    assert surprises <= 1
+    assert follower.sequence is not None
+    assert len(follower.sequence.ids) == len(iteration)
+    assert all(tell(follower, iteration * 2))
+
+
+def test_a_short_loop_that_never_ends_is_an_iteration() -> None:
+    follower = Found()
+    tell(follower, [1, 2] * 200)
+    assert follower.sequence is not None
+    assert len(follower.sequence.ids) == 2
+    # What does not fit now is no end of a layer: the place is certain again after one more round.
+    tell(follower, [9])
+    assert not certain(follower)
+    assert follower.place.code == PLACE_UNKNOWN
+    tell(follower, [1, 2, 1, 2])
+    assert certain(follower)
+    assert follower.relearned == 0
+
+
+def test_another_sequence_is_learned_anew() -> None:
+    follower = Found()
+    tell(follower, [1, 2, 3] * 200)
+    tell(follower, [1, 4, 3, 5] * 20)
+    assert follower.sequence is not None
+    assert sorted(follower.sequence.ids) == [1, 3, 4, 5]
+    assert follower.relearned == 1
+    assert "every 4" in follower.reason
+
+
+@given(st.integers(0, 1000))
+def test_noise_is_believed_only_where_it_does_repeat(seed: int) -> None:
+    rng, follower, told = random.Random(seed), Found(), list[int]()
+    for _ in range(300):
+        id = rng.randrange(3)
+        tell(follower, [id])
+        told.append(id)
+        if certain(follower):
+            assert repetition(told)[1] >= 8
+
+
+def iterate(follower: Marked, iterations: list[list[int]]) -> list[list[bool]]:
+    fitted = []
+    for ids in iterations:
+        follower.begin()
+        fitted.append(tell(follower, ids))
+    return fitted
+
+
+def test_one_marked_iteration_is_enough() -> None:
+    follower = Marked()
+    assert isinstance(follower.place, Hold)
+    assert follower.place.code == UNLEARNT
+    first, second = iterate(follower, [[1, 2, 3]] * 2)
+    assert not any(first)
+    assert all(second)
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=3, max_size=20),
+    st.data(),
+    st.sampled_from(["skipped", "extra", "other"]),
+)
+def test_what_does_not_fit_ends_certainty_until_the_next_mark(ids: list[int], data: st.DataObject, how: str) -> None:
+    at = data.draw(st.integers(0, len(ids) - 1))
+    odd = {
+        "skipped": ids[:at] + ids[at + 1 :],
+        "extra": [*ids[:at], 99, *ids[at:]],
+        "other": [*ids[:at], 99, *ids[at + 1 :]],
+    }
+    follower = Marked()
+    iterate(follower, [ids] * 3)
+    follower.begin()
+    differs = next((k for k, (a, b) in enumerate(zip(odd[how], ids, strict=False)) if a != b), None)
+    for index, id in enumerate(odd[how]):
+        follower.step(id, QUIET)
+        assert certain(follower) == (differs is None or index < differs)
+    follower.begin()
+    assert certain(follower)
+    assert all(tell(follower, ids))
+    assert follower.relearned == 0
+
+
+def test_every_fourth_iteration_sends_the_weights() -> None:
+    """The place stays certain where two iterations differ, once both have been seen; what is known of the quiet there
+    is of both."""
+    follower = Marked()
+    plain, sending = [1, 2, 3], [1, 2, 3, 9, 9]
+    iterate(follower, ([plain] * 3 + [sending]) * 3)
+    assert {tuple(known.ids) for known in follower.known} == {(1, 2, 3), (1, 2, 3, 9, 9)}
+    one, other = sorted(follower.known, key=lambda known: len(known.ids))
+    assert all(a is b for a, b in zip(one.gaps, other.gaps, strict=False))
+    follower.begin()
+    for id in sending:
+        follower.step(id, QUIET)
+        assert certain(follower)
+    assert follower.relearned == 0
+
+
+def test_a_sequence_that_came_twice_in_a_row_is_a_change() -> None:
+    follower = Marked()
+    iterate(follower, [[1, 2]] * 3 + [[1, 3, 4]] * 3)
+    assert follower.relearned == 1
+    assert "3 collectives" in follower.reason
+    follower.begin()
+    assert all(tell(follower, [1, 3, 4]))
+
+
+def test_lost_events_end_certainty_until_the_next_mark() -> None:
+    follower = Marked()
+    iterate(follower, [[1, 2, 3]] * 3)
+    follower.lose("ring overran")
+    assert isinstance(follower.place, Hold)
+    assert "ring overran" in follower.place.detail
+    follower.step(3, QUIET)
+    assert not certain(follower)
+    follower.begin()
+    assert certain(follower)
+    assert len(follower.known) == 1
+
+
+def test_lost_events_without_marks_end_certainty_until_one_round_has_come() -> None:
+    follower = Found()
+    tell(follower, [1, 2, 3, 4] * 20)
+    follower.lose("ring overran")
+    tell(follower, [3, 4, 1])
+    assert not certain(follower)
+    tell(follower, [2, 3, 4])
+    assert certain(follower)
+    assert all(tell(follower, [1, 2, 3, 4]))

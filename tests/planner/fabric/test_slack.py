@@ -1,0 +1,326 @@
+"""A rank's slack: what is quiet, what is promised of it, and what keeps a promise from being made."""
+
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.bench.slack import ARMS, LAYERS, Q, events, feed, score
+from planner.fabric.recent import Trust
+from planner.fabric.sequence import PLACE_UNKNOWN, UNLEARNT
+from planner.fabric.slack import FEW_SAMPLES, MOST_SIZES, OUTLASTED, TRAFFIC, Remaining, Signature, SlackLearner
+from planner.fabric.slack_histogram import SlackHistogram, edge_s
+from planner.fabric.slack_summary import SlackSummary, merged, summarize
+from planner.model import Hold
+
+REDUCE = Signature("all_reduce", 0, 1024)
+EXCHANGE = Signature("all_to_all", 1, 4096)
+
+
+def code(said: Remaining | Hold) -> str:
+    return said.code if isinstance(said, Hold) else "promised"
+
+
+def told(iterations: int, *, compute_s: float = 0.050, learner: SlackLearner | None = None) -> SlackLearner:
+    """Iterations of 0.3 s: an exchange after `compute_s`, a reduction 0.1 s later, 10 ms each. One more has begun."""
+    learner = learner or SlackLearner(0)
+    for number in range(iterations):
+        began_s = 0.3 * number
+        learner.iteration(number, began_s)
+        at_s = began_s + compute_s
+        learner.ended(learner.started(EXCHANGE, at_s), at_s + 0.01)
+        learner.ended(learner.started(REDUCE, at_s + 0.11), at_s + 0.12)
+    learner.iteration(iterations, 0.3 * iterations)
+    return learner
+
+
+# Promises against what then happens.
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "found"])
+def test_promises_are_broken_no_more_often_than_asked(arm: str, marked: bool) -> None:
+    """Asked when a quiet opens. 9,000 windows, but those of an iteration share its drift: a fifth is allowed on top."""
+    result = score(arm, 7, marked=marked)
+    assert result.broken_share <= 1.2 * Q
+    assert result.promised > 0.95 * result.asked
+    assert result.use > 0.5
+
+
+@pytest.mark.parametrize("arm", ["jitter", "heavy tail", "regimes"])
+def test_promises_in_the_middle_of_a_quiet_are_kept_as_well(arm: str) -> None:
+    result = score(arm, 8, at_share=0.6)
+    assert result.broken_share <= 1.2 * Q
+    assert result.use > 0.3
+
+
+@pytest.mark.parametrize("q", [0.01, 0.2])
+def test_the_probability_asked_for_is_the_one_that_is_kept(q: float) -> None:
+    careful = score("heavy tail", 9, q=q)
+    assert careful.broken_share <= 1.3 * q
+    assert careful.use > (0.3 if q < 0.05 else 0.6)
+
+
+def test_early_promises_are_shrunk_and_say_their_risk() -> None:
+    learner = told(6)
+    said = learner.remaining(1.8, Q)
+    assert isinstance(said, Remaining)
+    assert said.risk > Q
+    # 0.120 s of quiet before the first collective have passed when the sixth iteration ends; 0.050 s are left.
+    assert said.opened_s == pytest.approx(1.67)
+    assert said.until_s == pytest.approx(1.8 + 0.5 * 0.05)
+    bold = told(6, learner=SlackLearner(0, Trust(shrink=1.0))).remaining(1.8, Q)
+    assert isinstance(bold, Remaining)
+    assert bold.until_s == pytest.approx(1.85)
+
+
+def test_with_enough_iterations_the_whole_of_it_is_promised() -> None:
+    said = told(30).remaining(9.0, Q)
+    assert isinstance(said, Remaining)
+    assert said.risk <= Q
+    assert said.until_s == pytest.approx(9.05)
+    assert said.position == 0
+
+
+# What is quiet: against arithmetic with intervals.
+
+SPANS = st.lists(
+    st.tuples(st.integers(0, 400), st.integers(0, 60), st.sampled_from([REDUCE, EXCHANGE])), min_size=1, max_size=25
+)
+
+
+@given(SPANS)
+def test_it_is_quiet_while_no_collective_is_in_flight(spans: list[tuple[int, int, Signature]]) -> None:
+    """Overlapping asynchronous ones, ended in any order. Whole numbers of seconds; an end goes before a begin."""
+    learner, handles = SlackLearner(0), dict[int, int]()
+    moments = sorted(
+        [(at, 1, index) for index, (at, _, _) in enumerate(spans)]
+        + [(at + length, 0 if length else 2, index) for index, (at, length, _) in enumerate(spans)]
+    )
+    expected: dict[str, list[int]] = {}
+    for place, (now, kind, index) in enumerate(moments):
+        if kind == 1:
+            others = [span for other, span in enumerate(spans) if (span[0], other) < (now, index)]
+            if others:
+                quiet_since = max(at + length for at, length, _ in others)
+                expected.setdefault(spans[index][2].op, []).append(max(0, now - quiet_since))
+            handles[index] = learner.started(spans[index][2], now)
+        else:
+            learner.ended(handles[index], now)
+        done = moments[: place + 1]
+        flying = any(
+            index in handles and (at + length, 0 if length else 2, index) not in done
+            for index, (at, length, _) in enumerate(spans)
+        )
+        assert (code(learner.remaining(now, Q)) == TRAFFIC) == flying
+    for op, lengths in expected.items():
+        histogram = learner.histograms[op]
+        assert histogram.total == len(lengths)
+        assert histogram.none == lengths.count(0)
+        wanted = SlackHistogram()
+        for length in lengths:
+            wanted.add(float(length))
+        assert histogram == wanted
+
+
+def test_collectives_that_overlap_are_traffic_until_the_last_has_ended() -> None:
+    learner = told(10)
+    first = learner.started(EXCHANGE, 3.05)
+    learner.started(REDUCE, 3.06)
+    learner.ended(first, 3.07)
+    said = learner.remaining(3.08, Q)
+    assert isinstance(said, Hold)
+    assert (said.code, said.detail) == (TRAFFIC, "rank 0: 1 in flight, the oldest all_reduce")
+    learner.ended(REDUCE, 3.09)
+    assert code(learner.remaining(3.1, Q)) == "promised"
+
+
+def test_two_of_a_kind_end_one_after_the_other() -> None:
+    learner = told(10)
+    learner.started(EXCHANGE, 3.05)
+    learner.started(EXCHANGE, 3.06)
+    learner.ended(EXCHANGE, 3.07)
+    assert code(learner.remaining(3.08, Q)) == TRAFFIC
+    learner.ended(EXCHANGE, 3.09)
+    assert code(learner.remaining(3.1, Q)) == PLACE_UNKNOWN
+    learner.ended(EXCHANGE, 3.11)
+    assert learner.unmatched == 1
+
+
+# Why nothing is promised.
+
+
+def test_every_reason_has_its_code() -> None:
+    assert code(SlackLearner(3).remaining(0.0, Q)) == UNLEARNT
+    assert code(told(0).remaining(0.0, Q)) == UNLEARNT
+    assert code(told(2).remaining(0.6, Q)) == FEW_SAMPLES
+    learner = told(30)
+    assert code(learner.remaining(9.0, Q)) == "promised"
+    outlasted = learner.remaining(9.2, Q)
+    assert isinstance(outlasted, Hold)
+    assert outlasted.code == OUTLASTED
+    assert "quiet for 330.0 ms" in outlasted.detail
+
+
+def test_a_quiet_that_outlasts_the_short_ones_is_promised_what_the_long_ones_lasted() -> None:
+    """Every other time long: once the short ones are over, it is one of the long ones."""
+    learner = SlackLearner(0)
+    for number in range(100):
+        at_s = 10.0 * number
+        learner.iteration(number, at_s)
+        at_s += 5.0 if number % 2 else 1.0
+        learner.ended(learner.started(EXCHANGE, at_s), at_s + 1.0)
+        at_s = 10.0 * number + 9.0
+        learner.ended(learner.started(REDUCE, at_s), at_s + 1.0)
+    learner.iteration(100, 1000.0)
+    early, late = learner.remaining(1000.0, Q), learner.remaining(1002.0, Q)
+    assert isinstance(early, Remaining)
+    assert early.until_s == pytest.approx(1001.0)
+    assert isinstance(late, Remaining)
+    assert late.until_s == pytest.approx(1005.0)
+    assert code(learner.remaining(1006.0, Q)) == OUTLASTED
+
+
+@given(st.integers(0, 2 * LAYERS), st.sampled_from(["skipped", "extra"]), st.integers(0, 5))
+def test_an_iteration_that_differs_promises_nothing_from_there_on(at: int, how: str, seed: int) -> None:
+    """Skipped or extra: from the first collective that shows it to the next mark."""
+    learner, iteration, index = SlackLearner(0), -1, 0
+    codes: list[str] = []
+    skipped = 0  # collectives of the odd iteration that nobody makes
+    for event in events("jitter", seed, 12, layers=LAYERS):
+        if event.kind == "iteration":
+            iteration, index = event.number, 0
+        if iteration == 10 and event.kind == "started":
+            if index == at and how == "skipped":
+                skipped = 1
+            if index == at and how == "extra":
+                learner.ended(learner.started(Signature("barrier", 0, 0), event.at_s - 1e-4), event.at_s - 5e-5)
+                codes.append(code(learner.remaining(event.at_s - 4e-5, Q)))
+            index += 1
+        if skipped and event.kind in ("started", "ended"):
+            skipped = 0 if event.kind == "ended" else 1
+            continue
+        feed(learner, event)
+        if iteration == 10 and index > at and event.kind == "ended" and how == "extra":
+            codes.append(code(learner.remaining(event.at_s, Q)))
+    if how == "extra":
+        assert set(codes[:-1]) == {PLACE_UNKNOWN}
+    assert code(learner.remaining(0.0, Q)) == "promised"  # a whole iteration later
+
+
+def test_lost_events_are_told_and_end_promises() -> None:
+    learner = told(30)
+    learner.started(EXCHANGE, 9.05)
+    learner.lost("ring overran by 12 events")
+    assert learner.losses == 1
+    assert code(learner.remaining(9.06, Q)) == UNLEARNT
+    learner.ended(learner.started(REDUCE, 9.16), 9.17)
+    said = learner.remaining(9.18, Q)
+    assert isinstance(said, Hold)
+    assert "overran" in said.detail
+    learner.iteration(31, 9.3)
+    assert code(learner.remaining(9.3, Q)) == "promised"
+
+
+def test_sizes_that_vary_are_no_part_of_the_sequence() -> None:
+    """An all-to-all of tokens has another size each time."""
+    learner, rng = SlackLearner(0), random.Random(1)
+    for number in range(MOST_SIZES + 10):
+        at_s = 0.3 * number
+        learner.iteration(number, at_s)
+        learner.ended(learner.started(EXCHANGE._replace(size=rng.randrange(1 << 30)), at_s + 0.05), at_s + 0.06)
+        learner.ended(learner.started(REDUCE, at_s + 0.16), at_s + 0.17)
+    assert code(learner.remaining(0.3 * (MOST_SIZES + 10), Q)) == "promised"
+    assert [position.size for position in summarize(learner, Q).positions] == [-1, REDUCE.size]
+
+
+def test_a_longer_list_of_sizes_costs_no_memory() -> None:
+    learner = SlackLearner(0)
+    for size in range(10 * MOST_SIZES):
+        learner.ended(learner.started(EXCHANGE._replace(size=size), float(size)), size + 0.5)
+    assert len(learner.signatures) == 1
+
+
+def test_shrinking_windows_make_promises_careful() -> None:
+    """The level that is aimed at falls with each broken promise and recovers; it never exceeds what was asked for."""
+    learner = SlackLearner(0)
+    broken = promised = 0
+    for number in range(300):
+        at_s, quiet_s = 1.0 * number, 0.5 * 0.995**number
+        learner.iteration(number, at_s)
+        said = learner.remaining(at_s, Q)
+        if isinstance(said, Remaining):
+            promised += 1
+            broken += said.until_s > at_s + quiet_s
+        learner.ended(learner.started(EXCHANGE, at_s + quiet_s), at_s + 0.9)
+        learner.ended(learner.started(REDUCE, at_s + 0.91), at_s + 1.0)
+    assert promised > 250
+    assert broken <= 0.5 * promised  # every window is shorter than all before it: without care, all are broken
+
+
+# What is told of it.
+
+
+def everything() -> Iterator[SlackLearner]:
+    for marked in (True, False):
+        learner = SlackLearner(4)
+        for event in events("jitter", 3, 30):
+            feed(learner, event, marked=marked)
+        yield learner
+
+
+def test_a_summary_tells_the_windows_of_an_iteration() -> None:
+    for learner in everything():
+        summary = summarize(learner, Q)
+        assert len(summary.positions) == 4 * LAYERS + 2
+        assert summary.iterations == pytest.approx(30, abs=3)
+        reduce = next(position for position in summary.positions if position.op == "all_reduce")
+        assert reduce.mark == "optimizer"
+        assert reduce.p5_s is not None
+        assert reduce.p50_s == pytest.approx(0.060, rel=0.1)
+        assert reduce.promised_s == pytest.approx(0.060 * 0.8, rel=0.15)
+        assert reduce.covers(0.025)
+        assert not reduce.covers(0.100)
+        offsets = [position.offset_s or 0.0 for position in summary.positions[1:]]
+        assert offsets == sorted(offsets)
+        assert set(summary.histograms) == {"all_to_all", "all_reduce", "all_gather"}
+
+
+def test_a_summary_survives_the_way_as_json() -> None:
+    for learner in everything():
+        summary = summarize(learner, Q)
+        assert SlackSummary.from_json(json.loads(json.dumps(summary.to_json(), allow_nan=False))) == summary
+
+
+def test_summaries_of_ranks_add_up() -> None:
+    one, other = (summarize(learner, Q) for learner in everything())
+    both = merged([one, other])
+    assert both.ranks == (4, 4)
+    for op, histogram in both.histograms.items():
+        assert histogram.total == one.histograms[op].total + other.histograms[op].total
+    with pytest.raises(ValueError, match="must be >= 1, got 0"):
+        merged([])
+
+
+@given(
+    st.lists(st.just(0.0) | st.floats(2e-6, 9e3), max_size=80), st.integers(0, 80), st.sampled_from([0.05, 0.5, 0.95])
+)
+def test_histograms_add_up_and_tell_quantiles_to_a_bin(slack_s: list[float], cut: int, q: float) -> None:
+    parts = SlackHistogram(), SlackHistogram()
+    for index, each in enumerate(slack_s):
+        parts[index >= cut].add(each)
+    whole = parts[0].merged(parts[1])
+    assert whole.total == len(slack_s)
+    assert SlackHistogram.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    quantile_s = whole.quantile_s(q)
+    if not slack_s:
+        assert quantile_s is None
+        return
+    assert quantile_s is not None
+    bin_factor = edge_s(1) / edge_s(0)
+    assert sum(each <= quantile_s * bin_factor for each in slack_s) >= q * len(slack_s) - 1e-9
+    assert sum(each >= quantile_s / bin_factor for each in slack_s) >= (1 - q) * len(slack_s) - 1e-9
+    assert whole.share_at_least(0.0) <= 1.0

@@ -1,0 +1,170 @@
+"""Windows of many ranks together, and whether a commit fits in."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.fabric.clocks import SAME_CLOCK, ClockOffset
+from planner.fabric.intent import Stage
+from planner.fabric.slack import Remaining
+from planner.fabric.windows import CommitNeed, HostWindows, Window, common_quiet, intersect, may_commit, quiet_between
+from planner.model import Act, Hold
+
+NEED = CommitNeed(device_s=0.025, route_s=0.003, control_s=0.004, margin_s=0.002)
+STAGES = list(Stage)
+
+WHOLE = st.tuples(st.integers(0, 60), st.integers(0, 8)).map(lambda span: (span[0], span[0] + span[1]))
+
+
+def window(left_s: float, now_s: float = 100.0, risk: float = 0.05) -> Window:
+    return Window(now_s - 0.010, now_s + left_s, "node7, rank 3", risk)
+
+
+# The windows of all ranks.
+
+
+@given(st.lists(st.lists(WHOLE, min_size=1, max_size=8), min_size=1, max_size=4))
+def test_common_quiet_by_looking_at_every_moment(ranks: list[list[tuple[int, int]]]) -> None:
+    """Busy intervals with whole ends: each half between two of them is looked at."""
+    moments = [number + 0.5 for number in range(-1, 70)]
+
+    def quiet(busy: list[tuple[int, int]], at: float) -> bool:
+        recorded = min(start for start, _ in busy) <= at <= max(end for _, end in busy)
+        return recorded and not any(start <= at <= end for start, end in busy)
+
+    found = common_quiet([quiet_between(busy) for busy in ranks])
+    for at in moments:
+        assert any(start <= at <= end for start, end in found) == all(quiet(busy, at) for busy in ranks)
+    assert all(start < end for start, end in found)
+    assert all(one[1] <= other[0] for one, other in pairwise(found))
+    assert common_quiet([]) == []
+
+
+PROMISES = st.tuples(st.floats(0, 50), st.floats(50.001, 100), st.floats(0, 0.1))
+CLOCKS = st.builds(ClockOffset, st.floats(-1000, 1000), st.floats(0, 5), st.just(3))
+
+
+@given(
+    st.lists(st.tuples(CLOCKS, st.lists(PROMISES, min_size=1, max_size=3)), min_size=1, max_size=4), st.floats(0, 100)
+)
+def test_a_window_is_what_every_rank_promises_at_every_clock_that_is_possible(
+    hosts: list[tuple[ClockOffset, list[tuple[float, float, float]]]], now_s: float
+) -> None:
+    """Promises are written in our time first, then told in the host's, whose clock may be off by all of its bound."""
+    windows, opened, until, risk = [], [], [], 0.0
+    for number, (clock, promises) in enumerate(hosts):
+        ranks = []
+        for rank, (opened_s, until_s, broken) in enumerate(promises):
+            ranks.append((rank, Remaining(0, opened_s + clock.offset_s, until_s + clock.offset_s, 20, broken)))
+            for off_s in (-clock.bound_s, 0.0, clock.bound_s):
+                opened.append(opened_s + off_s)
+                until.append(until_s + off_s)
+            risk += broken
+        windows.append(HostWindows(f"node{number}", now_s + clock.offset_s, tuple(ranks), clock))
+    said = intersect(windows, now_s, most_age_s=100)
+    margin = 1e-9
+    if isinstance(said, Window):
+        assert said.opened_s == pytest.approx(max(opened))
+        assert said.until_s == pytest.approx(min(until))
+        assert said.opened_s <= now_s < said.until_s
+        assert said.risk == pytest.approx(min(1.0, risk))
+        assert said.limiting.startswith("node")
+    else:
+        assert said.code == "window_closed"
+        assert now_s < max(opened) + margin or now_s >= min(until) - margin
+
+
+def test_whoever_has_no_window_is_named() -> None:
+    open_now = (0, Remaining(3, 99.0, 101.0, 20, 0.05))
+    busy = (1, Hold("traffic", "rank 1: 2 in flight, the oldest all_to_all"))
+    quiet = HostWindows("node1", 100.0, (open_now,), SAME_CLOCK)
+    for host, code, words in (
+        (HostWindows("node2", 100.0, (open_now, busy), SAME_CLOCK), "traffic", "node2: rank 1: 2 in flight"),
+        (HostWindows("node2", 100.0, (open_now,), None), "clock_unknown", "node2: the offset of its clock"),
+        (
+            HostWindows("node2", 97.0, (open_now,), SAME_CLOCK),
+            "stale_window",
+            "node2: said 3000.0 ms ago, limit 1000.0",
+        ),
+    ):
+        said = intersect([host, quiet], 100.0)
+        assert isinstance(said, Hold)
+        assert said.code == code
+        assert words in said.detail
+    nobody = intersect([HostWindows("node1", 100.0, (), SAME_CLOCK)], 100.0)
+    assert isinstance(nobody, Hold)
+    assert nobody.code == "no_ranks"
+
+
+def test_the_limiting_rank_is_the_one_whose_promise_ends_first() -> None:
+    ranks = tuple((rank, Remaining(0, 99.0, 101.0 + 0.1 * ((rank - 5) % 8), 20, 0.01)) for rank in range(8))
+    said = intersect([HostWindows("node1", 100.0, ranks, ClockOffset(0.0, 0.002, 4))], 100.0)
+    assert isinstance(said, Window)
+    assert said.limiting == "node1, rank 5"
+    assert said.left_s(100.0) == pytest.approx(0.998)
+    assert said.risk == pytest.approx(0.08)
+
+
+# Whether a commit fits in.
+
+
+def test_every_number_stands_in_the_reason() -> None:
+    said = may_commit(Stage.TRAIN, window(0.0121), NEED, 100.0, boundary=False)
+    assert said == Hold(
+        "window_too_short",
+        "12.1 ms remain by node7, rank 3 (risk 5.0%), "
+        "34.0 ms needed: device 25.0 ms, route 3.0 ms, control 4.0 ms, margin 2.0 ms",
+    )
+
+
+@given(
+    st.sampled_from(STAGES),
+    st.floats(-0.1, 0.2),
+    st.floats(0, 0.3),
+    st.tuples(*[st.floats(0, 0.05)] * 4),
+    st.booleans(),
+)
+def test_a_commit_fits_or_is_not_made(
+    stage: Stage, left_s: float, risk: float, parts: tuple[float, float, float, float], boundary: bool
+) -> None:
+    need, now_s = CommitNeed(*parts), 100.0
+    given_window = Window(now_s - 0.010, now_s + left_s, "node7, rank 3", risk)
+    said = may_commit(stage, given_window, need, now_s, boundary, most_risk=0.1)
+    left = given_window.left_s(now_s)
+    fits = left > 0 and left >= need.total_s and risk <= 0.1 and (boundary or stage is Stage.TRAIN)
+    assert isinstance(said, Act) == fits
+
+
+@pytest.mark.parametrize("stage", [Stage.GEN, Stage.WEIGHT_SYNC])
+def test_gen_and_weight_sync_change_at_their_boundary_alone(stage: Stage) -> None:
+    for offered in (window(10.0), None):
+        assert may_commit(stage, offered, NEED, 100.0, boundary=False).code == "no_boundary"
+        assert isinstance(may_commit(stage, offered, NEED, 100.0, boundary=True), Act)
+    held = Hold("traffic", "rank 1: 2 in flight")
+    assert may_commit(stage, held, NEED, 100.0, boundary=True) == held
+
+
+def test_train_changes_inside_a_window_alone() -> None:
+    assert may_commit(Stage.TRAIN, None, NEED, 100.0, boundary=True).code == "no_ranks"
+    held = Hold("unlearnt", "rank 1")
+    assert may_commit(Stage.TRAIN, held, NEED, 100.0, boundary=True) == held
+    assert may_commit(Stage.TRAIN, window(0.035), NEED, 100.0, boundary=False).code == "in_window"
+    late = window(0.035, now_s=90.0)
+    assert may_commit(Stage.TRAIN, late, NEED, 100.0, boundary=False).code == "window_closed"
+
+
+def test_a_slow_device_never_fits_into_short_windows() -> None:
+    """A switch of 100 ms and windows of 50 ms."""
+    need = CommitNeed(device_s=0.100, route_s=0.0, control_s=0.0, margin_s=0.0)
+    for left_ms in range(51):
+        said = may_commit(Stage.TRAIN, window(left_ms * 1e-3, risk=0.0), need, 100.0, boundary=True)
+        assert isinstance(said, Hold)
+
+
+def test_bad_needs_say_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match=r"route_s must be >= 0, got -1"):
+        CommitNeed(0.0, -1, 0.0, 0.0)
+    with pytest.raises(ValueError, match=r"control_s must be >= 0, got nan"):
+        CommitNeed(0.0, 0.0, float("nan"), 0.0)

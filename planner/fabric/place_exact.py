@@ -36,6 +36,7 @@ class _Program:
         self.model = cp_model.CpModel()
         self.on: dict[tuple[int, int], cp_model.IntVar] = {}  # circuits of (pair, switch)
         self.kept: list[cp_model.IntVar] = []
+        self.short = any(layout.missing)  # then any pair may be the one that has to miss a circuit
         counting = layout.counting
         users: dict[tuple[int, int], list[cp_model.IntVar]] = {}  # of the ports of (endpoint, switch)
         for pair, (one, other) in enumerate(counting.ends):
@@ -51,10 +52,8 @@ class _Program:
                 for endpoint in (one, other):
                     users.setdefault((endpoint, switch), []).append(placed)
                 self._keep(placed, most, min(most, counting.up[pair][switch]), layout.placed[pair][switch])
-            if mine and layout.missing[pair]:
-                self.model.add(sum(mine) <= movable)
-            elif mine:
-                self.model.add(sum(mine) == movable)
+            if mine:
+                self.model.add(sum(mine) <= movable if self.short else sum(mine) == movable)
         for (endpoint, switch), variables in users.items():
             self.model.add(sum(variables) <= counting.ports[endpoint][switch])
 
@@ -113,7 +112,7 @@ def settle(layout: Layout, bounds: Bounds) -> Bounds:
             bounds = Bounds(min(bounds.placed, bound), bounds.kept)
     if layout.kept < bounds.kept:
         program = _Program(layout, everywhere)
-        if any(layout.missing):
+        if program.short:
             program.model.add(sum(program.on.values()) >= layout.total)
         bound, _ = program.solve(0, WHOLE_WORK)
         if bound is not None:
@@ -131,5 +130,5 @@ def exchange(layout: Layout, bounds: Bounds, work: float) -> None:
             if work <= 0 or (layout.total, layout.kept) >= (bounds.placed, bounds.kept):
                 return
             program = _Program(layout, order[start : start + GROUP])
-            each_placed = layout.counting.circuits_up + 1 if any(layout.missing) else 0
+            each_placed = layout.counting.circuits_up + 1 if program.short else 0
             work -= program.solve(each_placed, GROUP_WORK)[1] + BUILD_WORK * len(program.on)

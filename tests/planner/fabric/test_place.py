@@ -1,0 +1,248 @@
+"""Circuits on switch ports: as many as there can be and as few changes, against two oracles that know only ports."""
+
+from collections.abc import Mapping
+from itertools import combinations
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from place_oracle import best_by_program, best_of_all, check, draw_problem
+
+from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, pair_of, port_pair
+from planner.fabric.place import Placed, PlacingProblem, place
+
+
+def tor(number: int) -> EndpointId:
+    return EndpointId(f"tor{number:02}")
+
+
+def ocs(number: int) -> OcsId:
+    return OcsId(f"ocs{number:02}")
+
+
+def regular(tors: int, switches: int, ports: int) -> Cabling:
+    """Every ToR with as many ports on every switch; its ports follow each other."""
+    return Cabling(
+        {
+            ocs(switch): {number * ports + port: tor(number) for number in range(tors) for port in range(ports)}
+            for switch in range(switches)
+        }
+    )
+
+
+def circuits(*ends: tuple[int, int, int]) -> Mapping[Pair, int]:
+    return {pair_of(tor(one), tor(other)): count for one, other, count in ends}
+
+
+def figures(placed: Placed) -> tuple[int, int]:
+    return len(placed.cross_connects), len(placed.kept)
+
+
+def test_every_circuit_has_both_ends_on_one_switch() -> None:
+    cabling = Cabling({ocs(0): {1: tor(0), 2: tor(1)}, ocs(1): {1: tor(1), 2: tor(2)}})
+    placed = place(PlacingProblem(cabling, circuits((0, 1, 1), (0, 2, 1), (1, 2, 2))))
+    assert placed.cross_connects == (PortPair(ocs(0), 1, 2), PortPair(ocs(1), 1, 2))
+    assert placed.unplaced == circuits((0, 2, 1), (1, 2, 1))
+    assert placed.proven
+
+
+def test_what_is_up_and_wanted_stays_and_the_rest_goes() -> None:
+    wanted_up, unwanted_up, surplus_up = (PortPair(ocs(0), 0, 2), PortPair(ocs(0), 4, 6), PortPair(ocs(0), 1, 3))
+    problem = PlacingProblem(
+        regular(4, 1, 2), circuits((0, 1, 1), (1, 2, 1)), frozenset((wanted_up, unwanted_up, surplus_up))
+    )
+    placed = place(problem)
+    check(problem, placed)
+    assert figures(placed) == (2, 1)
+    assert placed.kept[0] in (wanted_up, surplus_up)
+
+
+def test_a_failed_port_is_not_used_and_what_is_up_on_it_goes() -> None:
+    problem = PlacingProblem(
+        regular(2, 1, 2), circuits((0, 1, 2)), frozenset((PortPair(ocs(0), 0, 2),)), {ocs(0): frozenset((0,))}
+    )
+    placed = place(problem)
+    check(problem, placed)
+    assert (figures(placed), placed.unplaced) == ((1, 0), circuits((0, 1, 1)))
+
+
+def test_nothing_wanted_removes_everything() -> None:
+    problem = PlacingProblem(regular(2, 1, 1), {}, frozenset((PortPair(ocs(0), 0, 1),)))
+    assert place(problem) == Placed((), (), {}, 0, 0)
+
+
+def test_an_endpoint_without_fibres_is_left_out() -> None:
+    wanted = {pair_of(EndpointId("elsewhere"), tor(0)): 2}
+    assert place(PlacingProblem(regular(2, 1, 1), wanted)).unplaced == wanted
+
+
+@pytest.mark.parametrize("switches", [1, 2, 3, 4])
+def test_a_triangle_puts_one_circuit_on_each_switch(switches: int) -> None:
+    """Three ports on a switch carry one circuit, though every ToR has a port there."""
+    problem = PlacingProblem(regular(3, switches, 1), circuits((0, 1, 1), (0, 2, 1), (1, 2, 1)))
+    placed = place(problem)
+    check(problem, placed)
+    assert figures(placed) == (min(3, switches), 0)
+    assert placed.proven
+
+
+@pytest.mark.parametrize("tors", [5, 7])
+def test_an_odd_ring_needs_a_third_switch(tors: int) -> None:
+    ring = circuits(*((number, (number + 1) % tors, 1) for number in range(tors)))
+    for switches, most in ((2, tors - 1), (3, tors)):
+        problem = PlacingProblem(regular(tors, switches, 1), ring)
+        placed = place(problem)
+        check(problem, placed)
+        assert figures(placed) == (most, 0)
+        assert placed.proven
+
+
+@pytest.mark.parametrize(("switches", "most"), [(3, 13), (4, 15)])
+def test_the_petersen_graph_needs_a_fourth_switch(switches: int, most: int) -> None:
+    """Each ToR has three circuits, yet three switches with a port for each of them carry no more than 13 of the 15."""
+    outer = [(number, (number + 1) % 5, 1) for number in range(5)]
+    spokes = [(number, number + 5, 1) for number in range(5)]
+    inner = [(5 + number, 5 + (number + 2) % 5, 1) for number in range(5)]
+    problem = PlacingProblem(regular(10, switches, 1), circuits(*outer, *spokes, *inner))
+    placed = place(problem)
+    check(problem, placed)
+    assert figures(placed) == (most, 0)
+    assert placed.proven
+
+
+@pytest.mark.parametrize("tors", [8, 16])
+def test_one_circuit_of_all_with_all_takes_a_port_on_each_of_as_many_switches(tors: int) -> None:
+    everyone = circuits(*((one, other, 1) for one, other in combinations(range(tors), 2)))
+    placed = place(PlacingProblem(regular(tors, tors - 1, 1), everyone))
+    assert figures(placed) == (len(everyone), 0)
+
+
+def test_a_kept_circuit_gives_way_where_that_places_another() -> None:
+    """On two switches with a port each: 0-1 is up where 1-2 could be only if 2 had its port on the other one too."""
+    cabling = Cabling({ocs(0): {1: tor(0), 2: tor(1), 3: tor(2)}, ocs(1): {1: tor(0), 2: tor(1)}})
+    problem = PlacingProblem(cabling, circuits((0, 1, 1), (1, 2, 1)), frozenset((PortPair(ocs(0), 1, 2),)))
+    placed = place(problem)
+    check(problem, placed)
+    assert figures(placed) == (2, 0)
+    assert placed.proven
+
+
+@given(st.integers(0, 2**32), st.sampled_from((0.0, 0.6, 0.95)), st.sampled_from((0.0, 0.15)))
+@settings(max_examples=120)
+def test_the_best_of_all_sets_of_cross_connects(seed: int, up: float, failed: float) -> None:
+    rng = Random(seed)
+    problem = draw_problem(rng, rng.randint(2, 5), rng.randint(1, 3), 2, up, failed)
+    placed = place(problem)
+    check(problem, placed)
+    assert figures(placed) == best_of_all(problem)
+    assert placed.proven
+
+
+@given(st.integers(0, 2**32), st.sampled_from((0.0, 0.5, 0.95)), st.sampled_from((0.0, 0.1)))
+@settings(max_examples=60)
+def test_as_good_as_a_program_over_ports(seed: int, up: float, failed: float) -> None:
+    rng = Random(seed)
+    problem = draw_problem(rng, rng.randint(4, 8), rng.randint(2, 5), rng.choice((1, 2)), up, failed)
+    placed = place(problem)
+    check(problem, placed)
+    assert figures(placed) == best_by_program(problem)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=20)
+def test_the_same_whichever_way_it_is_written(seed: int) -> None:
+    rng = Random(seed)
+    problem = draw_problem(rng, 6, 3, 2, 0.8, 0.05)
+    pairs = list(problem.circuits)
+    rng.shuffle(pairs)
+    turned = PlacingProblem(
+        Cabling(
+            {
+                switch: dict(reversed(problem.cabling.ports[switch].items()))
+                for switch in reversed(problem.cabling.ports)
+            }
+        ),
+        {pair: problem.circuits[pair] for pair in pairs},
+        problem.current,
+        problem.failed_ports,
+    )
+    assert place(turned) == place(problem) == place(problem)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=20)
+def test_placed_again_nothing_changes(seed: int) -> None:
+    rng = Random(seed)
+    problem = draw_problem(rng, 6, 3, 2, 0.5, 0.1)
+    first = place(problem)
+    again = place(
+        PlacingProblem(problem.cabling, problem.circuits, frozenset(first.cross_connects), problem.failed_ports)
+    )
+    assert again.cross_connects == again.kept == first.cross_connects
+
+
+def full_pod(rng: Random, tors: int, switches: int, ports: int) -> frozenset[PortPair]:
+    """Every port of a pod in use, at random, but for a few whose neighbours are their own."""
+    cabling, found = regular(tors, switches, ports), set()
+    for switch, owner in cabling.ports.items():
+        free = sorted(owner)
+        rng.shuffle(free)
+        for one, other in zip(free[::2], free[1::2], strict=True):
+            if owner[one] != owner[other]:
+                found.add(port_pair(switch, one, other))
+    return frozenset(found)
+
+
+def counted(cabling: Cabling, up: frozenset[PortPair]) -> dict[Pair, int]:
+    counts: dict[Pair, int] = {}
+    for each in sorted(up):
+        pair = cabling.ends(each)
+        assert pair is not None
+        counts[pair] = counts.get(pair, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize(("tors", "switches", "ports"), [(64, 16, 2), (32, 4, 8)])
+def test_a_full_pod_is_placed_from_nothing(tors: int, switches: int, ports: int) -> None:
+    cabling, up = regular(tors, switches, ports), full_pod(Random(1), tors, switches, ports)
+    problem = PlacingProblem(cabling, counted(cabling, up))
+    placed = place(problem)
+    check(problem, placed)
+    assert not placed.unplaced
+    assert placed.proven
+
+
+def test_a_full_pod_that_changes_keeps_most() -> None:
+    """What another period wants, of which a tenth differs; ports may be short by what stays where it is."""
+    cabling, up = regular(64, 16, 2), full_pod(Random(1), 64, 16, 2)
+    wanted = counted(cabling, up)
+    rng = Random(2)
+    for _ in range(len(up) // 20):  # two circuits exchange ends
+        (a, b), (c, d) = rng.sample(sorted(wanted), 2)
+        if len({a, b, c, d}) == 4:
+            for pair, more in ((pair_of(a, b), -1), (pair_of(c, d), -1), (pair_of(a, c), 1), (pair_of(b, d), 1)):
+                wanted[pair] = wanted.get(pair, 0) + more
+                if not wanted[pair]:
+                    del wanted[pair]
+    problem = PlacingProblem(cabling, wanted, up)
+    placed = place(problem, work=0.0)
+    check(problem, placed)
+    assert not placed.unplaced
+    assert len(placed.kept) > 0.9 * placed.bound_kept
+    assert figures(place(problem, work=0.5)) >= figures(placed)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"circuits": {(tor(1), tor(0)): 1}}, "smaller id first"),
+        ({"circuits": {(tor(0), tor(1)): 0}}, "must be >= 1, got 0"),
+        ({"current": frozenset((PortPair(ocs(0), 0, 9),))}, "port 9 of ocs00 has no fibre"),
+        ({"current": frozenset((PortPair(ocs(0), 0, 1), PortPair(ocs(0), 1, 2)))}, "port 1 of ocs00 is used twice"),
+    ],
+)
+def test_a_problem_checks_itself(change: dict[str, object], message: str) -> None:
+    fields: dict[str, object] = {"cabling": regular(3, 1, 1), "circuits": circuits((0, 1, 1)), **change}
+    with pytest.raises(ValueError, match=message):
+        PlacingProblem(**fields)  # type: ignore[arg-type]

@@ -117,17 +117,14 @@ def _switch_row(each: "SwitchPorts") -> Row:
 
 def _grouped(rows: Iterable[Row]) -> Iterator[Row]:
     """As they are if they are few; else neighbours that differ by no more than the name share a row."""
+    from orchestrrl.fabric_views import named
+
     every = list(rows)
     if len(every) <= ROWS_SHOWN:
         yield from every
         return
     for rest, alike in groupby(every, key=lambda row: row[1:]):
         yield (named([str(row[0]) for row in alike]), *rest)
-
-
-def named(names: list[str]) -> str:
-    """`gen0 ... gen3 (4)`"""
-    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
 def _json(site: "Site", found: "Survey") -> dict[str, Any]:

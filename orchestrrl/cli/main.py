@@ -60,6 +60,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "fabric_slack": ("fabric",),
     "fabric_check": ("fabric",),
     "fabric_generate": ("fabric",),
+    "fabric_show": ("fabric",),
     "ocs": ("ocs",),
     "fabric_allocate": ("fabric",),
     "fabric_place": ("fabric",),

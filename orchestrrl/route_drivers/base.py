@@ -16,11 +16,13 @@ from planner.fabric.steering import NextHop, RouteChange, RouteTable
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a router can hold. `max_weight` 1: all next hops of a route get the same. `link_events`: the router says by
-    itself when an interface changes; without, it is asked again and again."""
+    itself when an interface changes; without, it is asked again and again. `installs_later`: it takes a change before
+    it forwards by it, so that reading back may have to wait."""
 
     max_next_hops: int
     max_weight: int
     link_events: bool = False
+    installs_later: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,9 @@ class Wire(Protocol):
 
     capabilities: Capabilities
 
-    async def read_routes(self) -> Reading: ...
+    async def read_routes(self) -> Reading:
+        """Our routes by which the router forwards: what it has only been told does not count."""
+        ...
 
     async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
         """Make these, whose prefixes have the routes of `now`. One that is refused does not keep back the others."""

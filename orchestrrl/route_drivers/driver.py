@@ -23,12 +23,13 @@ class Limits:
 
     command_s: float = 5.0
     lock_s: float = 10.0
+    install_s: float = 1.0  # from a change that a router has taken until it forwards by it
     poll_s: float = 0.02
     # Where the router reports changes by itself, looking is for reports that went missing.
     poll_with_events_s: float = 0.2
 
     def __post_init__(self) -> None:
-        for name in ("command_s", "lock_s", "poll_s", "poll_with_events_s"):
+        for name in ("command_s", "lock_s", "install_s", "poll_s", "poll_with_events_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
@@ -66,8 +67,7 @@ class Driver:
                 await self._command("routes", self._wire.send(todo, before.table), OutcomeUnknown)
             except (Permanent, OutcomeUnknown) as error:  # what counts is what the router shows
                 why = str(error)
-            after = await self._read_after(why)
-            missing = tuple(Missing(c, why) for c in todo if after.table.routes.get(c.prefix) != c.route)
+            missing = tuple(Missing(change, why) for change in await self._missing(todo, why))
             lacking = {each.change.prefix for each in missing}
             return Applied(tuple(c for c in changes if c.prefix not in lacking), missing, len(todo))
 
@@ -131,11 +131,18 @@ class Driver:
     async def _read_routes(self) -> Reading:
         return await self._command("read routes", self._wire.read_routes())
 
-    async def _read_after(self, why: str) -> Reading:
-        try:
-            return await self._read_routes()
-        except OrchestrRLError as error:
-            raise OutcomeUnknown(f"routes were sent ({why}), then the router could not be read: {error}") from error
+    async def _missing(self, changes: Sequence[RouteChange], why: str) -> tuple[RouteChange, ...]:
+        """Those that the router does not show, after the time that it may take."""
+        until_s = self._clock.now_s() + (self._limits.install_s if self._wire.capabilities.installs_later else 0.0)
+        while True:
+            try:
+                table = (await self._read_routes()).table
+            except OrchestrRLError as error:
+                raise OutcomeUnknown(f"routes were sent ({why}), then the router could not be read: {error}") from error
+            missing = tuple(change for change in changes if table.routes.get(change.prefix) != change.route)
+            if not missing or self._clock.now_s() >= until_s:
+                return missing
+            await self._clock.sleep(self._limits.poll_s)
 
     async def _command(self, name: str, verb: Awaitable[T], late: type[OutcomeUnknown] | None = None) -> T:
         """What the verb answers; `late` is raised where the answer does not come in time, else Retryable."""

@@ -1,15 +1,18 @@
 """The driver `frr`: static routes of a router that runs FRRouting (zebra and staticd), by `vtysh -c`.
 
-Ours are the static routes of the default VRF that bear our tag. A prefix that has a static route without it is
-somebody else's, whatever its distance: staticd keeps one line per next hop, so ours would take theirs over. The next
-hops of a route come and go one by one, the new ones before the old ones go, and zebra replaces the kernel's route each
-time: there is always one. Between the two a packet may follow either; where new routes wait for those further on (see
-`planner/fabric/steering.py`), neither loops. staticd knows no weights, so each next hop gets the same.
+Ours are the static routes of the default VRF that bear our tag, and what is read of them is what zebra has installed.
+A prefix that has a static route without the tag is somebody else's, whatever its distance: staticd keeps one line per
+next hop, so ours would take theirs over. The next hops of a route come and go one by one, the new ones before the old
+ones go, and zebra replaces the kernel's route each time: there is always one. Between the two a packet may follow
+either; where new routes wait for those further on (see `planner/fabric/steering.py`), neither loops. staticd knows no
+weights, so each next hop gets the same.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
@@ -40,33 +43,44 @@ class FrrOptions:
 class FrrWire(LinuxHost):
     """The `base.Wire` of a router with FRRouting. 64 next hops are what it is commonly built for."""
 
-    capabilities = Capabilities(max_next_hops=64, max_weight=1, link_events=True)
+    capabilities = Capabilities(max_next_hops=64, max_weight=1, link_events=True, installs_later=True)
 
     def __init__(self, shell: Shell, options: FrrOptions) -> None:
         super().__init__(shell)
         self._options = options
 
     async def read_routes(self) -> Reading:
+        ours, foreign = await self._configured()
+        answer = await self._vtysh("show ip route static json")
+        if answer.status:
+            raise Retryable(f"vtysh: {answer.words}", RETRY_S)
+        installed = _installed(json.loads(answer.out or "{}"), self._options.tag)
+        working = {prefix: ways & installed.get(prefix, set()) for prefix, ways in ours.items()}
+        routes = (Route.of(prefix, dict.fromkeys(ways, 1)) for prefix, ways in working.items() if ways)
+        return Reading(RouteTable.of(routes), frozenset(foreign))
+
+    async def _configured(self) -> tuple[dict[str, set[tuple[str, str]]], set[str]]:
+        """Prefix -> ways that are ours; prefixes that are somebody else's."""
         answer = await self._vtysh("show running-config staticd")
         if answer.status or "Current configuration" not in answer.out:
             raise Retryable(f"vtysh: {answer.words}", RETRY_S)
-        ways: dict[str, dict[tuple[str, str], int]] = {}
+        ours: dict[str, set[tuple[str, str]]] = {}
         foreign = set()
         for line in _default_vrf(answer.out):
             if static := STATIC.fullmatch(line):
-                ours = OURS.fullmatch(static["rest"])
-                if ours and int(ours["tag"]) == self._options.tag:
-                    ways.setdefault(static["prefix"], {})[ours["gateway"], ours["interface"]] = 1
+                mine = OURS.fullmatch(static["rest"])
+                if mine and int(mine["tag"]) == self._options.tag:
+                    ours.setdefault(static["prefix"], set()).add((mine["gateway"], mine["interface"]))
                 else:
                     foreign.add(static["prefix"])
-        return Reading(RouteTable.of(Route.of(prefix, shares) for prefix, shares in ways.items()), frozenset(foreign))
+        return ours, foreign
 
     async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
+        configured, _ = await self._configured()  # more than `now` has where an interface is down
         come, go = [], []
         for change in changes:
             wanted = {hop.way for hop in change.route.next_hops} if change.route else set()
-            there = now.routes.get(change.prefix)
-            present = {hop.way for hop in there.next_hops} if there else set()
+            present = configured.get(change.prefix, set())
             come += [self._line(change.prefix, *way) for way in sorted(wanted - present)]
             go += [f"no {self._line(change.prefix, *way)}" for way in sorted(present - wanted)]
         answer = await self._vtysh("configure terminal", *come, *go, is_setter=True)
@@ -85,6 +99,20 @@ class FrrWire(LinuxHost):
         quoted = [f"'{command}'" for command in commands] if self.shell.is_ssh else list(commands)
         words = [word for command in quoted for word in ("-c", command)]
         return await self.shell.run(*self._options.vtysh, *words, is_setter=is_setter)
+
+
+def _installed(shown: Mapping[str, Any], tag: int) -> dict[str, set[tuple[str, str]]]:
+    """Prefix -> ways that packets take."""
+    return {
+        prefix: {
+            (hop["ip"], hop["interfaceName"])
+            for entry in entries
+            if entry.get("tag") == tag and entry.get("installed")
+            for hop in entry["nexthops"]
+            if hop.get("fib") and "ip" in hop and "interfaceName" in hop
+        }
+        for prefix, entries in shown.items()
+    }
 
 
 def _default_vrf(configuration: str) -> list[str]:

@@ -1,0 +1,142 @@
+"""Networks to test with: namespaces that are routers, joined by veth pairs; an optical switch made of bridges.
+
+All are made and removed by the test that asks for them, under names of its own. Nothing outside them is touched.
+"""
+
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+CLONE_NEWNET = 0x40000000
+
+
+class Lab:
+    """Namespaces under one random name."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_hex(3)
+        self.names: list[str] = []
+
+    def add(self, name: str, *addresses: str) -> str:
+        """A router: it forwards, and has these addresses on its loopback. Returns the namespace's name."""
+        namespace = f"orl-{self.token}-{name}"
+        run("ip", "netns", "add", namespace)
+        self.names.append(namespace)
+        run("ip", "-n", namespace, "link", "set", "lo", "up")
+        for address in addresses:
+            run("ip", "-n", namespace, "addr", "add", address, "dev", "lo")
+        settings = ["ip_forward=1", "conf.all.rp_filter=0", "conf.default.rp_filter=0", "fib_multipath_hash_policy=1"]
+        for setting in settings:
+            name, value = setting.split("=")
+            inside(namespace, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name.replace('.', '/')}")
+        return namespace
+
+    def veth(self, one: str, interface: str, other: str, other_interface: str) -> None:
+        """A cable between two namespaces, up at both ends."""
+        ends = ("netns", one, "type", "veth", "peer", "name", other_interface, "netns", other)
+        run("ip", "link", "add", "name", interface, *ends)
+        for namespace, name in ((one, interface), (other, other_interface)):
+            run("ip", "-n", namespace, "link", "set", name, "up")
+
+    def remove(self) -> None:
+        for namespace in self.names:
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+
+
+class Ocs:
+    """An optical switch in a namespace: a port gives light while it is connected, and a bridge carries each circuit."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.namespace = lab.add("ocs")
+        self.circuits: dict[tuple[int, int], str] = {}
+
+    def fibre(self, port: int, namespace: str, interface: str) -> None:
+        self.lab.veth(namespace, interface, self.namespace, f"p{port}")
+        self._ip("link", "set", f"p{port}", "down")
+
+    def connect(self, a: int, b: int) -> None:
+        bridge = self.circuits[a, b] = f"br{a}x{b}"
+        self._ip("link", "add", bridge, "type", "bridge")
+        for port in (f"p{a}", f"p{b}"):
+            self._ip("link", "set", port, "master", bridge)
+        for name in (bridge, f"p{a}", f"p{b}"):
+            self._ip("link", "set", name, "up")
+
+    def disconnect(self, a: int, b: int) -> None:
+        for port in (f"p{a}", f"p{b}"):
+            self._ip("link", "set", port, "down", "nomaster")
+        self._ip("link", "del", self.circuits.pop((a, b)))
+
+    def _ip(self, *words: str) -> None:
+        run("ip", "-n", self.namespace, *words)
+
+
+@contextmanager
+def laboratory() -> Iterator[Lab]:
+    """Skips the test where namespaces are not permitted."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need iproute2 and root")
+    lab = Lab()
+    try:
+        try:
+            lab.veth(lab.add("probe-a"), "swp1", lab.add("probe-b"), "swp1")
+            run("ip", "-n", lab.names[0], "link", "add", "br0", "type", "bridge")
+        except subprocess.CalledProcessError as error:
+            if not any(
+                words in error.stderr for words in ("not permitted", "Permission denied", "Unknown device type")
+            ):
+                raise
+            pytest.skip(f"network namespaces cannot be had here: {error.stderr.strip()}")
+        yield lab
+    finally:
+        lab.remove()
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def inside(namespace: str, *command: str) -> str:
+    return run("ip", "netns", "exec", namespace, *command)
+
+
+def sent_packets(namespace: str) -> dict[str, int]:
+    """By interface, since it was made."""
+    rows = json.loads(run("ip", "-n", namespace, "-json", "-statistics", "link", "show"))
+    return {row["ifname"]: row["stats64"]["tx"]["packets"] for row in rows}
+
+
+def udp_socket(namespace: str, address: str, port: int = 0) -> socket.socket:
+    """A socket that lives in the namespace, made by a thread that enters it and ends there."""
+    made: list[socket.socket | OSError] = []
+
+    def enter() -> None:
+        try:
+            with Path(f"/run/netns/{namespace}").open() as entrance:
+                if ctypes.CDLL(None, use_errno=True).setns(entrance.fileno(), CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+            endpoint = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            endpoint.setsockopt(socket.SOL_SOCKET, 33, 8 << 20)  # SO_RCVBUFFORCE
+            endpoint.setblocking(False)
+            endpoint.bind((address, port))
+            made.append(endpoint)
+        except OSError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    if isinstance(made[0], OSError):
+        raise made[0]
+    return made[0]

@@ -1,0 +1,82 @@
+"""The driver `iproute` on a real kernel, in a network namespace."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from namespaces import laboratory
+from routers import LinuxRouter
+
+from orchestrrl.errors import Permanent
+from orchestrrl.route_drivers.base import RouteDriver
+from orchestrrl.route_drivers.conformance import ONE, TWO, RouteDriverConformance, gone, put
+from orchestrrl.route_drivers.registry import make_driver
+from orchestrrl.route_drivers.virtual import Fault, FaultKind
+
+
+class TestIproute(RouteDriverConformance):
+    options: ClassVar[dict[str, Any]] = {}
+    table: ClassVar = "main"
+
+    @pytest.fixture(autouse=True)
+    def _router(self, tmp_path: Path) -> Iterator[None]:
+        with laboratory() as lab:
+            self.router = LinuxRouter(lab, tmp_path)
+            yield
+
+    async def make_driver(self) -> RouteDriver:
+        return make_driver("iproute", "tor1", {"prefix": self.router.prefix, **self.options})
+
+    async def inject(self, driver: RouteDriver, fault: Fault) -> None:
+        if fault.kind is FaultKind.FOREIGN_ROUTE:
+            where = ("via", self.peer, "dev", "swp3", "onlink", "metric", "10", "table", self.table)
+            self.router.inside("ip", "route", "add", fault.prefix, *where, "proto", "static")
+        else:
+            self.router.inject(fault)
+
+    async def others(self, driver: RouteDriver) -> frozenset[str]:
+        rows = json.loads(self.router.inside("ip", "-N", "-json", "-4", "route", "show", "table", "all"))
+        is_ours = {"160", "2"}  # and the kernel's own
+        return frozenset(row["dst"] for row in rows if row.get("protocol") not in is_ours)
+
+    async def test_a_route_of_ours_stands_beside_another_of_the_same_prefix(self) -> None:
+        async with self.device() as driver:
+            self.router.inside("ip", "route", "add", ONE, "via", self.peer, "dev", "swp3", "onlink", "metric", "20")
+            assert (await driver.apply([put(self.route(ONE, 1))])).missing == ()
+            assert (await driver.apply([gone(ONE)])).missing == ()
+            assert await self.others(driver) == {ONE}
+
+    async def test_a_foreign_route_that_comes_in_between_is_not_taken_away(self) -> None:
+        async with self.device() as driver:
+            wire: Any = driver._wire  # type: ignore[attr-defined]
+            now = (await wire.read_routes()).table
+            await self.break_it(driver, FaultKind.FOREIGN_ROUTE, prefix=ONE)
+            with pytest.raises(Permanent, match="File exists"):
+                await wire.send([put(self.route(ONE, 1)), put(self.route(TWO, 1))], now)
+            assert await self.others(driver) == {ONE}
+            assert list((await driver.read()).routes) == [TWO]
+
+    async def test_a_route_that_is_none_of_our_making_is_somebody_elses(self) -> None:
+        async with self.device() as driver:
+            mark = ("proto", "160", "metric", "10", "table", self.table)
+            self.router.inside("ip", "route", "add", "blackhole", ONE, *mark)
+            await self.refused(driver, [put(self.route(ONE, 1))], ONE)
+
+
+class TestIprouteOwnTable(TestIproute):
+    options: ClassVar = {"table": 77}
+    table: ClassVar = "77"
+
+
+async def test_a_namespace_that_is_not_there() -> None:
+    with laboratory() as lab:
+        driver = make_driver("iproute", "tor1", {"prefix": ["ip", "netns", "exec", f"orl-{lab.token}-nosuch"]})
+        with pytest.raises(Permanent, match=r"tor1: read routes: .*Cannot open network namespace"):
+            await driver.read()
+
+
+async def test_a_program_that_is_not_there() -> None:
+    with pytest.raises(Permanent, match="/nosuch/ssh cannot be run"):
+        await make_driver("iproute", "tor1", {"prefix": ["/nosuch/ssh", "tor1"]}).read()

@@ -106,8 +106,8 @@ def _engine_traffic(model: Model, engine: DeployedEngine, per_node: int, activat
 def _afd_traffic(
     model: Model, layout: Parallelism, gpus: tuple[int, ...], all_bytes: float, per_node: int
 ) -> Iterator[Traffic]:
-    """In each layer every token goes from its attention GPU to those of its experts, and back. A dense FFN is split over
-    its GPUs, which sum up."""
+    """In each layer every token goes from its attention GPU to those of its experts, and back. A dense FFN is split
+    over its GPUs, which sum up."""
     attention, ffn = gpus[: layout.attention_gpus], gpus[layout.attention_gpus :]
     copies = min(model.experts_per_token, len(ffn)) if model.moe else 1
     sent_bytes, layers = all_bytes * copies / len(attention), float(model.layers)

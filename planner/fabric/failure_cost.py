@@ -15,7 +15,7 @@ from planner.model import Hold
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Each as it was and as it is. Seconds of a period are those of its slowest pair of endpoints that has circuits,
-    and of its most loaded NIC. `unserved`: pairs that have demand and no circuit any more, though they would have had."""
+    and of its most loaded NIC. `unserved`: pairs with demand that have no circuit any more."""
 
     healthy_gbps: float  # of all circuits of the plan, each way
     left_gbps: float

@@ -1,0 +1,94 @@
+"""What collectives send, found by carrying them out: each rank in turn, step by step, message by message."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from planner.fabric.intent import Primitive, Traffic
+from planner.fabric.model import EndpointId
+from planner.fabric.plan import Failures
+from planner.fabric.topology import Server, Site
+from planner.model import GpuId
+
+Message = tuple[int, int, float]  # from a rank, to a rank, bytes
+
+
+def messages(traffic: Traffic) -> Iterator[Message]:
+    """Of all but trees and broadcasts."""
+    for group in traffic.groups:
+        yield from _of_group(traffic, group)
+
+
+def _of_group(traffic: Traffic, group: tuple[int, ...]) -> Iterator[Message]:
+    size, whole = len(group), traffic.bytes_per_rank * traffic.times
+    following = {rank: group[(place + 1) % size] for place, rank in enumerate(group)}
+    match traffic.primitive:
+        case Primitive.RING_ALL_REDUCE:  # chunks are summed on their way round, then handed round
+            for _ in range(2 * (size - 1)):
+                for rank in group:
+                    yield rank, following[rank], whole / size
+        case Primitive.REDUCE_SCATTER:
+            for _ in range(size - 1):
+                for rank in group:
+                    yield rank, following[rank], whole / size
+        case Primitive.ALL_GATHER:
+            for _ in range(size - 1):
+                for rank in group:
+                    yield rank, following[rank], whole
+        case Primitive.ALL_TO_ALL:
+            for rank in group:
+                for other in group:
+                    if other != rank:
+                        yield rank, other, whole / size
+        case Primitive.PIPELINE:
+            for rank, other in pairwise(group):
+                yield rank, other, whole
+        case Primitive.RING_EXCHANGE:
+            for rank in group:
+                yield rank, following[rank], whole
+        case Primitive.BIPARTITE:
+            receivers = traffic.receivers[traffic.groups.index(group)]
+            for rank in group:
+                for other in receivers:
+                    yield rank, other, whole / len(receivers)
+                    if traffic.both_ways:
+                        yield other, rank, whole / len(receivers)
+        case other:
+            raise AssertionError(other)
+
+
+class Walk:
+    """Where a message goes: `hop` says over which two ToRs, or why over none."""
+
+    def __init__(self, site: Site, failures: Failures) -> None:
+        self._site = site
+        self._failures = failures
+
+    def hop(self, source: GpuId, destination: GpuId) -> tuple[EndpointId, EndpointId] | str:
+        one, other = self._site.server_of.get(source), self._site.server_of.get(destination)
+        if one is None or other is None or {one.id, other.id} & self._failures.servers:
+            return "dropped"
+        if one.id == other.id:
+            return "nvlink"
+        out, into = self._nic(one, one.nic(source)), self._nic(other, other.nic(destination))
+        if out is None or into is None:
+            return "dropped"
+        there = other.tors[into]
+        rail = self._site.tor[there].rail
+        if rail is not None and self._site.tor[one.tors[out]].rail is not None:
+            on_rail = [
+                nic
+                for nic in range(len(one.tors))
+                if (one.id, nic) not in self._failures.nics and self._site.tor[one.tors[nic]].rail == rail
+            ]
+            if on_rail and self._site.tor[one.tors[out]].rail != rail:
+                out = on_rail[0]
+        here = one.tors[out]
+        return "below" if here == there else (here, there)
+
+    def _nic(self, server: Server, nic: int) -> int | None:
+        """The next healthy one, those on the same ToR first; used by tests with at most one failed NIC of a server."""
+        count = len(server.tors)
+        healthy = [other for other in range(count) if (server.id, other) not in self._failures.nics]
+        if nic in healthy or not healthy:
+            return nic if nic in healthy else None
+        return min(healthy, key=lambda other: (server.tors[other] != server.tors[nic], (other - nic) % count))

@@ -1,0 +1,197 @@
+"""Demand against collectives carried out message by message; what failures and placements do to it."""
+
+import math
+from collections import Counter, defaultdict
+
+import pytest
+from collective_oracle import Walk, messages
+from fabric_sites import GB, failures, gpus_of, intents, sites, small_site, traffic
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.fabric.collectives import double_tree, transfers_of
+from planner.fabric.demand import GENERAL, demand_of, flows_of
+from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.model import EndpointId
+from planner.fabric.plan import Failures
+from planner.fabric.topology import RESPONSES, Role
+from planner.model import GpuId
+
+NOTHING = Failures()
+
+
+def one(primitive: Primitive, groups: tuple[tuple[int, ...], ...], **more: object) -> Intent:
+    each = Traffic(Operation.EP, primitive, groups, bytes_per_rank=GB, **more)  # type: ignore[arg-type]
+    return Intent("any", Stage.TRAIN, (each,))
+
+
+@given(st.data())
+def test_every_message_is_found_between_its_tors(data: st.DataObject) -> None:
+    site = data.draw(sites())
+    ranks = tuple(range(len(site.server_of)))
+    some = data.draw(
+        traffic(ranks).filter(lambda each: each.primitive not in (Primitive.TREE_ALL_REDUCE, Primitive.BROADCAST))
+    )
+    servers = data.draw(st.lists(st.sampled_from([each.id for each in site.servers]), max_size=3, unique=True))
+    broken = Failures(
+        nics=frozenset((server, data.draw(st.integers(0, 3))) for server in servers),
+        servers=frozenset(data.draw(st.lists(st.sampled_from([each.id for each in site.servers]), max_size=1))),
+    )
+    places = dict(enumerate(map(GpuId, data.draw(st.permutations((*ranks[1:], 999))))))
+    walk = Walk(site, broken)
+    expected: dict[object, float] = defaultdict(float)
+    for source, destination, sent_bytes in messages(some):
+        expected[walk.hop(places[source], places[destination])] += sent_bytes
+    flows = flows_of(Intent("any", Stage.TRAIN, (some,), places), site, broken)
+    purpose = RESPONSES if some.operation is Operation.RESPONSES and site.reservations else GENERAL
+    found = {**flows.tors[purpose], "nvlink": flows.nvlink_bytes, "below": flows.below_tor_bytes}
+    found["dropped"] = flows.dropped_bytes  # type: ignore[index]
+    assert {key: value for key, value in found.items() if value} == pytest.approx(dict(expected))
+
+
+@given(st.data())
+def test_bytes_into_a_pod_are_those_that_the_core_brings(data: st.DataObject) -> None:
+    site = data.draw(sites())
+    demand = demand_of(data.draw(intents(site)), site, NOTHING)
+    uplinks = {each.id for each in site.uplinks}
+    for pod, pairs in demand.agg.items():
+        lifted = sum(count for (_, end), count in pairs.items() if end in uplinks)
+        dropped = sum(count for (start, _), count in pairs.items() if start in uplinks)
+        assert lifted == pytest.approx(sum(count for (start, _), count in demand.core.items() if start == pod))
+        assert dropped == pytest.approx(sum(count for (_, end), count in demand.core.items() if end == pod))
+        assert all(site.pod_of[end] == pod for pair in pairs for end in pair)
+
+
+@given(st.integers(2, 70))
+def test_both_trees_reach_every_rank_and_no_rank_works_inside_both(size: int) -> None:
+    children, parents = (each.tolist() for each in double_tree(size))
+    inner = []
+    for tree in range(2):
+        edges = dict(list(zip(children, parents, strict=True))[tree * (size - 1) : (tree + 1) * (size - 1)])
+        assert len(edges) == size - 1
+        (root,) = set(range(size)) - edges.keys()
+        depth = 0
+        for rank in range(size):
+            steps = 0
+            while rank != root:
+                rank, steps = edges[rank], steps + 1
+            depth = max(depth, steps)
+        assert depth <= math.ceil(math.log2(size)) + 1
+        fan_out = Counter(edges.values())
+        assert max(fan_out.values()) <= 2
+        inner.append({rank for rank in fan_out if rank != root})
+    assert size <= 3 or not inner[0] & inner[1]
+
+
+def test_a_tree_sends_as_much_as_a_ring() -> None:
+    for size in (2, 3, 8, 13):
+        for primitive in (Primitive.RING_ALL_REDUCE, Primitive.TREE_ALL_REDUCE):
+            (all_reduce,) = one(primitive, (tuple(range(size)),)).traffic
+            total = sum(each.sent_bytes.sum() for each in transfers_of(all_reduce))
+            assert total == pytest.approx(2 * (size - 1) * GB)
+
+
+@given(st.data())
+def test_a_broadcast_enters_each_pod_tor_and_server_once(data: st.DataObject) -> None:
+    site = data.draw(sites())
+    ranks = tuple(range(len(site.server_of)))
+    root, *receivers = data.draw(st.lists(st.sampled_from(ranks), min_size=2, unique=True))
+    flows = flows_of(one(Primitive.BROADCAST, ((root,),), receivers=(tuple(receivers),)), site, NOTHING)
+    pairs = flows.tors[GENERAL]
+    assert flows.local_bytes + sum(pairs.values()) == pytest.approx(len(receivers) * GB)
+    into_tor: Counter[EndpointId] = Counter()
+    into_pod: Counter[EndpointId] = Counter()
+    for (source, destination), sent_bytes in pairs.items():
+        into_tor[destination] += round(sent_bytes)
+        if site.pod_of[source] != site.pod_of[destination]:
+            into_pod[site.pod_of[destination]] += round(sent_bytes)
+    pods = {site.server_of[GpuId(rank)].pod for rank in receivers}
+    assert into_pod == dict.fromkeys(pods - {site.server_of[GpuId(root)].pod}, GB)
+    assert max(into_tor.values(), default=0) <= GB
+    servers = {site.server_of[GpuId(rank)].id for rank in receivers} - {site.server_of[GpuId(root)].id}
+    crossed = flows.below_tor_bytes + sum(pairs.values())
+    assert crossed == pytest.approx(len(servers) * GB)
+
+
+def test_shards_are_seeded_at_different_tors() -> None:
+    site = small_site()
+    gen = gpus_of(site, Role.GEN)
+    flows = flows_of(one(Primitive.BROADCAST, tuple((rank,) for rank in range(8)), receivers=(gen,) * 8), site, NOTHING)
+    seeded = {end for start, end in flows.tors[GENERAL] if site.pod_of[start] != site.pod_of[end]}
+    assert len(seeded) > 4
+
+
+def test_what_changes_rails_is_handed_over_inside_the_server_first() -> None:
+    site = small_site(servers_per_tor=2)  # two blocks of two servers, four rails each
+    below = flows_of(one(Primitive.PIPELINE, ((0, 5),)), site, NOTHING)  # another server of the block, another rail
+    assert (below.below_tor_bytes, below.tors[GENERAL]) == (GB, {})
+    apart = flows_of(one(Primitive.PIPELINE, ((0, 9),)), site, NOTHING)  # a server of the other block
+    assert apart.tors[GENERAL] == {(site.tor_of(GpuId(1)), site.tor_of(GpuId(9))): GB}
+
+
+def test_traffic_of_a_failed_nic_takes_another_and_is_told() -> None:
+    site = small_site()
+    server = site.servers[0]
+    broken = Failures(nics=frozenset({(server.id, 0)}))
+    intent = one(Primitive.PIPELINE, ((8, 0),))
+    flows = flows_of(intent, site, broken)
+    assert flows.tors[GENERAL] == {(site.tor_of(GpuId(9)), site.tor_of(GpuId(1))): GB}
+    assert flows.notes == (f"{server.id}: NIC 0 is relayed over NIC 1",)
+    assert flows.busiest_nic_bytes == flows_of(intent, site, NOTHING).busiest_nic_bytes
+    both = one(Primitive.PIPELINE, ((8, 0), (9, 1)))
+    assert flows_of(both, site, broken).busiest_nic_bytes == 2 * flows_of(both, site, NOTHING).busiest_nic_bytes
+
+
+def test_ranks_that_are_nowhere_are_told() -> None:
+    site = small_site()
+    demand = demand_of(one(Primitive.PIPELINE, ((0, 9), (1, 2000))), site, Failures(servers=frozenset({"train0/s2"})))  # type: ignore[arg-type]
+    assert not demand.core
+    assert demand.notes == (
+        "2 ranks are on no server that works (9, 2000)",
+        "2e+09 bytes have no place to go from or to",
+    )
+
+
+def test_another_placement_changes_the_demand() -> None:
+    site = small_site()
+    groups = (tuple(range(8)),)
+    together = demand_of(one(Primitive.ALL_TO_ALL, groups), site, NOTHING)
+    spread = Intent("any", Stage.TRAIN, one(Primitive.ALL_TO_ALL, groups).traffic, {r: GpuId(r * 4) for r in range(8)})
+    apart = demand_of(spread, site, NOTHING)
+    assert (together.agg, together.core) == ({}, {})
+    assert all((apart.core, apart.agg))
+
+
+def test_shares_of_uplinks_follow_their_healthy_lanes() -> None:
+    site = small_site(response_lanes=0, core_lanes=8)
+    first = site.uplinks_of[EndpointId("train0")][0].id
+    lanes = [lane for lane in site.lanes if lane.uplink == first]
+    demand = demand_of(
+        one(Primitive.PIPELINE, ((0, 16),)), site, Failures(ports=frozenset({(lanes[0].core, lanes[0].core_port)}))
+    )
+    shares = {end: count / GB for (_, end), count in demand.agg[EndpointId("train0")].items()}
+    assert shares[first] == pytest.approx(3 / 7)
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_a_pod_without_lanes_is_told() -> None:
+    site = small_site(response_lanes=0)
+    lanes = [lane for lane in site.lanes if site.pod_of[lane.uplink] == "train1"]
+    broken = Failures(ports=frozenset((lane.core, lane.core_port) for lane in lanes))
+    demand = demand_of(one(Primitive.PIPELINE, ((0, 16),)), site, broken)
+    assert demand.core == {("train0", "train1"): GB}
+    assert demand.notes == ("train1: no lane to the core is left",)
+
+
+@given(st.data())
+def test_nothing_is_lost_by_failures_but_what_is_told(data: st.DataObject) -> None:
+    site = data.draw(sites())
+    intent = data.draw(intents(site).filter(lambda each: all(t.primitive != "broadcast" for t in each.traffic)))
+    broken = data.draw(failures(site))
+    whole, left = flows_of(intent, site, NOTHING), flows_of(intent, site, broken)
+    sums = [
+        each.local_bytes + each.dropped_bytes + sum(b for flows in each.tors.values() for b in flows.values())
+        for each in (whole, left)
+    ]
+    assert sums[0] == pytest.approx(sums[1])
+    assert left.dropped_bytes >= whole.dropped_bytes == 0

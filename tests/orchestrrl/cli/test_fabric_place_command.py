@@ -1,0 +1,185 @@
+"""`orchestrrl fabric place` as a process sees it; whether a placement is the best is tested with the planner."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from orchestrrl.cli.main import application
+
+CONTRACT_EXAMPLE = Path(__file__).parents[4] / "shared" / "contracts" / "fabric_place.json"
+
+
+def problem(**changed: Any) -> dict[str, Any]:
+    """Three ToRs with two fibres to each of two switches."""
+    ports = {f"tor{tor}": [2 * tor + 1, 2 * tor + 2] for tor in range(3)}
+    return {
+        "switches": [{"id": "ocs0", "ports": ports}, {"id": "ocs1", "ports": ports}],
+        "circuits": [{"a": "tor1", "b": "tor0", "count": 2}, {"a": "tor1", "b": "tor2", "count": 1}],
+        "current": [{"switch": "ocs1", "port_a": 4, "port_b": 1}, {"switch": "ocs0", "port_a": 1, "port_b": 5}],
+        "failed_ports": {"ocs0": [6]},
+        **changed,
+    }
+
+
+def run(*arguments: str, document: object | None = None) -> Result:
+    text = None if document is None else json.dumps(document)
+    return CliRunner().invoke(application("fabric"), ["fabric", "place", *arguments], input=text)
+
+
+def lawful(asked: dict[str, Any], found: dict[str, Any]) -> None:
+    """What the contract says of any answer."""
+    owners = {
+        (switch["id"], port): endpoint
+        for switch in asked["switches"]
+        for endpoint, ports in switch["ports"].items()
+        for port in ports
+    }
+    failed = {(switch, port) for switch, ports in asked["failed_ports"].items() for port in ports}
+    used = [(each["switch"], each[side]) for each in found["cross_connects"] for side in ("port_a", "port_b")]
+    assert len(used) == len(set(used))
+    assert not failed & set(used)
+    for each in found["cross_connects"]:
+        assert list(each) == ["switch", "a", "b", "port_a", "port_b"]
+        assert owners[each["switch"], each["port_a"]] == each["a"]
+        assert owners[each["switch"], each["port_b"]] == each["b"]
+    short = {(each["a"], each["b"]): each["count"] for each in found["unplaced"]}
+    for wanted in asked["circuits"]:
+        ends = (wanted["a"], wanted["b"])
+        placed = sum((each["a"], each["b"]) == ends for each in found["cross_connects"])
+        assert placed + short.pop(ends, 0) == wanted["count"]
+    assert not short
+    there = {(each["switch"], frozenset((each["port_a"], each["port_b"]))) for each in found["cross_connects"]}
+    stay = [each for each in asked["current"] if (each["switch"], frozenset((each["port_a"], each["port_b"]))) in there]
+    assert found["kept"] == stay
+
+
+def test_json_is_the_result_object_alone() -> None:
+    result = run("-", "--json", document=problem())
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert list(found) == ["cross_connects", "kept", "unplaced"]
+    lawful(problem(), found)
+    assert found["kept"] == [{"switch": "ocs1", "port_a": 4, "port_b": 1}]
+    assert found["unplaced"] == []
+
+
+def test_ends_and_ports_stand_as_the_problem_names_them() -> None:
+    found = json.loads(run("-", "--json", document=problem(failed_ports={"ocs0": [1, 2, 3, 4]})).stdout)
+    joined = {(each["a"], each["port_a"], each["port_b"]) for each in found["cross_connects"] if each["b"] == "tor0"}
+    assert joined == {("tor1", 4, 1), ("tor1", 3, 2)}
+
+
+def test_what_has_no_room_is_unplaced() -> None:
+    asked = problem(circuits=[{"a": "tor2", "b": "tor0", "count": 6}, {"a": "tor0", "b": "tor1", "count": 0}])
+    found = json.loads(run("-", "--json", document=asked).stdout)
+    lawful(asked, found)
+    assert found["unplaced"] == [{"a": "tor2", "b": "tor0", "count": 3}]
+
+
+def test_without_json_it_is_a_table_for_people() -> None:
+    result = run("-", document=problem(circuits=[{"a": "tor0", "b": "tor1", "count": 9}]))
+    assert result.exit_code == 0
+    for words in ("4 of 9 circuits", "1 stay, 3 new, 1 removed", "no placement does better", "Switches", "Changes"):
+        assert words in result.stdout
+    assert "tor0 - tor1" in result.stdout.partition("Unplaced")[2]
+
+
+def test_a_failed_port_gives_up_what_is_up_on_it() -> None:
+    asked = problem(failed_ports={"ocs1": [1]})
+    found = json.loads(run("-", "--json", document=asked).stdout)
+    lawful(asked, found)
+    assert found["kept"] == []
+
+
+def test_the_same_input_gives_the_same_output() -> None:
+    assert run("-", "--json", document=problem()).stdout == run("-", "--json", document=problem()).stdout
+
+
+def test_every_fault_comes_at_once_and_nothing_else() -> None:
+    faulty = problem(
+        switches=[
+            {"id": "ocs0", "ports": {"tor0": [1, 1], "tor1": [2, 3], "tor2": [3, -1]}},
+            {"id": "ocs0", "ports": {}, "colour": "red"},
+        ],
+        circuits=[
+            {"a": "tor0", "b": "tor1", "count": -1},
+            {"a": "tor1", "b": "tor0", "count": 1},
+            {"a": "tor2", "b": "tor2", "count": 1},
+            {"a": "tor0", "b": "tor9", "count": 1.5},
+        ],
+        current=[
+            {"switch": "ocs0", "port_a": 1, "port_b": 2},
+            {"switch": "ocs0", "port_a": 2, "port_b": 7},
+            {"switch": "ocs7", "port_a": 1, "port_b": 1},
+            {"switch": "ocs0"},
+        ],
+        failed_ports={"ocs0": [3, 8, 3], "ocs8": [1], "ocs1": "all"},
+    )
+    result = run("-", "--json", document=faulty)
+    assert (result.exit_code, result.stdout) == (2, "")
+    faults = result.stderr.splitlines()
+    paths = [fault.partition(":")[0] for fault in faults]
+    for path in (
+        "switches[0].ports.tor0[1]",
+        "switches[0].ports.tor2[0]",
+        "switches[0].ports.tor2[1]",
+        "switches[1].id",
+        "switches[1].colour",
+        "circuits[0].count",
+        "circuits[1]",
+        "circuits[2].b",
+        "circuits[3].b",
+        "circuits[3].count",
+        "current[1].port_a",
+        "current[1].port_b",
+        "current[2].switch",
+        "current[2].port_b",
+        "current[3].port_a",
+        "current[3].port_b",
+        "failed_ports.ocs0[1]",
+        "failed_ports.ocs0[2]",
+        "failed_ports.ocs8",
+        "failed_ports.ocs1",
+    ):
+        assert path in paths, path
+    assert all(", got " in fault for fault in faults)
+    assert len(faults) == len(set(faults))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        [],
+        7,
+        None,
+        {"switches": 3, "current": [7], "circuits": [[]], "failed_ports": []},
+        {"switches": [{"ports": [1]}]},
+    ],
+)
+def test_what_has_no_shape_is_a_fault_not_a_traceback(document: object) -> None:
+    result = run("-", document=document)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.shared
+def test_the_contracts_example() -> None:
+    if not CONTRACT_EXAMPLE.exists():
+        pytest.skip(f"{CONTRACT_EXAMPLE} is not there: the contract's examples are kept beside the repository")
+    asked = json.loads(CONTRACT_EXAMPLE.read_text())
+    found = json.loads(run(str(CONTRACT_EXAMPLE), "--json").stdout)
+    lawful(asked, found)
+    assert (found["kept"], found["unplaced"]) == (asked["current"], [])
+
+
+def test_the_example_keeps_some_and_changes_some() -> None:
+    shown = run("--print-example")
+    assert shown.exit_code == 0
+    asked = json.loads(shown.stdout)
+    found = json.loads(run("-", "--json", document=asked).stdout)
+    lawful(asked, found)
+    assert 0 < len(found["kept"]) < len(asked["current"])
+    assert found["unplaced"] == []

@@ -64,6 +64,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "ocs": ("ocs",),
     "fabric_allocate": ("fabric",),
     "fabric_place": ("fabric",),
+    "fabric_transition": ("fabric",),
 }
 
 

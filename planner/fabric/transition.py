@@ -6,14 +6,14 @@ out, drained and verified, is for others; `check` tells them that it is safe to.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from planner.fabric.model import Cabling, EndpointId, Pair, PortPair
 from planner.fabric.transition_exact import fewest_missed, fewest_stages
-from planner.fabric.transition_moves import Moves, Subject, circuits, lit_floors, moves_between
-from planner.fabric.transition_order import Order, doomed, replayed, short_order
+from planner.fabric.transition_moves import Moves, Subject, circuits, lit_floors, moves_between, subjects
+from planner.fabric.transition_order import Order, doomed, replayed
 from planner.fabric.transition_stages import StageOf, packed, smoothed, stages_at_least
 
 PointKind = Literal["start", "removed", "added"]
@@ -83,7 +83,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Light:
-    """Circuits at one point, of pairs and of endpoints that have any before or after, or at the point itself."""
+    """Circuits at one point, of the pairs and endpoints that have any before or after."""
 
     stage: int
     kind: PointKind
@@ -108,10 +108,8 @@ def transition(problem: TransitionProblem) -> Transition:
     The same problem has the same answer.
     """
     moves = moves_between(problem.cabling, problem.current, problem.target, problem.min_fraction)
-    order, proven = short_order(moves), True
+    order, proven = fewest_missed(moves)
     hopeless = doomed(moves)
-    if order.missed - hopeless:
-        order, proven = fewest_missed(moves, order)
     # Where there is a choice of who suffers, a bound must not count on any of them.
     spared = frozenset(range(len(moves.floors))) if order.missed - hopeless else hopeless
     stage_of, at_least = _staged(problem.max_moves_per_stage, moves, order, spared)
@@ -171,19 +169,38 @@ def points(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> I
 def bandwidth(problem: TransitionProblem, planned: Transition, link_gbps: float) -> tuple[Light, ...]:
     """The circuits that pairs and endpoints have at each point."""
     known = {*circuits(problem.cabling, problem.current), *circuits(problem.cabling, problem.target)}
-    lights = []
-    for point in points(problem, planned.stages):
-        counts = dict.fromkeys(known, 0) | circuits(problem.cabling, point.up)
-        pairs = {subject: counts[subject] for subject in sorted(s for s in counts if isinstance(s, tuple))}
-        endpoints = {subject: counts[subject] for subject in sorted(s for s in counts if isinstance(s, str))}
-        lights.append(Light(point.stage, point.kind, pairs, endpoints, link_gbps))
-    return tuple(lights)
+    pairs = sorted(subject for subject in known if isinstance(subject, tuple))
+    endpoints = sorted(subject for subject in known if isinstance(subject, str))
+    return tuple(
+        Light(
+            stage,
+            kind,
+            {pair: up[pair] for pair in pairs},
+            {endpoint: up[endpoint] for endpoint in endpoints},
+            link_gbps,
+        )
+        for stage, kind, up, _ in _counted(problem, planned.stages)
+    )
+
+
+def _counted(
+    problem: TransitionProblem, stages: tuple[TransitionStage, ...]
+) -> Iterator[tuple[int, PointKind, Counter[Subject], Iterable[Subject]]]:
+    """At each point: how many circuits each has (the same object, kept up to date), and who has fewer than before."""
+    up = Counter(circuits(problem.cabling, problem.current))
+    yield 0, "start", up, ()
+    for number, stage in enumerate(stages, start=1):
+        lost = [subject for each in stage.remove for subject in subjects(problem.cabling, each)]
+        up.subtract(lost)
+        yield number, "removed", up, lost
+        up.update(subject for each in stage.add for subject in subjects(problem.cabling, each))
+        yield number, "added", up, ()
 
 
 def check(problem: TransitionProblem, planned: Transition) -> None:
     """Raises TransitionFault unless the stages lead from current to target, every point of them is safe, and all that
     suffers is told. It knows nothing of how they were found."""
-    faults = [*_wrong_moves(problem, planned), *_wrong_points(problem, planned)]
+    faults = list(_wrong_moves(problem, planned)) or list(_wrong_points(problem, planned))
     if faults:
         raise TransitionFault(faults)
 
@@ -217,21 +234,20 @@ def _wrong_points(problem: TransitionProblem, planned: Transition) -> Iterator[s
         for port in _used_twice(point.up):
             yield f"stage {point.stage}, {point.kind}: {port} is used twice"
     told: set[Subject] = {*planned.dark_pairs, *planned.thin_endpoints}
-    for subject, where in _suffer(problem, planned.stages).items():
+    for subject, (stage, kind) in _suffer(problem, planned.stages).items():
         if subject not in told:
             name = "-".join(subject) if isinstance(subject, tuple) else subject
-            yield f"stage {where.stage}, {where.kind}: {name} has fewer circuits than its floor, and is not said to"
+            yield f"stage {stage}, {kind}: {name} has fewer circuits than its floor, and is not said to"
 
 
-def _suffer(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> dict[Subject, Point]:
+def _suffer(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> dict[Subject, tuple[int, PointKind]]:
     """Those that are below their floors at some point, with the first such point."""
     fewest = floors(problem)
-    suffer: dict[Subject, Point] = {}
-    for point in points(problem, stages):
-        up = circuits(problem.cabling, (each for each in point.up if problem.cabling.ends(each) is not None))
-        for subject, floor in fewest.items():
-            if up.get(subject, 0) < floor:
-                suffer.setdefault(subject, point)
+    suffer: dict[Subject, tuple[int, PointKind]] = {}
+    for number, kind, up, lost in _counted(problem, stages):
+        for subject in lost:
+            if up[subject] < fewest.get(subject, 0):
+                suffer.setdefault(subject, (number, kind))
     return suffer
 
 

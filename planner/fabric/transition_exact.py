@@ -11,25 +11,44 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from planner.fabric.transition_moves import Moves
-from planner.fabric.transition_order import Order, Replay, doomed, harmless, replayed
+from planner.fabric.transition_order import Order, Replay, doomed, harmless, replayed, short_order, tried_again
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-ORDER_WORK = 4.0  # deterministic seconds for all parts of a transition together, about as many of CPU
-STAGES_WORK = 6.0
-MOST_ORDER_VARIABLES = 30_000
-MOST_STAGE_VARIABLES = 60_000
+ORDER_WORK = 2.0  # deterministic seconds for all parts of a transition together, about as many of CPU
+STAGES_WORK = 2.0
+MOST_ORDER_VARIABLES = 8_000
+MOST_STAGE_VARIABLES = 12_000  # over all numbers of stages that are tried
 
 StageNumbers = tuple[tuple[int, ...], tuple[int, ...]]  # the stage of each removal, and of each addition, from 0
 
 
-def fewest_missed(moves: Moves, known: Order) -> tuple[Order, bool]:
-    """An order that misses as few floors as can be, and whether that is proven. `known` is one to do better than.
+def fewest_missed(moves: Moves) -> tuple[Order, bool]:
+    """An order that misses as few floors as can be, and whether that is proven.
+
+    Pairs come before endpoints, so that they are asked about alone first: how many of them go dark is a bound that
+    holds with endpoints too, and an order that reaches it is where the search for the endpoints begins.
+    """
+    hopeless = doomed(moves)
+    pairs = moves.of_pairs_only()
+    doomed_pairs = sum(moves.floors[number].is_pair for number in hopeless)
+    order, proven = _fewest(pairs, short_order(pairs), (doomed_pairs, 0))
+    if len(pairs.floors) == len(moves.floors):
+        return order, proven
+    at_least = (order.cost(pairs)[0] if proven else doomed_pairs, len(hopeless) - doomed_pairs)
+    # Pairs come first among the floors: they have the same numbers.
+    return _fewest(moves, short_order(moves, order.missed, order.removals), at_least)
+
+
+def _fewest(moves: Moves, known: Order, at_least: tuple[int, int]) -> tuple[Order, bool]:
+    """An order that is no worse than `known`; none costs less than `at_least`.
 
     What is harmless comes first and is not asked about. The rest falls into parts that have no floor, port or addition
     in common; of each, the removals are dealt to as many rounds as there are removals, which no order exceeds.
     """
+    if known.cost(moves) == at_least:
+        return known, True
     start = harmless(moves, doomed(moves))
     removals, proven, work = list(start.down), True, ORDER_WORK
     for part in _parts(moves, start):
@@ -38,9 +57,10 @@ def fewest_missed(moves: Moves, known: Order) -> tuple[Order, bool]:
         found, spent, sure = _order_of(moves, start, hint, work)
         removals += found
         proven, work = proven and sure, max(0.0, work - spent)
-    best = replayed(moves, removals)
-    better = best if best.cost(moves) < known.cost(moves) else known
-    return better, proven or not better.missed - doomed(moves)
+    best = min(known, replayed(moves, removals), key=lambda order: order.cost(moves))
+    if not proven:
+        best = tried_again(moves, best, at_least)
+    return best, proven or best.cost(moves) == at_least
 
 
 def _parts(moves: Moves, start: Replay) -> Iterator[list[int]]:
@@ -139,14 +159,15 @@ def fewest_stages(
 
     `known` is the stage of each move, removals first, of a transition to begin from.
     """
-    work, count = STAGES_WORK, at_least
-    while count < known_count and moves.count * count <= MOST_STAGE_VARIABLES and work > 0:
+    work, count, variables = STAGES_WORK, at_least, moves.count * at_least
+    while count < known_count and variables <= MOST_STAGE_VARIABLES and work > 0:
         found, spent, sure = _in_stages(moves, max_moves, cost, count, known, work)
         work -= spent
         if found is not None:
             return Staged(found, at_least)
         at_least += sure and count == at_least
         count += 1
+        variables += moves.count * count
     return Staged(None, at_least)
 
 

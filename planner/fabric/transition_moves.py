@@ -8,7 +8,7 @@ that is to come, and no count falls. So what can go wrong is decided by the orde
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair
 
@@ -44,6 +44,18 @@ class Moves:
     @property
     def count(self) -> int:
         return len(self.removals) + len(self.additions)
+
+    def of_pairs_only(self) -> "Moves":
+        """The same as though endpoints had no floors."""
+        return self.with_floors(tuple(floor for floor in self.floors if floor.is_pair))
+
+    def with_floors(self, floors: tuple[Floor, ...]) -> "Moves":
+        return replace(
+            self,
+            floors=floors,
+            removal_floors=_inverse((floor.removals for floor in floors), len(self.removals)),
+            addition_floors=_inverse((floor.additions for floor in floors), len(self.additions)),
+        )
 
 
 def lit_floors(
@@ -88,16 +100,8 @@ def moves_between(
     for addition, needed in enumerate(blockers):
         for removal in needed:
             opens[removal].append(addition)
-    floors = tuple(_floors(cabling, current, removals, additions, lit_floors(cabling, current, target, min_fraction)))
-    return Moves(
-        removals,
-        additions,
-        blockers,
-        tuple(map(tuple, opens)),
-        floors,
-        _inverse((floor.removals for floor in floors), len(removals)),
-        _inverse((floor.additions for floor in floors), len(additions)),
-    )
+    floors = _floors(cabling, current, removals, additions, lit_floors(cabling, current, target, min_fraction))
+    return Moves(removals, additions, blockers, tuple(map(tuple, opens)), (), (), ()).with_floors(tuple(floors))
 
 
 def _ports(cross_connect: PortPair) -> list[tuple[OcsId, int]]:

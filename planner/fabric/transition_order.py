@@ -109,29 +109,31 @@ def harmless(moves: Moves, given_up: frozenset[int]) -> Replay:
     return _Walk(moves, given_up, range(len(moves.removals))).run(harmless_only=True)
 
 
-def short_order(moves: Moves) -> Order:
-    """A good order, quickly: by walks along chains of ports, each carried on as long as it can be."""
-    hopeless = doomed(moves)
-    numbers = list(range(len(moves.removals)))
-    best = _Walk(moves, hopeless, numbers).run().order()
+def short_order(moves: Moves, given_up: frozenset[int] = frozenset(), turn: Sequence[int] = ()) -> Order:
+    """A good order, quickly: by walks along chains of ports, each carried on as long as it can be.
+
+    It does without the floors `given_up`, and takes the removals in `turn` where nothing else decides.
+    """
+    return _Walk(moves, doomed(moves) | given_up, turn or range(len(moves.removals))).run().order()
+
+
+def tried_again(moves: Moves, best: Order, at_least: tuple[int, int]) -> Order:
+    """A better order, if there is one among many: with all floors, and without those that the best one misses but one.
+
+    Stops at the cost `at_least`.
+    """
+    hopeless, numbers = doomed(moves), list(range(len(moves.removals)))
     draw, steps = random.Random(0), 0
-    while best.missed - hopeless and steps < TRIES_STEPS:
-        found = None
-        for spared in sorted(best.missed - hopeless):
-            if steps >= TRIES_STEPS:
-                break
+    while best.cost(moves) > at_least and steps < TRIES_STEPS:
+        for given_up in [*(best.missed - {spared} for spared in sorted(best.missed - hopeless)), hopeless]:
             draw.shuffle(numbers)
-            tried = _Walk(moves, best.missed - {spared}, numbers).run().order()
+            tried = _Walk(moves, hopeless | given_up, numbers).run().order()
             steps += len(numbers)
             if tried.cost(moves) < best.cost(moves):
-                found = tried
+                best = tried
                 break
-        if found is None:
-            draw.shuffle(numbers)
-            tried = _Walk(moves, hopeless, numbers).run().order()
-            steps += len(numbers)
-            found = tried if tried.cost(moves) < best.cost(moves) else best
-        best = found
+            if steps >= TRIES_STEPS:
+                break
     return best
 
 

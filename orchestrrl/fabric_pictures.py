@@ -16,7 +16,7 @@ _STEP = 46  # between columns
 _BAR = 34  # between switches
 _MARGIN = 24
 _PAD = 18  # inside a box
-_LABEL = 84  # room for a switch's name, left of its bar
+_LABEL = 84  # least room for a switch's name, left of its bar
 _DECK = 6  # how far the boxes of alike PoDs stand out
 _TITLE = 60  # above everything else
 _HEAD_CORE = 26  # above its bars
@@ -41,7 +41,7 @@ class _Sheet:
 
     def disc(self, x: float, y: float, stroke: str, text: str) -> None:
         self._add("circle", cx=x, cy=y, r=11, fill=_PAPER, stroke=stroke, stroke_width=1.5)
-        self.text(x, y + 4, text, size=11)
+        self.text(x, y + 4, text, size=11 if len(text) < 3 else 9)
 
     def text(
         self,
@@ -98,8 +98,13 @@ def site_svg(site: Site) -> str:
     return sheet.svg(width, height)
 
 
+def _label(layer: Layer) -> float:
+    """Room for the longest name of a switch."""
+    return max(_LABEL, 16 + 7 * max((len(row.label) for row in layer.rows), default=0))
+
+
 def _width(layer: Layer) -> float:
-    return 2 * _PAD + _LABEL + _STEP * len(layer.columns)
+    return 2 * _PAD + _label(layer) + _STEP * len(layer.columns)
 
 
 def _core_height(core: Layer) -> float:
@@ -114,11 +119,11 @@ def _bars(sheet: _Sheet, layer: Layer, x: float, top: float, width: float) -> No
     """The switches of a layer, with their names."""
     for place, row in enumerate(layer.rows):
         y = top + _BAR * (place + 0.5)
-        left = x + _PAD + _LABEL
+        left = x + _PAD + _label(layer)
         sheet.text(left - 10, y, row.label, size=11, anchor="end", bold=True)
         kept = f", {row.reserved} kept" if row.reserved else ""
         sheet.text(left - 10, y + 11, f"{row.fibred}/{row.device.ports}{kept}", size=9, anchor="end", fill=_FAINT)
-        sheet.box(left - 4, y - 5, width - _LABEL - 2 * _PAD + 8, 10, _PAPER, _LINE[layer.role], radius=5)
+        sheet.box(left - 4, y - 5, width - _label(layer) - 2 * _PAD + 8, 10, _PAPER, _LINE[layer.role], radius=5)
 
 
 def _pod(sheet: _Sheet, layer: Layer, x: float, top: float, core: Layer | None) -> None:
@@ -132,7 +137,7 @@ def _pod(sheet: _Sheet, layer: Layer, x: float, top: float, core: Layer | None) 
     _bars(sheet, layer, x, bars_top, width)
     tors_top = bars_top + _BAR * len(layer.rows) + 14
     for place, column in enumerate(layer.columns):
-        middle = x + _PAD + _LABEL + _STEP * (place + 0.5)
+        middle = x + _PAD + _label(layer) + _STEP * (place + 0.5)
         ys = [bars_top + _BAR * (row + 0.5) for row in range(len(layer.rows))]
         if column.uplink:
             _uplink(sheet, column, middle, top, ys, core)
@@ -140,7 +145,7 @@ def _pod(sheet: _Sheet, layer: Layer, x: float, top: float, core: Layer | None) 
             _tor(sheet, column, middle, tors_top, ys, colour)
     tors = sum(not column.uplink for column in layer.columns)
     if tors:
-        left = x + _PAD + _LABEL
+        left = x + _PAD + _label(layer)
         sheet.box(left + 2, tors_top + 52, _STEP * tors - 4, 24, _PAPER, _FAINT, radius=4)
         sheet.text(left + _STEP * tors / 2, tors_top + 68, _servers(layer, _STEP * tors), size=10)
         sheet.text(left - 10, tors_top + 16, "ToR", size=11, anchor="end")

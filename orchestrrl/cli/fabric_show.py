@@ -63,7 +63,8 @@ def show(
 def drawing(layer: "Layer") -> Iterator[str]:
     """A layer as lines of text."""
     label = max(len(name) for name in (*(row.label for row in layer.rows), "servers", "uplinks")) + 1
-    widths = [max(len(column.label), _most_digits(column)) for column in layer.columns]
+    names = [_name(layer, column) for column in layer.columns]
+    widths = [max(len(name), _most_digits(column)) for name, column in zip(names, layer.columns, strict=True)]
     yield _heading(layer)
     yield ""
 
@@ -79,11 +80,18 @@ def drawing(layer: "Layer") -> Iterator[str]:
             yield line("rail", ["" if column.rail is None else str(column.rail) for column in layer.columns])
         yield line("NICs", [str(column.nics) if not column.uplink else "core" for column in layer.columns])
         yield line("", ["│" if not column.uplink else "║" for column in layer.columns])
-    yield line("", [column.label for column in layer.columns])
+    yield line("", names)
     yield line("", ["║"] * len(layer.columns))
     for place, row in enumerate(layer.rows):
         cells = [str(column.fibres[place]) if column.fibres[place] else "═" for column in layer.columns]
         yield f"{line(row.label, cells, '═')}═   {_ports(row)}"
+
+
+def _name(layer: "Layer", column: "Column") -> str:
+    """PoDs in the core are named; of a PoD's own endpoints that share a column their number is enough."""
+    if layer.role is None or column.count == 1:
+        return column.label
+    return f"{column.count} {'uplinks' if column.uplink else 'ToRs'}"
 
 
 def _most_digits(column: "Column") -> int:

@@ -14,8 +14,8 @@ from planner.fabric.place_counts import Counting, Layout
 
 WHOLE = 2_000  # (pair, switch)s up to which a problem is solved as a whole
 WHOLE_WORK = 2.0  # for each of the two aims; a unit takes about a second
-GROUP = 4  # switches that exchange circuits
-GROUP_WORK = 0.3
+GROUP = 5  # switches that exchange circuits
+GROUP_WORK = 0.1
 BUILD_WORK = 4e-5  # by (pair, switch), for putting the program together
 SEED = 1
 
@@ -88,14 +88,25 @@ class _Program:
         spent = float(solver.response_proto.deterministic_time)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, spent
-        found = {place: int(solver.value(variable)) for place, variable in self.on.items()}
-        for (pair, switch), count in found.items():
+        bound = int(solver.best_objective_bound + 1e-6)
+        now = each_placed * self._placed() + each_kept * self.layout.kept
+        before = [(pair, switch, self.layout.placed[pair][switch]) for pair, switch in self.on]
+        self._take_over([(*place, int(solver.value(variable))) for place, variable in self.on.items()])
+        if each_placed * self._placed() + each_kept * self.layout.kept < now:  # it stops before it comes to the hint
+            self._take_over(before)
+        return bound, spent
+
+    def _placed(self) -> int:
+        return sum(self.layout.placed[pair][switch] for pair, switch in self.on)
+
+    def _take_over(self, counts: list[tuple[int, int, int]]) -> None:
+        """For each pair and switch, how many circuits."""
+        for pair, switch, count in counts:
             for _ in range(self.layout.placed[pair][switch] - count):
                 self.layout.take(pair, switch)
-        for (pair, switch), count in found.items():
+        for pair, switch, count in counts:
             for _ in range(count - self.layout.placed[pair][switch]):
                 self.layout.add(pair, switch)
-        return int(solver.best_objective_bound + 1e-6), spent
 
 
 def small(counting: Counting) -> bool:

@@ -48,6 +48,9 @@ class Lab:
         for namespace, name in ((one, interface), (other, other_interface)):
             run("ip", "-n", namespace, "link", "set", name, "up")
 
+    def ip(self, namespace: str, *words: str) -> None:
+        run("ip", "-n", namespace, *words)
+
     def remove(self) -> None:
         for namespace in self.names:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
@@ -127,7 +130,9 @@ def udp_socket(namespace: str, address: str, port: int = 0) -> socket.socket:
                 if ctypes.CDLL(None, use_errno=True).setns(entrance.fileno(), CLONE_NEWNET):
                     raise OSError(ctypes.get_errno(), "setns")
             endpoint = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            endpoint.setsockopt(socket.SOL_SOCKET, 33, 8 << 20)  # SO_RCVBUFFORCE
+            # Packets that wait for a neighbour who never answers would fill a common send buffer.
+            for force in (32, 33):  # SO_SNDBUFFORCE, SO_RCVBUFFORCE
+                endpoint.setsockopt(socket.SOL_SOCKET, force, 8 << 20)
             endpoint.setblocking(False)
             endpoint.bind((address, port))
             made.append(endpoint)

@@ -170,24 +170,23 @@ class Steering:
             return steered
 
     async def _dark_ones(self, links: Collection[Link]) -> dict[Link, str]:
-        """Circuits that cannot carry packets, with the reason."""
-        up = await self._each(
-            {
-                name: self._routers[name].wait_up(interfaces, self._limits.link_up_s)
-                for name, interfaces in _interfaces(links).items()
-            }
-        )
-        is_old = set(self._routed or ())
+        """Circuits that cannot carry packets, with the reason. Light is waited for where it is still to come."""
+        old = set(links) & set(self._routed or ())
+        new = set(links) - old
         dark: dict[Link, str] = {}
-        for link in links:
-            for name, interface in link.ends:
+        for some, limit_s in ((old, 0.0), (new, self._limits.link_up_s)):
+            waiting = {
+                name: self._routers[name].wait_up(interfaces, limit_s) for name, interfaces in _interfaces(some).items()
+            }
+            up = await self._each(waiting)
+            for link, (name, interface) in ((one, end) for one in sorted(some) for end in one.ends):
                 waited = up[name]
                 if isinstance(waited, OrchestrRLError):
-                    if link not in is_old:  # what carries packets is left to them
+                    if link in new:  # what carries packets is left to them
                         dark[link] = f"{name}: {waited}"
                 elif interface in waited.down:
                     dark[link] = f"{interface} of {name} is down"
-        return dark | await self._silent_ones([link for link in links if link not in dark and link not in is_old])
+        return dark | await self._silent_ones([link for link in sorted(new) if link not in dark])
 
     async def _silent_ones(self, links: Collection[Link]) -> dict[Link, str]:
         """Circuits whose far end is not whom it should be: light alone does not say that."""

@@ -25,11 +25,13 @@ class Limits:
     lock_s: float = 10.0
     install_s: float = 1.0  # from a change that a router has taken until it forwards by it
     poll_s: float = 0.02
+    # The first question may be lost while a link comes up, and a kernel asks again only after a second.
+    ask_again_s: float = 0.1
     # Where the router reports changes by itself, looking is for reports that went missing.
     poll_with_events_s: float = 0.2
 
     def __post_init__(self) -> None:
-        for name in ("command_s", "lock_s", "install_s", "poll_s", "poll_with_events_s"):
+        for name in ("command_s", "lock_s", "install_s", "poll_s", "ask_again_s", "poll_with_events_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
@@ -91,11 +93,17 @@ class Driver:
         wanted = frozenset(hops)
         if not wanted:
             return wanted
-        began_s = self._clock.now_s()
-        await self._command("look for neighbours", self._wire.look_for(wanted))
+        until_s = self._clock.now_s() + limit_s
+        ask_s = self._clock.now_s()
+        found: frozenset[NextHop] = frozenset()
         while True:
+            if self._clock.now_s() >= ask_s:
+                silent = {hop.interface for hop in wanted - found}
+                again = frozenset(hop for hop in wanted if hop.interface in silent)
+                await self._command("look for neighbours", self._wire.look_for(again))
+                ask_s = self._clock.now_s() + self._limits.ask_again_s
             found = await self._command("neighbours", self._wire.found(wanted))
-            left_s = began_s + limit_s - self._clock.now_s()
+            left_s = until_s - self._clock.now_s()
             if found == wanted or left_s <= 0:
                 return found
             await self._clock.sleep(min(self._limits.poll_s, left_s))

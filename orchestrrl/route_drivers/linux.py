@@ -19,7 +19,7 @@ class LinuxHost:
         self.shell = shell
 
     async def read_links(self) -> Mapping[str, bool]:
-        return {link["ifname"]: {"UP", "LOWER_UP"} <= set(link["flags"]) for link in await self.show("link", "show")}
+        return {link["ifname"]: _is_up(link) for link in await self.show("link", "show")}
 
     async def link_events(self) -> AsyncGenerator[None]:
         async for _ in self.shell.lines("ip", "-oneline", "monitor", "link"):
@@ -53,6 +53,11 @@ class LinuxHost:
         answer = await self.shell.run("ip", *options, "-force", "-batch", "-", stdin=text, is_setter=True)
         if answer.status:
             raise Permanent(answer.words)
+
+
+def _is_up(link: dict[str, Any]) -> bool:
+    """With a signal alone (LOWER_UP) the kernel still drops packets: it opens the queue together with the state."""
+    return {"UP", "LOWER_UP"} <= set(link["flags"]) and link.get("operstate") in ("UP", "UNKNOWN")
 
 
 def rows_of(answer: Answer, command: tuple[str, ...]) -> list[Any]:

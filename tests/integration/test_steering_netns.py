@@ -1,0 +1,264 @@
+"""Packets over circuits on real kernels: ToRs are namespaces, circuits are veth pairs through a switch made of bridges.
+
+UDP is counted before, while and after circuits change. Only traffic inside the namespaces.
+"""
+
+import asyncio
+import itertools
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import pytest
+from namespaces import Lab, Ocs, laboratory, sent_packets, udp_socket
+
+from orchestrrl.clock import WallClock
+from orchestrrl.execute.steering import NotDrained, Steering
+from orchestrrl.route_drivers.registry import make_driver
+from planner.fabric.model import EndpointId, OcsId, port_pair
+from planner.fabric.steering import Domain, Link, PacketSide, Router, links_of
+
+OCS = OcsId("ocs")
+PORTS = 3  # of each ToR
+PERIOD_S = 0.001  # between two packets of a stream
+
+
+def tor(number: int) -> EndpointId:
+    return EndpointId(f"tor{number}")
+
+
+def port(number: int, interface: int) -> int:
+    """The switch's port that an interface of a ToR is fibred to."""
+    return (number - 1) * PORTS + interface
+
+
+class Site:
+    """ToRs 1.. of three interfaces each, fibred to one switch; with a packet side, also joined by an ordinary one."""
+
+    def __init__(self, lab: Lab, tors: int, packet_side: bool = False) -> None:
+        self.lab = lab
+        self.ocs = Ocs(lab)
+        self.namespace: dict[EndpointId, str] = {}
+        fibres: dict[int, tuple[EndpointId, str]] = {}
+        for n in range(1, tors + 1):
+            namespace = self.namespace[tor(n)] = lab.add(f"tor{n}", f"192.0.2.{n}/32", f"10.0.{n}.1/32")
+            for i in range(1, PORTS + 1):
+                self.ocs.fibre(port(n, i), namespace, f"swp{i}")
+                fibres[port(n, i)] = (tor(n), f"swp{i}")
+        self.fibres: Mapping[OcsId, Mapping[int, tuple[EndpointId, str]]] = {OCS: fibres}
+        if packet_side:
+            self._packet_switch()
+        sides = {n: PacketSide("eps", f"198.51.100.{n}") if packet_side else None for n in range(1, tors + 1)}
+        routers = {tor(n): Router(f"192.0.2.{n}", (f"10.0.{n}.0/24",), sides[n]) for n in range(1, tors + 1)}
+        drivers = {
+            name: make_driver("iproute", name, {"prefix": ["ip", "netns", "exec", namespace]})
+            for name, namespace in self.namespace.items()
+        }
+        self.steering = Steering(drivers, Domain(routers), WallClock())
+
+    def connect(self, *circuits: tuple[int, int]) -> None:
+        for a, b in circuits:
+            self.ocs.connect(a, b)
+
+    def disconnect(self, *circuits: tuple[int, int]) -> None:
+        for a, b in circuits:
+            self.ocs.disconnect(a, b)
+
+    def links(self, *circuits: tuple[int, int]) -> tuple[Link, ...]:
+        return links_of(self.fibres, [port_pair(OCS, a, b) for a, b in circuits])
+
+    def _packet_switch(self) -> None:
+        switch = self.lab.add("eps")
+        self.lab.ip(switch, "link", "add", "br0", "type", "bridge")
+        self.lab.ip(switch, "link", "set", "br0", "up")
+        for n, namespace in enumerate(self.namespace.values(), start=1):
+            self.lab.veth(namespace, "eps", switch, f"p{n}")
+            self.lab.ip(switch, "link", "set", f"p{n}", "master", "br0")
+            self.lab.ip(namespace, "addr", "add", f"198.51.100.{n}/24", "dev", "eps")
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with laboratory() as lab:
+        yield lab
+
+
+class Stream:
+    """Packets from one ToR to another, one by one while it is open; each is counted where it arrives."""
+
+    def __init__(self, site: Site, source: int, sink: int) -> None:
+        self.sent = 0
+        self.arrived: Counter[int] = Counter()
+        self._source = udp_socket(site.namespace[tor(source)], f"10.0.{source}.1")
+        self._sink = udp_socket(site.namespace[tor(sink)], f"10.0.{sink}.1", 7000)
+        self._to = (f"10.0.{sink}.1", 7000)
+
+    async def __aenter__(self) -> "Stream":
+        self._sending = asyncio.ensure_future(self._send())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._sending.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._sending
+        for _ in range(100):  # what is under way
+            self._receive()
+            if len(self.arrived) == self.sent:
+                break
+            await asyncio.sleep(0.01)
+        self._source.close()
+        self._sink.close()
+
+    @property
+    def lost(self) -> int:
+        return self.sent - len(self.arrived)
+
+    async def more(self, count: int) -> None:
+        """Returns once so many more have been sent."""
+        until = self.sent + count
+        while self.sent < until:
+            await asyncio.sleep(PERIOD_S)
+
+    async def _send(self) -> None:
+        while True:
+            # An unreachable network is an error of this very call: the packet counts as sent and lost.
+            with suppress(OSError):
+                self._source.sendto(self.sent.to_bytes(8), self._to)
+            self.sent += 1
+            self._receive()
+            await asyncio.sleep(PERIOD_S)
+
+    def _receive(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                self.arrived[int.from_bytes(self._sink.recv(64))] += 1
+
+
+# Circuits as pairs of the switch's ports. 1-2 twice and 2-3 once; then one of 1-2 becomes 1-3.
+TWICE_1_2 = ((port(1, 1), port(2, 1)), (port(1, 2), port(2, 2)))
+ONCE_2_3 = (port(2, 3), port(3, 1))
+THEN_1_3 = (port(1, 2), port(3, 2))
+
+
+async def test_nothing_is_lost_when_routes_are_drained_before_the_switch(lab: Lab) -> None:
+    site = Site(lab, 3)
+    before = (*TWICE_1_2, ONCE_2_3)
+    site.connect(*before)
+    steered = await site.steering.steer(site.links(*before))
+    assert steered.done, steered.detail
+    async with Stream(site, 1, 2) as near, Stream(site, 1, 3) as far, Stream(site, 3, 1) as back:
+        await near.more(50)
+        for _ in range(2):  # there and back, several times: neighbours learnt before are wrong after
+            drained = await site.steering.drain(site.links(TWICE_1_2[1]))
+            assert drained.dark == ()
+            idle = sent_packets(site.namespace[tor(1)])["swp2"]
+            await near.more(50)
+            assert sent_packets(site.namespace[tor(1)])["swp2"] == idle
+            site.disconnect(TWICE_1_2[1])
+            site.connect(THEN_1_3)
+            steered = await site.steering.steer(site.links(TWICE_1_2[0], ONCE_2_3, THEN_1_3))
+            assert steered.done, steered.detail
+            await near.more(50)
+            assert sent_packets(site.namespace[tor(1)])["swp2"] > idle  # the way to 3 is direct now
+            await site.steering.drain(site.links(THEN_1_3))
+            site.disconnect(THEN_1_3)
+            site.connect(TWICE_1_2[1])
+            assert (await site.steering.steer(site.links(*before))).done
+            await near.more(50)
+    for stream in (near, far, back):
+        assert stream.sent > 400
+        assert (stream.lost, max(stream.arrived.values())) == (0, 1)
+
+
+async def test_without_draining_packets_are_lost(lab: Lab) -> None:
+    """What the test above would not notice if it could not fail."""
+    site = Site(lab, 3)
+    before = (*TWICE_1_2, ONCE_2_3)
+    site.connect(*before)
+    await site.steering.steer(site.links(*before))
+    async with Stream(site, 1, 2) as near, Stream(site, 2, 1) as back:
+        await near.more(50)
+        site.disconnect(*TWICE_1_2)
+        await near.more(50)
+    assert near.lost > 0
+    assert back.lost > 0
+
+
+async def test_flows_are_spread_by_the_number_of_circuits(lab: Lab) -> None:
+    # From 1 to 3 over 2, which has one circuit to 3, and over 4, which has two: one third and two thirds.
+    site = Site(lab, 4)
+    circuits = (
+        (port(1, 1), port(2, 1)),
+        (port(2, 2), port(3, 1)),
+        (port(1, 2), port(4, 1)),
+        (port(1, 3), port(4, 2)),
+        (port(4, 3), port(3, 2)),
+    )
+    site.connect(*circuits)
+    assert (await site.steering.steer(site.links(*circuits))).done
+    # To 4 there are two circuits; over 2 goes nothing. To 3, both ways have one circuit in the end: half and half.
+    for sink, expected in (
+        (4, {"swp1": 0.0, "swp2": 0.5, "swp3": 0.5}),
+        (3, {"swp1": 0.5, "swp2": 0.25, "swp3": 0.25}),
+    ):
+        flows = 2000
+        before = sent_packets(site.namespace[tor(1)])
+        for _ in range(flows):
+            with udp_socket_of(site, 1) as source:
+                source.sendto(b"x", (f"10.0.{sink}.1", 7000))
+        after = sent_packets(site.namespace[tor(1)])
+        shares = {name: (after[name] - before[name]) / flows for name in expected}
+        assert shares == pytest.approx(expected, abs=0.05)
+
+
+def udp_socket_of(site: Site, number: int) -> socket.socket:
+    return udp_socket(site.namespace[tor(number)], f"10.0.{number}.1")
+
+
+async def test_a_circuit_that_fails_leaves_its_packets_to_the_packet_side(lab: Lab) -> None:
+    site = Site(lab, 2, packet_side=True)
+    circuit = (port(1, 1), port(2, 1))
+    site.connect(circuit)
+    steered = await site.steering.steer(site.links(circuit))
+    assert steered.done, steered.detail
+    assert steered.on_packet_side == ()
+    async with Stream(site, 1, 2) as stream:
+        await stream.more(50)
+        on_packet_side = sent_packets(site.namespace[tor(1)])["eps"]
+        site.disconnect(circuit)
+        steered = await site.steering.steer(site.links(circuit))  # somebody believes that it is up
+        assert not steered.done
+        assert tuple(out.link for out in steered.left_out) == site.links(circuit)
+        assert "is down" in steered.detail
+        assert steered.on_packet_side == ((tor(2), tor(1)), (tor(1), tor(2)))
+        sent = stream.sent
+        await stream.more(100)
+        assert sent_packets(site.namespace[tor(1)])["eps"] >= on_packet_side + 100
+    assert set(range(sent, stream.sent)) <= set(stream.arrived)  # everything since
+    assert stream.lost > 0  # and not what went before anybody knew
+
+
+async def test_light_from_somebody_else_is_not_routed_to(lab: Lab) -> None:
+    """The switch joined other ports than it was thought to: the link is up, and the wrong router is there."""
+    site = Site(lab, 3)
+    site.connect((port(1, 1), port(3, 1)))
+    steered = await site.steering.steer(site.links((port(1, 1), port(2, 1))))
+    assert not steered.done
+    site.connect((port(2, 1), port(3, 2)))
+    steered = await site.steering.steer(site.links((port(1, 1), port(2, 1))))
+    assert "gets no answer" in steered.detail
+    assert steered.unreachable == tuple((a, b) for b, a in itertools.permutations(site.namespace, 2))
+
+
+async def test_a_router_that_cannot_be_reached_keeps_its_circuits(lab: Lab) -> None:
+    site = Site(lab, 3)
+    circuits = (*TWICE_1_2, ONCE_2_3)
+    site.connect(*circuits)
+    await site.steering.steer(site.links(*circuits))
+    drivers = dict(site.steering._routers)
+    drivers[tor(2)] = make_driver("iproute", tor(2), {"prefix": ["sh", "-c", "exit 255", "x"]})
+    site.steering._routers = drivers
+    with pytest.raises(NotDrained) as refusal:
+        await site.steering.drain(site.links(TWICE_1_2[1]))
+    assert set(refusal.value.routers) == {tor(2)}

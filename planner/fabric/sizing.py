@@ -69,25 +69,34 @@ def size(
     lanes: Mapping[EndpointId, int],
     ports: Mapping[EndpointId, Mapping[EndpointId, int]],
 ) -> Sizes:
-    """`lanes` of each PoD and `ports` of its ToRs are what may be used."""
+    """`lanes` of each PoD and `ports` of its ToRs are what may be used.
+
+    They come to terms by Algorithm 3; what serves more pairs or bytes is taken where it leaves the terms as they are.
+    """
     eligible = template.core_pairs(site.pod[pod] for pod in wanted.tors)
     limits = {pod: lanes.get(pod, 0) for pod in wanted.tors}
     boundary: dict[EndpointId, int] = {}
     agg: dict[EndpointId, Mapping[Pair, int]] = {}
-    core: Mapping[Pair, int] = {}
     for _ in range(ROUNDS):
-        core = allocate(AllocationProblem(site.link_gbps, limits, wanted.core, eligible)).circuits
+        core_problem = AllocationProblem(site.link_gbps, limits, wanted.core, eligible)
+        core = algorithm3(core_problem).circuits
         asked = dict.fromkeys(wanted.tors, 0) | _incident(core)
         for pod in wanted.tors:
             if boundary.get(pod) != asked[pod]:
-                agg[pod] = _in_pod(site, template, wanted, pod, ports[pod], asked[pod])
+                agg[pod] = algorithm3(_in_pod(site, wanted, pod, ports[pod], asked[pod])).circuits
                 boundary[pod] = asked[pod]
-        lifted = {pod: sum(count for pair, count in agg[pod].items() if pod in pair) for pod in wanted.tors}
+        lifted = {pod: _incident(agg[pod])[pod] for pod in wanted.tors}
         if lifted == asked:
             break
         limits = lifted
+    for pod in wanted.tors:
+        problem = _in_pod(site, wanted, pod, ports[pod], boundary[pod])
+        better = allocate(problem, bipartite=template.bipartite).circuits
+        if _incident(better)[pod] == _incident(agg[pod])[pod]:
+            agg[pod] = better
+    better = allocate(core_problem).circuits
     return Sizes(
-        core=core,
+        core=better if _incident(better) == _incident(core) else core,
         lifts={
             pair[0] if pair[1] == pod else pair[1]: count
             for pod, circuits in agg.items()
@@ -101,16 +110,9 @@ def size(
 
 
 def _in_pod(
-    site: Site,
-    template: Template,
-    wanted: Wanted,
-    pod: EndpointId,
-    ports: Mapping[EndpointId, int],
-    boundary: int,
-) -> Mapping[Pair, int]:
-    demand = {**wanted.tors[pod], **wanted.lifts[pod]}
-    problem = AllocationProblem(site.link_gbps, {**ports, pod: boundary}, demand)
-    return allocate(problem, bipartite=template.bipartite).circuits
+    site: Site, wanted: Wanted, pod: EndpointId, ports: Mapping[EndpointId, int], boundary: int
+) -> AllocationProblem:
+    return AllocationProblem(site.link_gbps, {**ports, pod: boundary}, {**wanted.tors[pod], **wanted.lifts[pod]})
 
 
 def _incident(circuits: Mapping[Pair, int]) -> Counter[EndpointId]:

@@ -1,0 +1,51 @@
+"""The check that names the PoD which cannot carry what the core brings it."""
+
+from fabric_sites import small_site
+
+from planner.fabric.coupling import check_coupling
+from planner.fabric.model import EndpointId, PortPair, port_pair
+from planner.fabric.topology import Lane, Site
+
+SITE = small_site(train_pods=1, gen_pods=1)
+
+
+def lanes(pod: str) -> list[Lane]:
+    return [lane for lane in SITE.lanes if SITE.pod_of[lane.uplink] == pod]
+
+
+def joined(one: Lane, other: Lane) -> PortPair:
+    assert one.core == other.core
+    return port_pair(one.core, one.core_port, other.core_port)
+
+
+def lifted(site: Site, lane: Lane, number: int) -> PortPair:
+    """To the first port of a ToR there."""
+    tor = site.tors_of[site.pod_of[lane.uplink]][number].id
+    return port_pair(lane.agg, lane.agg_port, site.switch[lane.agg].ports[tor][0])
+
+
+def test_both_pods_have_to_lift_the_very_lane() -> None:
+    train, gen = lanes("train0"), lanes("gen0")
+    core = {joined(train[0], gen[0]), joined(train[1], gen[1])}
+    everything = {lifted(SITE, lane, number) for of_pod in (train, gen) for number, lane in enumerate(of_pod[:2])}
+    assert check_coupling(SITE, core | everything) == ()
+    assert check_coupling(SITE, core | everything - {lifted(SITE, gen[1], 1)}) == (
+        "gen0: 2 circuits of the core end there, 1 are lifted to a ToR",
+    )
+    elsewhere = lifted(SITE, gen[2], 1)  # as many lifts, but of a lane that the core does not use
+    assert len(check_coupling(SITE, (core | everything | {elsewhere}) - {lifted(SITE, gen[1], 1)})) == 1
+    assert len(check_coupling(SITE, core)) == 2
+
+
+def test_a_lane_that_is_joined_to_another_lane_is_not_lifted() -> None:
+    train, gen = lanes("train0"), lanes("gen0")
+    core = joined(train[0], gen[0])
+    looped = port_pair(gen[0].agg, gen[0].agg_port, gen[1].agg_port)
+    assert check_coupling(SITE, {core, lifted(SITE, train[0], 0), looped}) == (
+        "gen0: 1 circuits of the core end there, 0 are lifted to a ToR",
+    )
+
+
+def test_lifts_without_the_core_are_no_fault() -> None:
+    assert check_coupling(SITE, {lifted(SITE, lanes("gen0")[0], 0)}) == ()
+    assert SITE.pod_of[lanes("gen0")[0].uplink] == EndpointId("gen0")

@@ -1,0 +1,58 @@
+"""Which topology a stage asks for, and what a book of them remembers."""
+
+from dataclasses import replace
+
+from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.model import EndpointId
+from planner.fabric.templates import Spare, TemplateBook, template_of
+from planner.fabric.topology import Pod, Role
+from planner.model import GpuId
+
+PODS = (
+    Pod(EndpointId("train0"), Role.TRAIN),
+    Pod(EndpointId("train1"), Role.TRAIN),
+    Pod(EndpointId("gen0"), Role.GEN),
+    Pod(EndpointId("gen1"), Role.GEN),
+)
+ALL_TO_ALL = Traffic(Operation.EP, Primitive.ALL_TO_ALL, ((0, 1), (2, 3)), 1.0)
+M2N = Traffic(Operation.AFD, Primitive.BIPARTITE, ((0, 1),), 4.0, receivers=((2, 3),))
+
+
+def intent(stage: Stage, *traffic: Traffic) -> Intent:
+    return Intent("again", stage, traffic or (ALL_TO_ALL,))
+
+
+def test_who_may_meet_in_the_core() -> None:
+    pairs = {stage: template_of(intent(stage)).core_pairs(PODS) for stage in Stage}
+    assert pairs == {
+        Stage.TRAIN: {("train0", "train1")},
+        Stage.GEN: frozenset(),
+        Stage.WEIGHT_SYNC: {("gen0", "train0"), ("gen0", "train1"), ("gen1", "train0"), ("gen1", "train1")},
+    }
+
+
+def test_only_weight_sync_leaves_spare_ports_as_they_are() -> None:
+    assert {stage: template_of(intent(stage)).spare for stage in Stage} == {
+        Stage.TRAIN: Spare.SPREAD,
+        Stage.GEN: Spare.SPREAD,
+        Stage.WEIGHT_SYNC: Spare.KEEP,
+    }
+
+
+def test_hot_endpoints_on_two_sides_are_told_by_bytes() -> None:
+    assert template_of(intent(Stage.GEN, ALL_TO_ALL, M2N)).bipartite
+    assert not template_of(intent(Stage.GEN, replace(ALL_TO_ALL, times=10.0), M2N)).bipartite
+
+
+def test_a_period_is_learned_once_and_again_when_its_shape_changes() -> None:
+    book = TemplateBook()
+    first = intent(Stage.TRAIN)
+    assert not book.knows(first)
+    template = book.learn(first)
+    assert book.learn(first) is template
+    louder = replace(first, traffic=(replace(ALL_TO_ALL, bytes_per_rank=9.0),), gpus={0: GpuId(7)})
+    assert book.learn(louder) is template
+    wider = replace(first, traffic=(replace(ALL_TO_ALL, groups=((0, 1, 2, 3),)),))
+    assert not book.knows(wider)
+    assert book.learn(wider) is not template
+    assert book.templates == (book.learn(wider),)

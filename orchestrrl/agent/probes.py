@@ -198,13 +198,13 @@ class HostTraces:
 
 
 def _announced(each: Traced, event: Event) -> Announced | None:
-    """`{"period": "...", "intent": {...} or nothing}`, as recorder.announce writes it."""
+    """`{"period": NAME, "body": INTENT}`, as recorder.announce writes it; an empty body: as announced last."""
     try:
-        body = json.loads(event.payload or b"")
-        period, intent = body["period"], body.get("intent")
-        if not isinstance(period, str):
-            raise ValueError(f"period: must be a name, got {period!r}")
+        told = json.loads(event.payload or b"")
+        period, intent = told["period"], told["body"]
+        if not isinstance(period, str) or not isinstance(intent, dict):
+            raise ValueError(f"must be a name and an object, got {period!r} and {intent!r}")
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("rank %d announced what cannot be read: %s", each.rank, error)
         return None
-    return Announced(each.job, each.rank, period, "" if intent is None else json.dumps(intent))
+    return Announced(each.job, each.rank, period, json.dumps(intent) if intent else "")

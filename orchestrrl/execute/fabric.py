@@ -35,7 +35,7 @@ from planner.model import Act, Hold, Mode
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED = 256
+REMEMBERED = 1024
 ATTEMPTS = 3  # at materialising, when the world has changed between looking and acting
 
 

@@ -36,7 +36,12 @@ def read_site(path: Path | str) -> Site:
 
 def parse_site(text: str) -> Site:
     """Raises ProblemFaults with every fault."""
-    site, parts, faults = read_parts(parse_yaml(text))
+    return site_from(parse_yaml(text))
+
+
+def site_from(document: object) -> Site:
+    """Raises ProblemFaults with every fault."""
+    site, parts, faults = read_parts(document)
     faults += faults_between(parts)
     if site is None or faults:
         raise ProblemFaults(faults)

@@ -67,9 +67,10 @@ def _servers(parts: Parts) -> Iterator[str]:
 
 
 def _switches(parts: Parts) -> Iterator[str]:
-    for name in parts.devices:
+    for name, device in parts.devices.items():
         if name in DEVICES:
-            yield f"devices.{name}: is known by that name already, with {DEVICES[name].ports} ports; take another name"
+            message = f"is known by that name already, with {DEVICES[name].ports} ports; take another name"
+            yield f"devices.{name}: {message}, got {device.ports} ports"
     known = {name: device.ports for name, device in parts.devices.items()}
     known |= {name: device.ports for name, device in DEVICES.items()}
     for place, switch in parts.switches.items():

@@ -1,0 +1,206 @@
+"""Regular sites: every fibre spread over every switch, as few switches as have the ports, a slice for responses."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.fabric.generate import regular_site
+from planner.fabric.shape import Impossible, Shape
+from planner.fabric.survey import survey
+from planner.fabric.topology import RESPONSES, Device, Role, Site, Switch, Tier
+
+COUNTS = {
+    "train_pods": st.integers(0, 4),
+    "gen_pods": st.integers(0, 6),
+    "servers_per_pod": st.integers(1, 9),
+    "gpus_per_server": st.sampled_from([1, 4, 8]),
+    "nics_per_server": st.sampled_from([1, 2, 4, 8]),
+    "rails": st.sampled_from([None, None, None, None, None, 1, 1, 2, 3]),
+    "servers_per_tor": st.none() | st.integers(1, 5),
+    "tor_uplinks": st.none() | st.integers(1, 12),
+    "uplinks_per_pod": st.integers(1, 3),
+    "core_lanes": st.sampled_from([None, 5, 6, 12, 24, 36, 48]),
+    "response_lanes": st.none() | st.integers(0, 3),
+    "link_gbps": st.sampled_from([100.0, 200.0, 400.0]),
+    "agg_device": st.builds(Device, st.just("agg"), st.just(0.01), st.integers(4, 160)),
+    "core_device": st.builds(Device, st.just("core"), st.just(0.01), st.integers(4, 160)),
+    "agg_switches": st.sampled_from([None, None, 1, 2, 4]),
+    "core_switches": st.sampled_from([None, None, 1, 2, 4]),
+}
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape | Impossible:
+    try:
+        return Shape(**{name: draw(values) for name, values in COUNTS.items()})
+    except Impossible as impossible:
+        return impossible
+
+
+def built(shape: Shape | Impossible) -> Site | Impossible:
+    try:
+        return shape if isinstance(shape, Impossible) else regular_site(shape)
+    except Impossible as impossible:
+        return impossible
+
+
+def least_switches(endpoints: list[int], radix: int) -> int | None:
+    """By trying: dealing every endpoint's fibres out one by one over so many switches."""
+    for count in range(1, min(endpoints, default=0) + 1):
+        used = Counter[int]()
+        for fibres in endpoints:
+            used.update(fibre % count for fibre in range(fibres))
+        if max(used.values()) <= radix:
+            return count
+    return None
+
+
+def tiers(site: Site) -> list[tuple[Tier, list[Switch], list[str]]]:
+    """Each PoD's switches and the core's, with the endpoints that are to be on all of them."""
+    found = [
+        (
+            Tier.AGG,
+            list(site.agg_switches_of[pod.id]),
+            [*(tor.id for tor in site.tors_of[pod.id]), *(uplink.id for uplink in site.uplinks_of[pod.id])],
+        )
+        for pod in site.pods
+    ]
+    return [*found, (Tier.CORE, list(site.core_switches), [uplink.id for uplink in site.uplinks])]
+
+
+@given(shapes())
+def test_any_two_endpoints_share_every_switch_evenly(shape: Shape | Impossible) -> None:
+    site = built(shape)
+    if isinstance(site, Impossible):
+        return
+    for _, switches, endpoints in tiers(site):
+        for endpoint in endpoints:
+            counts = [len(switch.ports[endpoint]) for switch in switches]
+            assert min(counts) >= 1
+            assert max(counts) - min(counts) <= 1
+        for switch in switches:
+            ports = [port for numbers in switch.ports.values() for port in numbers]
+            assert sorted(ports) == list(range(1, len(ports) + 1))
+            assert len(ports) <= switch.device.ports
+            assert set(switch.ports) == set(endpoints)
+
+
+@given(shapes())
+def test_no_switch_more_than_the_ports_need(shape: Shape | Impossible) -> None:
+    site = built(shape)
+    if isinstance(site, Impossible) or isinstance(shape, Impossible):
+        return
+    for tier, switches, endpoints in tiers(site):
+        wanted = shape.agg_switches if tier is Tier.AGG else shape.core_switches
+        device = shape.agg_device if tier is Tier.AGG else shape.core_device
+        fibres = [sum(len(switch.ports[endpoint]) for switch in switches) for endpoint in endpoints]
+        if endpoints:
+            assert len(switches) == (wanted or least_switches(fibres, device.ports))
+
+
+@given(shapes())
+def test_servers_are_rail_aligned(shape: Shape | Impossible) -> None:
+    site = built(shape)
+    if isinstance(site, Impossible) or isinstance(shape, Impossible):
+        return
+    assert list(site.server_of) == list(range(shape.pods * shape.servers_per_pod * shape.gpus_per_server))
+    for server in site.servers:
+        rails = [site.tor[tor].rail for tor in server.tors]
+        assert all(site.tor[tor].pod == server.pod for tor in server.tors)
+        assert rails == list(range(len(server.tors))) or set(rails) == {None}
+        assert len(set(server.tors)) == (shape.rails or shape.nics_per_server)
+    nics = Counter(tor for server in site.servers for tor in server.tors)
+    assert set(nics) == {tor.id for tor in site.tors}
+    if shape.servers_per_tor:
+        assert max(nics.values()) <= shape.servers_per_tor * shape.nics_per_rail
+
+
+@given(shapes())
+def test_responses_have_lanes_in_pairs_and_leave_some(shape: Shape | Impossible) -> None:
+    site = built(shape)
+    if isinstance(site, Impossible) or isinstance(shape, Impossible):
+        return
+    role = {pod.id: pod.role for pod in site.pods}
+    lanes = Counter(site.pod_of[lane.uplink] for lane in site.lanes)
+    kept = Counter[str]()
+    for each in site.reservations:
+        assert each.purpose == RESPONSES
+        pods = [site.core_cabling.ports[each.switch][port] for port in each.ports]
+        assert Counter(role[pod] for pod in pods) == dict.fromkeys(Role, len(pods) // 2)
+        kept.update(pods)
+    assert all(kept[pod] < lanes[pod] for pod in kept)
+    gen = {kept[pod.id] for pod in site.pods if pod.role is Role.GEN}
+    assert len(gen) <= 1
+    if shape.response_lanes is not None and shape.train_pods and shape.gen_pods:
+        assert gen == {shape.response_lanes}
+    train = [kept[pod.id] for pod in site.pods if pod.role is Role.TRAIN]
+    assert not train or max(train) - min(train) <= 1
+
+
+@given(shapes())
+def test_what_cannot_be_names_parameters_and_their_values(shape: Shape | Impossible) -> None:
+    site = built(shape)
+    if isinstance(site, Impossible):
+        assert site.faults
+        for fault in site.faults:
+            assert fault.parameter in COUNTS
+            assert fault.message
+
+
+@given(shapes())
+def test_a_radix_that_is_refused_does_not_suffice(shape: Shape | Impossible) -> None:
+    site = built(shape)
+    if isinstance(shape, Impossible) or not isinstance(site, Impossible):
+        return
+    tors = [shape.tor_fibres] * (shape.blocks * shape.rail_count)
+    uplinks = [shape.uplink_lanes] * shape.uplinks
+    for fault in site.faults:
+        if fault.parameter == "agg_device":
+            assert least_switches(tors + uplinks, shape.agg_device.ports) is None
+        if fault.parameter == "core_device":
+            assert least_switches(uplinks * shape.pods, shape.core_device.ports) is None
+
+
+def test_by_default_tors_are_not_oversubscribed_and_half_of_their_capacity_leaves_the_pod() -> None:
+    found = survey(regular_site(Shape(train_pods=2, gen_pods=4, servers_per_pod=8)))
+    assert {each.tor_ratio for each in found.pods} == {1.0}
+    assert {each.uplink_ratio for each in found.pods} == {2.0}
+    assert {(each.gpus, each.lanes) for each in found.pods} == {(64, 32)}
+    assert [each.switch.id for each in found.switches if each.switch.tier is Tier.CORE] == ["core0"]
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus"),
+    [
+        (Shape(train_pods=4, gen_pods=4, servers_per_pod=32), 2_048),
+        (Shape(train_pods=24, gen_pods=40, servers_per_pod=32), 16_384),
+        (Shape(train_pods=4, gen_pods=4, servers_per_pod=256), 16_384),
+    ],
+)
+def test_large_sites(shape: Shape, gpus: int) -> None:
+    site = regular_site(shape)
+    assert len(site.server_of) == gpus
+    assert survey(site).warnings == ()
+
+
+def test_all_faults_of_a_shape_at_once() -> None:
+    with pytest.raises(Impossible) as raised:
+        Shape(train_pods=-1, gen_pods=2, servers_per_pod=0, rails=0, link_gbps=float("nan"))
+    assert {fault.parameter for fault in raised.value.faults} == {"train_pods", "servers_per_pod", "rails", "link_gbps"}
+
+
+def test_a_switch_too_small_says_what_to_change() -> None:
+    tiny = Device("tiny", 0.01, 8)
+    shape = Shape(train_pods=1, gen_pods=1, servers_per_pod=8, agg_device=tiny)
+    with pytest.raises(Impossible, match=r"needs 12; take fewer servers_per_pod, more servers_per_tor"):
+        regular_site(shape)
+    assert regular_site(replace(shape, agg_device=Device("enough", 0.01, 16)))
+
+
+def test_more_responses_than_the_core_has_lanes_for() -> None:
+    with pytest.raises(Impossible, match=r"lower it \(0: none are kept\) or raise core_lanes"):
+        regular_site(Shape(train_pods=1, gen_pods=4, servers_per_pod=1, core_lanes=4, response_lanes=1))

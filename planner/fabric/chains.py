@@ -55,6 +55,19 @@ class Chains:
             pass
         return np.flatnonzero(choice.served).tolist()
 
+    def most(self, limit_bytes: float, value: Floats) -> float:
+        """No choice under the limit counts for more: what each endpoint could serve if it were for it alone, halved."""
+        need = needs(self.larger, limit_bytes, int(self.ports.max()))[self.pair]
+        ports, fits = self.ports[self.tail], need <= self.ports[self.tail]
+        worth = np.where(fits, value[self.pair], 0.0)
+        order = np.lexsort((-worth / need, self.tail))  # those that do not fit are last
+        need, worth = need[order], worth[order]
+        before = np.cumsum(need) - need
+        before -= before[self.starts][self.tail]  # [side], ports that better ones at the same endpoint take
+        part = np.clip((ports - before) / need, 0.0, 1.0)
+        self.work -= START_WORK * len(self.ends)
+        return float((part * worth).sum()) / 2
+
     def _fitting(self, start: Iterable[int], need: list[int]) -> list[int]:
         free = self.ports.tolist()
         fitting = []

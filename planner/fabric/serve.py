@@ -55,7 +55,7 @@ def reselect(demanded: Demanded, reference: Mapping[int, int]) -> Mapping[int, i
 
 
 def most_bytes(demanded: Demanded, reference: Mapping[int, int], known: Mapping[int, int]) -> Mapping[int, int]:
-    """No fewer bytes than those of `known`, which is in no way worse than `reference`; nor is what is found."""
+    """No fewer bytes than `known` has, and in no way worse than `reference`; so `known` has to be."""
     return _Search(demanded, reference, known, bytes_first=True).searched()
 
 
@@ -68,31 +68,46 @@ class _Search:
         self.least = Score.of(demanded, reference)
         self.best, self.score = known, Score.of(demanded, known)
         self.chains = Chains(demanded, WORK)
-        share = np.asarray(demanded.total_bytes) / math.fsum(demanded.total_bytes)
+        self.sum_bytes = math.fsum(demanded.total_bytes)
+        self.share = share = np.asarray(demanded.total_bytes) / self.sum_bytes
         few = 1.0 / max(1, len(share))
         # What a pair counts for: pairs before bytes, both, bytes before pairs.
         self.values = [1.0 + share, few + share, 1e-6 * few + share]
 
     def searched(self) -> Mapping[int, int]:
-        self._try(self.least.slowest_bytes, list(self.best))
-        if self.bytes_first:
-            self._try(self.least.slowest_bytes, evenly(self.demanded))
-        better = True
-        while better and self.score.slowest_bytes > 0:  # limits below the best one's, until none of them can be kept
-            better = any(self._below(fraction * self.score.slowest_bytes) for fraction in LOWER)
+        if self.least.slowest_bytes > 0:  # bytes may be too few to be divided
+            self._try(self.least.slowest_bytes, list(self.best))
+            if self.bytes_first:
+                self._try(self.least.slowest_bytes, evenly(self.demanded))
+        while any(self._below(fraction * self.score.slowest_bytes) for fraction in LOWER):
+            pass
         return self.best
 
     def _below(self, limit: float) -> bool:
+        """Look for a choice under a limit that the best one does not keep."""
         limit = min(limit, math.nextafter(self.score.slowest_bytes, 0.0))
+        if not self._possible(limit):
+            return False
         largest_first = [pair for pair in self.demanded.largest_first() if pair in self.best]
         return any(self._try(limit, start) for start in (largest_first, largest_first[::-1]))
+
+    def _possible(self, limit_bytes: float) -> bool:
+        """Whether it is not plain that too few pairs or bytes fit under the limit."""
+        if limit_bytes <= 0:
+            return False
+        pairs = self.least.pairs if self.bytes_first else self.score.pairs
+        total_bytes = self.score.total_bytes if self.bytes_first else self.least.total_bytes
+        most_pairs, most_bytes = (
+            self.chains.most(limit_bytes, value) for value in (np.ones_like(self.share), self.share)
+        )
+        return most_pairs >= pairs - 1e-6 and most_bytes * self.sum_bytes >= total_bytes * (1 - 1e-6)
 
     def _try(self, limit_bytes: float, start: list[int]) -> bool:
         """Improve the choice by one value after the other, and by each alone."""
         better = False
         refined = start
         for number, value in enumerate(self.values):
-            if self.chains.work <= 0 or limit_bytes <= 0:
+            if self.chains.work <= 0:
                 break
             refined = self.chains.improved(limit_bytes, refined, value)
             better |= self._keep(refined)

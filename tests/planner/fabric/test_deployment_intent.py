@@ -1,0 +1,139 @@
+"""Volumes of a deployment against the model's sizes by hand; a switch of parallelism changes the demand."""
+
+from collections import Counter
+
+import pytest
+from fabric_sites import gpus_of, small_site
+
+from planner.fabric.demand import GENERAL, demand_of, flows_of
+from planner.fabric.deployment_intent import DeployedEngine, deployment_intent
+from planner.fabric.generate import regular_site
+from planner.fabric.intent import Operation, Primitive, Stage
+from planner.fabric.materialize import materialize
+from planner.fabric.plan import FabricPlan, FabricState, Failures
+from planner.fabric.shape import Shape
+from planner.fabric.topology import Role
+from planner.model import EngineId, GpuId, Parallelism
+from planner.models import MODELS
+
+DENSE = MODELS["qwen2.5-14b"]
+EXPERTS = MODELS["qwen3-235b-a22b"]
+TOKENS = 1e6
+NOTHING = Failures()
+
+
+def engine(layout: Parallelism, first: int = 0, name: str = "e0", responses: float = 0.0) -> DeployedEngine:
+    gpus = tuple(map(GpuId, range(first, first + layout.gpus)))
+    return DeployedEngine(EngineId(name), gpus, layout, TOKENS, responses)
+
+
+def test_tp_sums_up_twice_a_layer() -> None:
+    (found,) = deployment_intent(DENSE, [engine(Parallelism(tp=4))]).traffic
+    assert (found.operation, found.primitive, found.groups) == (
+        Operation.TP,
+        Primitive.RING_ALL_REDUCE,
+        ((0, 1, 2, 3),),
+    )
+    assert found.bytes_per_rank * found.times == TOKENS * 5120 * 2 * 2 * 48
+
+
+def test_one_gpu_says_nothing() -> None:
+    assert deployment_intent(DENSE, [engine(Parallelism())]).traffic == ()
+
+
+def test_tp_beyond_a_node_crosses_on_every_rail() -> None:
+    site = regular_site(Shape(1, 1, servers_per_pod=2, servers_per_tor=1))
+    gen = gpus_of(site, Role.GEN)
+    layout = Parallelism(tp=16)
+    found = deployment_intent(DENSE, [DeployedEngine(EngineId("wide"), tuple(map(GpuId, gen)), layout, TOKENS)])
+    flows = flows_of(found, site, NOTHING)
+    buffer_bytes = TOKENS * 5120 * 2 * 2 * 48
+    assert len(flows.tors[GENERAL]) == 16  # eight rails, both ways
+    assert sum(flows.tors[GENERAL].values()) == pytest.approx(2 * buffer_bytes)  # 2 * (2 - 1) of what two nodes hold
+    assert len(set(flows.tors[GENERAL].values())) == 1
+
+
+def test_experts_are_reached_and_left_by_all_replicas() -> None:
+    both = deployment_intent(EXPERTS, [engine(Parallelism(tp=2, dp=4, ep=8))]).traffic
+    found = {each.operation: each for each in both}
+    exchange = found[Operation.EP]
+    assert exchange.groups == (tuple(range(8)),)
+    assert exchange.bytes_per_rank * exchange.times * 8 == pytest.approx(TOKENS * 8 * 4096 * 2 * 2 * 94)
+    summed = found[Operation.TP]
+    assert summed.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert summed.bytes_per_rank * summed.times == pytest.approx(TOKENS / 4 * 4096 * 2 * 94)
+
+
+def test_experts_inside_one_tp_group_are_summed_up_instead() -> None:
+    (found,) = deployment_intent(EXPERTS, [engine(Parallelism(tp=8, ep=8))]).traffic
+    assert (found.operation, found.times) == (Operation.TP, 2 * 94)
+
+
+def test_pipeline_stages_hand_on_once() -> None:
+    found = {each.operation: each for each in deployment_intent(DENSE, [engine(Parallelism(tp=2, pp=2))]).traffic}
+    assert found[Operation.PP].groups == ((0, 2), (1, 3))
+    assert found[Operation.PP].bytes_per_rank == TOKENS * 5120 * 2 / 2
+    assert found[Operation.TP].groups == ((0, 1), (2, 3))
+    assert found[Operation.TP].times == 48
+
+
+def test_attention_and_experts_exchange_both_ways() -> None:
+    layout = Parallelism(attention_gpus=16, ffn_gpus=8)
+    (found,) = deployment_intent(EXPERTS, [engine(layout)]).traffic
+    assert (found.operation, found.primitive, found.both_ways) == (Operation.AFD, Primitive.BIPARTITE, True)
+    assert (found.groups, found.receivers) == ((tuple(range(16)),), (tuple(range(16, 24)),))
+    assert found.bytes_per_rank * found.times * 16 == pytest.approx(TOKENS * 8 * 4096 * 2 * 94)
+
+
+def test_a_dense_ffn_of_its_own_is_summed_up() -> None:
+    layout = Parallelism(tp=2, attention_gpus=4, ffn_gpus=2)
+    found = deployment_intent(DENSE, [engine(layout)]).traffic
+    assert [(each.operation, each.groups) for each in found] == [
+        (Operation.AFD, ((0, 1, 2, 3),)),
+        (Operation.TP, ((0, 1), (2, 3))),
+        (Operation.TP, ((4, 5),)),
+    ]
+
+
+def test_responses_go_to_trainers_in_turn_over_the_slice() -> None:
+    site = small_site()
+    gen, train = gpus_of(site, Role.GEN), gpus_of(site, Role.TRAIN)
+    engines = [engine(Parallelism(tp=4), gen[0] + 4 * number, f"e{number}", 1000.0) for number in range(8)]
+    intent = deployment_intent(DENSE, engines, trainers=tuple(map(GpuId, train[:2])))
+    streams = [each for each in intent.traffic if each.operation is Operation.RESPONSES]
+    assert Counter(group[1] for each in streams for group in each.groups) == {train[0]: 4, train[1]: 4}
+    demand = demand_of(intent, site, NOTHING)
+    assert demand.core == pytest.approx({("gen0", "train0"): 4 * 8000.0, ("gen1", "train0"): 4 * 8000.0})
+    plan = materialize(site, intent, FabricState())
+    assert isinstance(plan, FabricPlan)
+    assert not [note for note in plan.notes if "bytes" in note]
+
+
+def test_engines_that_are_alike_share_an_entry() -> None:
+    engines = [engine(Parallelism(tp=2), 2 * number, f"e{number}") for number in range(4)]
+    (found,) = deployment_intent(DENSE, engines).traffic
+    assert found.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
+def test_a_switch_of_parallelism_changes_demand_and_circuits() -> None:
+    site = regular_site(Shape(1, 1, servers_per_pod=4, servers_per_tor=1))
+    gen = gpus_of(site, Role.GEN)
+    narrow = [engine(Parallelism(tp=8), gen[0] + 8 * number, f"e{number}") for number in range(4)]
+    wide = [engine(Parallelism(tp=1, dp=32, ep=32), gen[0])]
+    split = [engine(Parallelism(attention_gpus=24, ffn_gpus=8), gen[0])]
+    state, seen = FabricState(), []
+    for engines in (narrow, wide, split):
+        intent = deployment_intent(EXPERTS, engines)
+        assert intent.stage is Stage.GEN
+        plan = materialize(site, intent, state)
+        assert isinstance(plan, FabricPlan)
+        state = FabricState(plan.cross_connects)
+        seen.append((demand_of(intent, site, NOTHING).agg, plan.cross_connects))
+    assert seen[0][0] == {}
+    assert len({str(demand) for demand, _ in seen}) == 3
+    assert len({circuits for _, circuits in seen}) == 3
+
+
+def test_an_engine_has_as_many_gpus_as_its_layout() -> None:
+    with pytest.raises(ValueError, match="e0: must have 4 GPUs, got 1"):
+        DeployedEngine(EngineId("e0"), (GpuId(0),), Parallelism(tp=4), TOKENS)

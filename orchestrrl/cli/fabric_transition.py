@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from pydantic import Field
+from rich.markup import escape
 
 from orchestrrl.cli.formats import bar, duration
 from orchestrrl.cli.groups import fabric_group
@@ -222,7 +223,7 @@ def _show(problem: "TransitionProblem", found: "Transition", solve_s: float) -> 
         [
             f"[bold]{_number(count, 'stage')}[/bold] ({proven}): {down:,} down, {up:,} up,"
             f" {len(problem.current & problem.target):,} untouched; solved in {duration(solve_s)}",
-            f"dark pairs: {_named(found.dark_pairs)}; thin endpoints: {', '.join(found.thin_endpoints) or 'none'}"
+            f"dark pairs: {_named(found.dark_pairs)}; thin endpoints: {_escaped(found.thin_endpoints)}"
             + ("" if found.fewest_suffer else " (fewer may do: not proven)"),
         ]
     )
@@ -243,7 +244,12 @@ def _number(count: int, what: str) -> str:
 
 
 def _named(pairs: "tuple[Pair, ...]") -> str:
-    return ", ".join(f"{one}-{other}" for one, other in pairs) or "none"
+    return _escaped(f"{one}-{other}" for one, other in pairs)
+
+
+def _escaped(names: Iterable[str]) -> str:
+    """Names may look like markup."""
+    return escape(", ".join(names)) or "none"
 
 
 def _leasts(lights: "tuple[Light, ...]") -> Iterator[tuple["Light", Least]]:

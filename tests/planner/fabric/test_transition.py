@@ -1,0 +1,216 @@
+"""`planner.fabric.transition`: every stage followed move by move, and small ones held against all that can be done."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transition_oracle import cost, counts, draw_problem, floors, followed, least, suffering
+
+from planner.fabric.model import Cabling, EndpointId, OcsId, PortPair, port_pair
+from planner.fabric.transition import (
+    Transition,
+    TransitionFault,
+    TransitionProblem,
+    TransitionStage,
+    bandwidth,
+    check,
+    points,
+    transition,
+)
+
+SEEDS = st.integers(min_value=0, max_value=2**32)
+SLOW = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+
+
+def told(planned: Transition) -> set[tuple[str, ...]]:
+    return {tuple(pair) for pair in planned.dark_pairs} | {(endpoint,) for endpoint in planned.thin_endpoints}
+
+
+def small(seed: int) -> TransitionProblem:
+    rng = Random(seed)
+    return draw_problem(
+        rng,
+        switches=rng.randint(1, 3),
+        ports=rng.choice((4, 6, 8)),
+        endpoints=rng.randint(3, 5),
+        fill=rng.choice((0.6, 0.9, 1.0)),
+        same=rng.choice((0.0, 0.2, 0.5)),
+        most_differences=7,
+    )
+
+
+def larger(seed: int) -> TransitionProblem:
+    rng = Random(seed)
+    return draw_problem(rng, switches=rng.randint(1, 5), ports=rng.choice((12, 24)), endpoints=rng.randint(4, 16))
+
+
+@SLOW
+@given(SEEDS)
+def test_no_transition_is_better(seed: int) -> None:
+    problem = small(seed)
+    planned = transition(problem)
+    check(problem, planned)
+    suffer = followed(problem, planned)
+    assert suffer == told(planned)
+    fewest, stages = least(problem)
+    assert (cost(suffer), len(planned.stages)) == (fewest, stages)
+    assert planned.fewest_suffer
+    assert planned.stages_at_least == stages
+
+
+@SLOW
+@given(SEEDS)
+def test_every_point_is_safe_and_whoever_suffers_is_told(seed: int) -> None:
+    problem = larger(seed)
+    planned = transition(problem)
+    check(problem, planned)
+    assert followed(problem, planned) == told(planned)
+    assert planned.stages_at_least <= len(planned.stages)
+    assert planned == transition(problem)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(SEEDS)
+def test_from_wherever_it_was_interrupted_the_target_is_reached(seed: int) -> None:
+    problem = small(seed)
+    for point in points(problem, transition(problem).stages):
+        rest = replace(problem, current=point.up)
+        planned = transition(rest)
+        check(rest, planned)
+        followed(rest, planned)
+        if point.up == problem.target:
+            assert planned.stages == ()
+
+
+@given(SEEDS)
+def test_a_stage_carried_out_twice_changes_nothing_more(seed: int) -> None:
+    problem = small(seed)
+    for stage in transition(problem).stages:
+        once = (problem.current - set(stage.remove)) | set(stage.add)
+        assert (once - set(stage.remove)) | set(stage.add) == once
+
+
+@given(SEEDS)
+def test_bandwidth_is_what_is_up(seed: int) -> None:
+    problem = small(seed)
+    planned = transition(problem)
+    lights = bandwidth(problem, planned, 400.0)
+    seen = list(points(problem, planned.stages))
+    assert [(light.stage, light.kind) for light in lights] == [(point.stage, point.kind) for point in seen]
+    for light, point in zip(lights, seen, strict=True):
+        expected = counts(problem, point.up)
+        assert {pair: n for pair, n in light.pairs.items() if n} == {k: n for k, n in expected.items() if len(k) == 2}
+        assert all(n == expected[(endpoint,)] for endpoint, n in light.endpoints.items())
+        assert light.total_gbps == 400.0 * len(point.up)
+        for pair, n in light.pairs.items():
+            assert light.pair_gbps(pair) == 400.0 * n
+
+
+@given(SEEDS, st.randoms(use_true_random=False))
+def test_the_check_finds_what_an_altered_transition_breaks(seed: int, rng: Random) -> None:
+    """Stages in another order, moves in another stage, moves left out: faulted exactly where the contract is broken."""
+    problem = small(seed)
+    planned = transition(problem)
+    moves = [(each, "remove") for stage in planned.stages for each in stage.remove]
+    moves += [(each, "add") for stage in planned.stages for each in stage.add]
+    count = rng.randint(1, 4)
+    dealt: list[tuple[list[PortPair], list[PortPair]]] = [([], []) for _ in range(count)]
+    for each, kind in moves:
+        if rng.random() < 0.97:
+            dealt[rng.randrange(count)][kind == "add"].append(each)
+    altered = replace(planned, stages=tuple(TransitionStage(tuple(down), tuple(up)) for down, up in dealt))
+    try:
+        safe = followed(problem, altered) <= told(altered)
+    except AssertionError:
+        safe = False
+    if safe:
+        check(problem, altered)
+    else:
+        with pytest.raises(TransitionFault):
+            check(problem, altered)
+
+
+def cabled(**ports: tuple[int, ...]) -> Cabling:
+    return Cabling.of({OcsId("s"): {EndpointId(name): numbers for name, numbers in ports.items()}})
+
+
+def up(*ports: tuple[int, int]) -> frozenset[PortPair]:
+    return frozenset(port_pair(OcsId("s"), *each) for each in ports)
+
+
+def test_of_two_pairs_that_swap_ports_one_goes_dark() -> None:
+    cabling = cabled(a=(1, 2), b=(3, 4), c=(5, 6))
+    # The new circuit of a-b needs the port that a-c holds, and the other way round.
+    problem = TransitionProblem(cabling, up((1, 3), (2, 5)), up((2, 4), (1, 6)), 4, 0.0)
+    planned = transition(problem)
+    assert planned.fewest_suffer
+    assert planned.dark_pairs in ((("a", "b"),), (("a", "c"),))
+    assert len(planned.stages) == planned.stages_at_least == 2
+
+
+def test_a_spare_port_keeps_the_pair_lit_at_the_price_of_a_stage() -> None:
+    cabling = cabled(a=(1, 2), b=(3, 4), c=(5,))
+    problem = TransitionProblem(cabling, up((1, 3)), up((2, 4), (1, 5)), 10, 0.0)
+    planned = transition(problem)
+    assert planned.stages == (
+        TransitionStage((), tuple(up((2, 4)))),
+        TransitionStage(tuple(up((1, 3))), tuple(up((1, 5)))),
+    )
+    assert (planned.dark_pairs, planned.stages_at_least) == ((), 2)
+
+
+def test_everything_up_at_every_point_is_asked_in_vain() -> None:
+    cabling = cabled(a=(1, 2), b=(3, 4))
+    problem = TransitionProblem(cabling, up((1, 3), (2, 4)), up((1, 4), (2, 3)), 4, 1.0)
+    planned = transition(problem)
+    assert planned.thin_endpoints == ("a", "b")
+    assert followed(problem, planned) == told(planned)
+
+
+def test_nothing_to_do_is_no_stage() -> None:
+    problem = TransitionProblem(cabled(a=(1,), b=(2,)), up((1, 2)), up((1, 2)), 1, 1.0)
+    assert transition(problem) == Transition((), (), (), 0, True)
+
+
+def test_the_oracle_keeps_to_the_letter() -> None:
+    problem = TransitionProblem(cabled(a=(1, 2), b=(3, 4), c=(5,)), up((1, 3), (2, 4)), up((1, 3), (2, 5)), 1, 0.5)
+    assert floors(problem) == {("a", "b"): 1, ("a",): 1, ("b",): 0}
+    assert suffering(problem, frozenset()) == {("a", "b"), ("a",)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_moves_per_stage": 0}, "max_moves_per_stage must be >= 1, got 0"),
+        ({"min_fraction": 1.5}, r"min_fraction must be in 0..1, got 1.5"),
+        ({"current": up((1, 2))}, "s:1-2 must join two endpoints"),
+        ({"target": up((1, 9))}, "s:1-9 must join two endpoints"),
+        ({"target": up((1, 3), (1, 4))}, "target must use a port once, got port 1 of s"),
+    ],
+)
+def test_an_impossible_problem_says_why(changes: dict[str, object], message: str) -> None:
+    problem = TransitionProblem(cabled(a=(1, 2), b=(3, 4)), up((1, 3)), up((2, 4)), 1, 0.5)
+    with pytest.raises(ValueError, match=message):
+        replace(problem, **changes)  # type: ignore[arg-type]
+
+
+def test_a_site_of_many_switches() -> None:
+    problem = draw_problem(Random(5), switches=8, ports=160, endpoints=80, fill=1.0, same=0.1)
+    problem = replace(problem, max_moves_per_stage=64, min_fraction=0.5)
+    planned = transition(problem)
+    check(problem, planned)
+    assert followed_quickly(problem, planned) == told(planned)
+    assert len(planned.stages) <= 1.1 * planned.stages_at_least
+
+
+def followed_quickly(problem: TransitionProblem, planned: Transition) -> set[tuple[str, ...]]:
+    """As `followed`, looking only after the removals of each stage."""
+    current, suffer = problem.current, set[tuple[str, ...]]()
+    for stage in planned.stages:
+        current = current - set(stage.remove)
+        suffer |= suffering(problem, current)
+        current = current | set(stage.add)
+    assert current == problem.target
+    return suffer

@@ -8,11 +8,15 @@ half, once more; a promise is broken if the next collective begins before its en
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestrrl.bench.figure import Figure
+from planner.fabric.clocks import SAME_CLOCK
+from planner.fabric.intent import Stage
 from planner.fabric.slack import Remaining, Signature, SlackLearner
+from planner.fabric.windows import CommitNeed, HostWindows, intersect, may_commit
+from planner.model import Act
 
 Q = 0.05
 ITERATIONS = 200
@@ -113,14 +117,22 @@ class Score:
         return self.promised_s / self.quiet_s if self.quiet_s else 0.0
 
 
-def score(arm: str, seed: int, *, q: float = Q, marked: bool = True, at_share: float = 0.0) -> Score:
-    """Asked when a quiet has lasted for `at_share` of what it will."""
+def score(
+    arm: str,
+    seed: int,
+    *,
+    q: float = Q,
+    marked: bool = True,
+    at_share: float = 0.0,
+    asked: tuple[int, int] = (CHECKED_FROM, ITERATIONS),
+) -> Score:
+    """Asked when a quiet has lasted for `at_share` of what it will, in the iterations `asked`."""
     learner, result = SlackLearner(0), Score()
     iteration, opened_s = 0, math.inf
-    for event in events(arm, seed):
+    for event in events(arm, seed, asked[1]):
         if event.kind == "iteration":
             iteration += 1
-        if event.kind == "started" and opened_s < event.at_s and iteration > CHECKED_FROM:
+        if event.kind == "started" and opened_s < event.at_s and iteration > asked[0]:
             now_s = opened_s + at_share * (event.at_s - opened_s)
             said = learner.remaining(now_s, q)
             result.asked += 1
@@ -133,6 +145,51 @@ def score(arm: str, seed: int, *, q: float = Q, marked: bool = True, at_share: f
         if event.kind == "ended":
             opened_s = event.at_s
     return result
+
+
+NEED = CommitNeed(device_s=0.025, route_s=0.003, control_s=0.002, margin_s=0.002)
+COMMITTED = ("jitter", "regimes", "stragglers")
+RANKS = 8
+JOINT_RISK = 0.01  # that any of the ranks breaks its promise
+
+
+@dataclass(slots=True)
+class Commits:
+    """Windows of all ranks together, each asked for when it opens."""
+
+    windows: int = 0
+    fitting: int = 0  # that were long enough, as seen afterwards
+    made: int = 0
+    outside: int = 0  # commits that a collective of any rank began before the end of
+
+
+def commits(arm: str, seed: int) -> Commits:
+    """Ranks that compute each at its own pace; a collective ends for all of them after the last has come."""
+    rng, result, now_s = random.Random(seed), Commits(), 0.0
+    learners = [SlackLearner(rank) for rank in range(RANKS)]
+    for iteration in range(ITERATIONS):
+        for learner in learners:
+            learner.iteration(iteration, now_s)
+        for step in layout():
+            begins_s = [now_s + step.compute_s * factor(arm, iteration, rng) for _ in learners]
+            fits = min(begins_s) - now_s >= NEED.total_s
+            made = _commits(learners, now_s)
+            result.windows += 1
+            result.fitting += fits
+            result.made += made
+            result.outside += made and not fits
+            for learner, at_s in zip(learners, begins_s, strict=True):
+                learner.started(step.signature, at_s)
+            now_s = max(begins_s) + step.traffic_s * rng.lognormvariate(0, 0.3)
+            for learner in learners:
+                learner.ended(step.signature, now_s)
+    return result
+
+
+def _commits(learners: Sequence[SlackLearner], now_s: float) -> bool:
+    said = tuple((learner.rank, learner.remaining(now_s, JOINT_RISK / RANKS)) for learner in learners)
+    window = intersect([HostWindows("host", now_s, said, SAME_CLOCK)], now_s)
+    return isinstance(may_commit(Stage.TRAIN, window, NEED, now_s, boundary=False), Act)
 
 
 def cost_us(marked: bool) -> float:
@@ -183,6 +240,19 @@ def slack() -> list[Figure]:
                 100 * Q,
                 f"{promised} of {sum(each.asked for each in scores)} windows promised, "
                 f"{sum(each.use for each in scores) / len(scores):.0%} of their time",
+            )
+        )
+    for arm in COMMITTED:
+        made = commits(arm, 1)
+        figures.append(
+            Figure(
+                f"commits outside a window ({arm}, {RANKS} ranks)",
+                100 * made.outside / max(1, made.made),
+                "%",
+                "allowed",
+                100 * JOINT_RISK,
+                f"{made.made} commits of {NEED.total_s * 1e3:.0f} ms made in {ITERATIONS} iterations; as seen "
+                f"afterwards {made.fitting} of {made.windows} windows were long enough",
             )
         )
     return figures

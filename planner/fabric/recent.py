@@ -10,12 +10,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, inf
+from math import ceil, inf, log
 
 MEMORY = 256
 HALF_LIFE = 64.0  # a value counts half after so many newer ones
 RUN = 8  # so many in a row beyond an outer tenth of those before them, and the older ones are forgotten
 TENTH = 0.1
+ROUNDING = 1e-9  # of sums of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,20 @@ class Trust:
     """When a promise is made. Fewer values than a quantile takes give their least one, shrunk."""
 
     min_samples: int = 4
-    shrink: float = 0.5  # what is left of the least value, while they are too few for the quantile
+    shrink: float = 0.5  # what would be left of the least value if it were as likely as not to be undercut
 
     def __post_init__(self) -> None:
         if self.min_samples < 1:
             raise ValueError(f"min_samples must be >= 1, got {self.min_samples}")
         if not 0 < self.shrink <= 1:
             raise ValueError(f"shrink must be in (0, 1], got {self.shrink}")
+
+    def shrunk(self, risk: float, q: float) -> float:
+        """By which a least value that is undercut with probability `risk` is multiplied, where only `q` is wanted:
+        nothing is taken off for `risk` = q, `shrink` for 1/2, and in between by the logarithm of `risk`."""
+        if risk <= q or q >= 0.5:
+            return 1.0
+        return float(self.shrink ** (log(risk / q) / log(0.5 / q)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +156,8 @@ def recent_of(values: Iterable[float], memory: int = MEMORY, half_life: float = 
 
 def _bound(pairs: Sequence[tuple[float, float]], total: float, q: float) -> Bound | None:
     """The last value, in order of `pairs`, before which no more than q lies, the next one being counted there too."""
-    budget, passed = q * (total + 1) - 1, 0.0
-    if budget < -1e-9:
+    budget, passed = q * (total + 1) - 1 + ROUNDING, 0.0
+    if budget < 0:
         return None
     for value, weight in pairs:
         if passed + weight > budget:

@@ -6,7 +6,7 @@ collective is in flight, asynchronous ones included; how long is remembered by t
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from planner.model import Hold
 MOST_SIZES = 16  # of one operation in one group: beyond, its size says nothing, e.g. of an all-to-all of tokens
 CARE = 0.01  # how much one promise changes the level that is aimed at
 MOST_CARE = 10.0  # a level is at least this part of what was asked for
+LEAST_PACE = 0.1
 
 # Codes of holds, beside those of sequence.py.
 TRAFFIC = "traffic"
@@ -44,6 +45,14 @@ class Remaining:
     risk: float
 
 
+class _Asked(NamedTuple):
+    """A question, what was promised, and what would have been by the place alone."""
+
+    q: float
+    until_s: float
+    place: Remaining
+
+
 @dataclass(slots=True)
 class SlackLearner:
     """One rank. `relearned` counts changes of the sequence, `reason` says the last one."""
@@ -67,7 +76,8 @@ class SlackLearner:
     _iteration_s: float = 0.0
     _marked: int = 0  # iterations
     _mark: str = ""
-    _asked: tuple[float, float] | None = None  # for which q, and what was promised, first in this quiet
+    _asked: "_Asked | None" = None  # first in this quiet
+    _pace: float = 1.0  # what is promised is this part of what the place alone would let expect
     _levels: dict[float, float] = field(default_factory=dict)  # what is aimed at, by q
 
     def started(self, signature: Signature, at_s: float) -> int:
@@ -145,19 +155,27 @@ class SlackLearner:
             return Hold(place.code, f"rank {self.rank}: {place.detail}")
         position, gap = place
         said = self._promise(position, gap, self._opened_s, now_s, q)
-        if self._asked is None and isinstance(said, Remaining):
-            self._asked = q, said.until_s
-        return said
+        if isinstance(said, Hold):
+            return said
+        until_s = said.opened_s + self._pace * (said.until_s - said.opened_s)
+        if self._asked is None:
+            self._asked = _Asked(q, max(now_s, until_s), said)
+        if until_s <= now_s:
+            return Hold(OUTLASTED, f"rank {self.rank}, position {position}: windows have just become shorter")
+        return replace(said, until_s=until_s)
 
     def _grade(self, at_s: float) -> None:
         """Promises that are broken more often than they may, e.g. while windows shrink, are made more carefully from
-        there on (adaptive conformal inference, Gibbs and Candes, 2021); never more boldly than asked for."""
+        there on (adaptive conformal inference, Gibbs and Candes, 2021), never more boldly than asked for. And what cut
+        one window short, e.g. an iteration of few tokens, may cut the next ones: they are expected as much shorter."""
         if self._asked is None:
             return
-        q, until_s = self._asked
-        self._asked = None
-        level = self._levels.get(q, q) + CARE * (q - (until_s > at_s))
-        self._levels[q] = min(q, max(q / MOST_CARE, level))
+        asked, self._asked = self._asked, None
+        level = self._levels.get(asked.q, asked.q) + CARE * (asked.q - (asked.until_s > at_s))
+        self._levels[asked.q] = min(asked.q, max(asked.q / MOST_CARE, level))
+        opened_s, expected_s = asked.place.opened_s, asked.place.until_s
+        kept = (at_s - opened_s) / (expected_s - opened_s) if expected_s > opened_s else 1.0
+        self._pace = min(self._pace, max(LEAST_PACE, kept)) if kept < 1 else (1 + self._pace) / 2
 
     def _promise(self, position: int, gap: Gap, opened_s: float, now_s: float, q: float) -> Remaining | Hold:
         lengths, lasted_s = gap.lengths_s, max(0.0, now_s - opened_s)
@@ -170,8 +188,7 @@ class SlackLearner:
         least = lengths.least(lasted_s)
         if least is None:
             return Hold(OUTLASTED, f"{where}: quiet for {lasted_s * 1e3:.1f} ms, too seldom longer to say how long")
-        shrink = self.trust.shrink if least.risk > q else 1.0
-        until_s = now_s + shrink * (opened_s + least.value_s - now_s)
+        until_s = now_s + self.trust.shrunk(least.risk, q) * (opened_s + least.value_s - now_s)
         return Remaining(position, opened_s, until_s, least.samples, least.risk)
 
     @property

@@ -114,7 +114,7 @@ def _position(position: int, signature: Signature, gap: Gap, learner: SlackLearn
         if bound is not None:
             promised_s, risk = bound.value_s, bound.risk
         elif least is not None:
-            promised_s, risk = trust.shrink * least.value_s, least.risk
+            promised_s, risk = trust.shrunk(least.risk, q) * least.value_s, least.risk
     return PositionSummary(
         position,
         signature.op,

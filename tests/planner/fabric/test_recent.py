@@ -22,11 +22,7 @@ def test_lower_bound_by_counting(values: list[float], q: float, above: float) ->
     recent = recent_of(values, memory=64, half_life=EVEN)
     left = sorted(value for value in recent.newest() if value > above)
     # The largest value v with (values below v + the next one) / (n + 1) <= q.
-    allowed = [
-        value
-        for index, value in enumerate(left)
-        if (1 + left.index(value)) / (len(left) + 1) <= q + 1e-9 and index >= 0
-    ]
+    allowed = [value for value in left if (1 + left.index(value)) / (len(left) + 1) <= q + 1e-9]
     bound = recent.lower(q, above)
     assert (bound.value_s if bound else None) == (max(allowed) if allowed else None)
     if bound is not None:

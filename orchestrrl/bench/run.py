@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.bench.fabric_allocate import fabric_allocate
+from orchestrrl.bench.fabric_transition import fabric_transition
 from orchestrrl.bench.figure import Figure
 from orchestrrl.bench.forecast import forecasts
 from orchestrrl.bench.gateway import gateway_cpu
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "gateway_ledger": gateway_ledger,
     "import_cli": lambda _: import_cli(),
     "fabric_allocate": lambda _: fabric_allocate(),
+    "fabric_transition": lambda _: fabric_transition(),
     "sim_step": lambda _: sim_step(),
     "routing": lambda _: routing(),
     "slack": lambda _: slack(),

@@ -177,6 +177,7 @@ def _reserved(parts: Parts) -> Iterator[str]:
     pod_of = {uplink.id: uplink.pod for uplink in parts.uplinks.values()}
     owner: dict[_Fibre, str] = {}
     together: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # purpose, switch -> ports of each PoD
+    unclear = set[tuple[str, str]]()  # whose ports have faults
     for place, kept in parts.reserved.items():
         path = path_of(("reserved", place))
         switch = switches.get(kept.switch)
@@ -189,13 +190,18 @@ def _reserved(parts: Parts) -> Iterator[str]:
             continue
         fibred = {port: endpoint for endpoint, numbers in switch.ports.items() for port in numbers}
         for port in kept.ports:
+            fault = ""
             if port not in fibred:
-                yield f"{path}.ports: port {port} of {kept.switch} has no fibre, got {_text(kept.ports)}"
-            elif owner.setdefault((kept.switch, port), path) != path or kept.ports.count(port) > 1:
-                yield f"{path}.ports: port {port} is reserved already, got {_text(kept.ports)}"
+                fault = f"port {port} of {kept.switch} has no fibre"
+            elif (kept.switch, port) in owner:
+                fault = f"port {port} is reserved already by {owner[kept.switch, port]}"
             elif fibred[port] in pod_of:
                 together[kept.purpose, kept.switch][pod_of[fibred[port]]] += 1
-    yield from _unpaired(parts, together)
+            owner.setdefault((kept.switch, port), path)
+            if fault:
+                unclear.add((kept.purpose, kept.switch))
+                yield f"{path}.ports: {fault}, got {_text(kept.ports)}"
+    yield from _unpaired(parts, {key: ports for key, ports in together.items() if key not in unclear})
 
 
 def _unpaired(parts: Parts, together: dict[tuple[str, str], Counter[str]]) -> Iterator[str]:

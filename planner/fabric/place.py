@@ -1,7 +1,8 @@
 """Which switch and which ports carry each circuit: as many circuits as can be, then as few changes as can be.
 
 Both ends of a circuit lie on one switch. Independent parts are placed on their own (`_parts`): by chains of moves
-(place_chains.py), and where these do not reach what is provably best, by an integer program (place_exact.py).
+(place_chains.py); where these do not reach what is provably best, by an integer program (place_exact.py) if the part
+is small, and by trying again and again (place_ruin.py) if it is large.
 """
 
 from collections import defaultdict
@@ -11,9 +12,11 @@ from dataclasses import dataclass, field
 from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, port_pair
 from planner.fabric.place_chains import Chains
 from planner.fabric.place_counts import Counting, Layout
+from planner.fabric.place_ruin import ruin_and_recreate
 
 CHAIN_WORK = 300  # by circuit and switch, looks at a circuit that might move
-WORK = 1.0  # of the integer program for a part that is too large to be solved as a whole; about seconds
+WORK = 1.0  # for what is too large to be solved as a whole; about seconds
+WHOLE = 2_000  # (pair, switch)s up to which a part is solved as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +114,24 @@ def _lay_out(counting: Counting, work: float) -> tuple[Layout, int, int]:
         layout = max(layout, _chained(counting, gently=False), key=lambda each: (each.total, each.kept))
     if (layout.total, layout.kept) == (most_placed, most_kept):
         return layout, most_placed, most_kept
+    if layout.total == most_placed and not small(counting):
+        ruin_and_recreate(layout, most_kept, work)
+        return layout, most_placed, most_kept
     # Imported here since most problems need none of it, and it takes longer to load than they to solve.
-    from planner.fabric.place_exact import Bounds, exchange, settle, small
+    from planner.fabric.place_exact import Bounds, exchange, settle
 
     bounds = Bounds(most_placed, most_kept)
     if small(counting):
         bounds = settle(layout, bounds)
     else:
-        exchange(layout, bounds, work)
+        exchange(layout, bounds, work / 2)
+        ruin_and_recreate(layout, most_kept, work / 2)
     return layout, bounds.placed, bounds.kept
+
+
+def small(counting: Counting) -> bool:
+    """Whether an integer program solves it as a whole."""
+    return len(counting.ends) * counting.switches <= WHOLE
 
 
 def _chained(counting: Counting, gently: bool) -> Layout:

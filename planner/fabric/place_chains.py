@@ -6,7 +6,7 @@ switches these are the Kempe chains of edge colouring. The chain that gives up f
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from planner.fabric.place_counts import Layout
 
@@ -41,12 +41,17 @@ class Chains:
         for pair in sorted(range(len(self.layout.missing)), key=self._narrowness):
             while self.layout.missing[pair] and self._put(pair):
                 pass
-        for self._most_lost in MOST_LOST if gently else MOST_LOST[-1:]:
+        self.refill(MOST_LOST if gently else MOST_LOST[-1:])
+
+    def refill(self, most_lost: Sequence[int] = MOST_LOST) -> None:
+        """Missing circuits, by chains that give up at most as many kept ones, tried in turn."""
+        short = [pair for pair, missing in enumerate(self.layout.missing) if missing]
+        for self._most_lost in most_lost:
             found = True
             while found and self.work_left > 0:
                 found = False
-                for pair, missing in enumerate(self.layout.missing):
-                    if missing and self.work_left > 0:
+                for pair in short:
+                    if self.layout.missing[pair] and self.work_left > 0:
                         found |= self._insert(pair)
 
     def bring_home(self) -> bool:

@@ -61,12 +61,20 @@ class Layout:
         self.there: list[list[dict[int, None]]] = [[{} for _ in row] for row in counting.ports]
         self.kept = 0
         self.total = 0
+        self.moves: list[tuple[int, int, bool]] = []  # pair, switch and whether it came, since somebody emptied it
+
+    def go_back(self) -> None:
+        """Undo `moves`."""
+        for pair, switch, came in reversed(self.moves.copy()):
+            (self.take if came else self.add)(pair, switch)
+        self.moves = []
 
     def add(self, pair: int, switch: int) -> None:
         row = self.placed[pair]
         self.kept += row[switch] < self.counting.up[pair][switch]
         row[switch] += 1
         self.missing[pair] -= 1
+        self.moves.append((pair, switch, True))
         self.total += 1
         for endpoint in self.counting.ends[pair]:
             self.free[endpoint][switch] -= 1
@@ -77,6 +85,7 @@ class Layout:
         row[switch] -= 1
         self.kept -= row[switch] < self.counting.up[pair][switch]
         self.missing[pair] += 1
+        self.moves.append((pair, switch, False))
         self.total -= 1
         for endpoint in self.counting.ends[pair]:
             self.free[endpoint][switch] += 1

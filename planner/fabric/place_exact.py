@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from planner.fabric.place_counts import Counting, Layout
+from planner.fabric.place_counts import Layout
 
-WHOLE = 2_000  # (pair, switch)s up to which a problem is solved as a whole
 WHOLE_WORK = 2.0  # for each of the two aims; a unit takes about a second
 GROUP = 5  # switches that exchange circuits
 GROUP_WORK = 0.1
@@ -107,10 +106,6 @@ class _Program:
         for pair, switch, count in counts:
             for _ in range(count - self.layout.placed[pair][switch]):
                 self.layout.add(pair, switch)
-
-
-def small(counting: Counting) -> bool:
-    return len(counting.ends) * counting.switches <= WHOLE
 
 
 def settle(layout: Layout, bounds: Bounds) -> Bounds:

@@ -405,6 +405,9 @@ class Hooks:
                 self._hooked_ddp.add(module)
                 try:
                     if not module._comm_hooks:
+                        # Looked at when it is registered.
+                        _reduce_bucket.__annotations__["bucket"] = self._torch.distributed.GradBucket
+                        _reduce_bucket.__annotations__["return"] = self._torch.futures.Future[self._torch.Tensor]
                         module.register_comm_hook(module.process_group, _reduce_bucket)
                 except Exception as fault:  # noqa: BLE001  # as above
                     self._tell(f"not recorded: the gradients of DistributedDataParallel: {fault!r}")

@@ -362,10 +362,13 @@ class Writer:
 
     def _leave(self) -> None:
         """From now on nobody sees what is written: a collective may end after the recorder."""
+        if self._file < 0:
+            return
         total = len(self._map)
         self._words.release()
         self._map.close()
         os.close(self._file)
+        self._file = -1
         self._socket.close()
         self._map = mmap.mmap(-1, total)
         self._words = memoryview(self._map).cast("q")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrrl.balance import BalanceDecision, Situation, balance_problem, decide_balance
 from orchestrrl.clock import Clock
 from orchestrrl.config import Config
+from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.engine_facts import engine_facts
 from orchestrrl.errors import OrchestrRLError
 from orchestrrl.execute.cancel import Canceller
@@ -55,6 +56,7 @@ from planner.plan import History
 
 if TYPE_CHECKING:  # its solvers are heavy, and most daemons have no fabric
     from orchestrrl.execute.fabric import Coordinator
+    from orchestrrl.execute.fabric_gen import GenCircuits
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,7 @@ class ControlPlane:
         self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
         self.switching: Switching | None = None  # the same, for operators
         self.fabric: Coordinator | None = None  # who changes circuits; None: there is no optical fabric
+        self.gen_circuits: GenCircuits | None = None  # whose circuits follow the deployment
         self.watch_deployed: WatchDeployed | None = None  # who reads engines that no agent does
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
         self.step_began = asyncio.Event()  # set with each new step, for who waits for one
@@ -321,6 +324,11 @@ class ControlPlane:
         if self.watch_deployed is not None and self.switching is not None:
             self.watch_deployed({id: up.url for id, up in self.switching.deployed.items() if up.url and not up.lent})
         self.routes.send(self.state.engines(self.clock.now_s()))
+
+    async def circuits_follow(self, engines: Sequence[EngineSpec]) -> str:
+        if self.gen_circuits is None:
+            return ""
+        return await self.gen_circuits.follow(engines)
 
     def switch_ended(self, plan: PlanId, outcome: DeploymentOutcome) -> None:
         self.planning.costs.started(outcome.starts)

@@ -14,7 +14,7 @@ from orchestrrl.deploying import switching_of
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.execute.fabric_windows import QUANTILE, TraceHub
 from orchestrrl.execute.watching import DeployedWatch
-from orchestrrl.fabric_settings import fabric_of
+from orchestrrl.fabric_settings import fabric_of, gen_circuits_of
 from orchestrrl.journal import Journal
 from orchestrrl.loops import run_loops
 from orchestrrl.metrics import serve_metrics
@@ -40,6 +40,12 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
     async with AsyncExitStack() as stack:
         journal = stack.enter_context(Journal(Path(config.journal.path), clock.now_s(), config.journal.max_entries))
         plane = ControlPlane(config, journal, clock, offload=asyncio.to_thread)
+        switches = SwitchesService(drivers, journal, clock, {entry.id: entry.driver for entry in config.ocs})
+        stack.push_async_callback(switches.close)
+        switches.recover()
+        hub = TraceHub(clock, config.fabric.quantile if config.fabric is not None else QUANTILE)
+        plane.fabric = fabric_of(config, drivers, switches.executor, hub, plane, clock)
+        plane.gen_circuits = gen_circuits_of(config, plane.fabric, clock)
         plane.deployment = plane.switching = switching = switching_of(config, plane, clock)
         if switching is not None:
             assert config.fleet.launch is not None
@@ -49,11 +55,6 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
             stack.push_async_callback(switching.close)
             plane.planning.unstartable = switching.unstartable()
             await switching.recover()
-        switches = SwitchesService(drivers, journal, clock, {entry.id: entry.driver for entry in config.ocs})
-        stack.push_async_callback(switches.close)
-        switches.recover()
-        hub = TraceHub(clock, config.fabric.quantile if config.fabric is not None else QUANTILE)
-        plane.fabric = fabric_of(config, drivers, switches.executor, hub, plane, clock)
         server = await Server.start(plane, config.listen, switches, hub)
         stack.push_async_callback(server.stop, GRACE_S)
         # Undone in reverse: results come in while the server still serves.

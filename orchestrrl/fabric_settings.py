@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ocs_drivers.base import OcsDriver
 from orchestrrl.clock import Clock
-from orchestrrl.documents import Name, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from orchestrrl.documents import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from orchestrrl.errors import ProblemFaults
 
 if TYPE_CHECKING:  # heavy, and most configurations have none of it
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # heavy, and most configurations have none of it
     from orchestrrl.control_plane import ControlPlane
     from orchestrrl.execute.circuits import CircuitExecutor
     from orchestrrl.execute.fabric import Coordinator, Routing
+    from orchestrrl.execute.fabric_gen import GenCircuits
     from orchestrrl.execute.fabric_windows import TraceHub
     from planner.fabric.topology import Site
 
@@ -44,7 +45,9 @@ class FabricSettings(Section):
     max_moves_per_stage: PositiveInt = 1024
     route_s: NonNegativeFloat = 0.0  # from link up until packets take it, before any of it was measured
     routers: tuple[RouterSettings, ...] = Field(default=(), strict=False)  # none: who routes follows links by itself
-    follow_deployment: bool = True  # circuits of Gen follow the planner's decisions, at its switches
+    # Where this names a model (see planner/models.py), circuits of Gen follow the deployment at its switches.
+    model: Name | None = None
+    first_fleet_gpu: NonNegativeInt = 0  # the site's number of the fleet's GPU 0
     tokens_per_period: PositiveFloat = 1e6  # that an engine decodes between them
 
 
@@ -75,11 +78,51 @@ def fabric_faults(document: dict[Any, Any], site: "Site | None") -> list[str]:
         if switch.id not in driven
     ]
     section = document["fabric"]
+    faults += _model_faults(document, section, site)
     routers = section.get("routers") if isinstance(section, dict) else None
     for index, entry in enumerate(routers if isinstance(routers, list) else []):
         if isinstance(entry, dict) and isinstance(entry.get("tor"), str) and entry["tor"] not in site.tor:
             faults.append(f"fabric.routers[{index}].tor: is none of the site's, got {entry['tor']!r}")
     return faults
+
+
+def _model_faults(document: dict[Any, Any], section: Any, site: "Site") -> list[str]:
+    from planner.models import UnknownModel, model_named
+
+    name, first_gpu = section.get("model"), section.get("first_fleet_gpu", 0)
+    if not isinstance(name, str):
+        return []
+    faults = []
+    try:
+        model_named(name)
+    except UnknownModel as error:
+        faults.append(f"fabric.model: {error}, got {name!r}")
+    fleet = document.get("fleet")
+    gpus = fleet.get("gpus") if isinstance(fleet, dict) else None
+    count = gpus.get("count") if isinstance(gpus, dict) else None
+    if isinstance(count, int) and isinstance(first_gpu, int):
+        nowhere = [gpu for gpu in range(first_gpu, first_gpu + count) if gpu not in site.server_of]
+        if nowhere:
+            faults.append(
+                f"fabric.first_fleet_gpu: {len(nowhere)} of the fleet's {count} GPUs are none of the site's"
+                f" ({nowhere[0]} is the first), got {first_gpu}"
+            )
+    return faults
+
+
+def gen_circuits_of(config: "Config", fabric: "Coordinator | None", clock: Clock) -> "GenCircuits | None":
+    """For the daemon. None where circuits do not follow the deployment."""
+    settings = config.fabric
+    if fabric is None or settings is None or settings.model is None:
+        return None
+    from orchestrrl.execute.fabric_gen import GenCircuits, Volumes
+    from planner.models import model_named
+
+    volumes = Volumes(model_named(settings.model), settings.tokens_per_period, settings.first_fleet_gpu)
+    deployer = config.fleet.deployer
+    # A switch that is past its point of no return must not fail over its circuits.
+    within_s = settings.boundary_within_s if deployer is None else deployer.check_within_s / 2
+    return GenCircuits(fabric, volumes, clock, min(within_s, settings.boundary_within_s))
 
 
 def fabric_of(

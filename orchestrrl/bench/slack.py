@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from orchestrrl.bench.figure import Figure
 from planner.fabric.clocks import SAME_CLOCK
@@ -163,11 +164,11 @@ class Commits:
     outside: int = 0  # commits that a collective of any rank began before the end of
 
 
-def commits(arm: str, seed: int) -> Commits:
+def commits(arm: str, seed: int, iterations: int = ITERATIONS) -> Commits:
     """Ranks that compute each at its own pace; a collective ends for all of them after the last has come."""
     rng, result, now_s = random.Random(seed), Commits(), 0.0
     learners = [SlackLearner(rank) for rank in range(RANKS)]
-    for iteration in range(ITERATIONS):
+    for iteration in range(iterations):
         for learner in learners:
             learner.iteration(iteration, now_s)
         for step in layout():
@@ -204,19 +205,21 @@ def cost_us(marked: bool) -> float:
     return (time.process_time() - started_s) / (len(told) - warm) * 1e6
 
 
-def question_us(learner: SlackLearner, questions: int = 200) -> float:
-    """CPU time of one question."""
-    started_s = time.process_time()
-    for _ in range(questions):
-        learner.remaining(0.0, Q)
-    return (time.process_time() - started_s) / questions * 1e6
+def question_us(prepared: bool) -> float:
+    """Median CPU time of one question, when it has just become quiet."""
+    learner, spent_s = SlackLearner(0), list[float]()
+    for event in events("jitter", 1, 60):
+        feed(learner, event)
+        if event.kind == "started" and prepared:
+            learner.prepare(Q)
+        if event.kind == "ended":
+            started_s = time.process_time()
+            learner.remaining(event.at_s, Q)
+            spent_s.append(time.process_time() - started_s)
+    return median(spent_s) * 1e6
 
 
 def slack() -> list[Figure]:
-    learner = SlackLearner(0)
-    for event in events("jitter", 1):
-        feed(learner, event)
-    asked_us = question_us(learner)
     figures = [
         Figure(
             f"slack learner ({name})",
@@ -224,10 +227,20 @@ def slack() -> list[Figure]:
             "us",
             "budget",
             5.0,
-            f"CPU per event; a question {asked_us:.0f} us",
+            "CPU per event",
         )
         for name, marked in (("iterations marked", True), ("iterations found", False))
     ]
+    figures.append(
+        Figure(
+            "slack question (prepared)",
+            question_us(True),
+            "us",
+            "unprepared",
+            question_us(False),
+            "CPU, when it has just become quiet",
+        )
+    )
     for arm in ARMS:
         scores = [score(arm, seed) for seed in range(3)]
         promised, broken = sum(each.promised for each in scores), sum(each.broken for each in scores)

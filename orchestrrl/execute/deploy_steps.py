@@ -54,6 +54,10 @@ class Plane(deploy_emptying.Plane, Protocol):
     def engines_deployed(self) -> None:
         """Whom a deployer started has changed: watch these, and tell gateways."""
 
+    async def circuits_follow(self, engines: Sequence[EngineSpec]) -> str:
+        """Exactly these are about to serve: give them their circuits. What became of it; empty without a fabric.
+        Raises nothing, and takes no longer than it may."""
+
 
 @dataclass(slots=True)
 class Hands:
@@ -98,7 +102,7 @@ class Hands:
                     engines = [spec.engine for spec in self.switch.preparing]
                     self._check_weights()
                     await self._check_there(engines)
-                    return self._admit(engines)
+                    return await self._admit(engines, self.switch.new)
                 case _:
                     return ""
         if step.kind in (StepKind.STOP, StepKind.SLEEP):
@@ -111,7 +115,8 @@ class Hands:
             if step.kind is not StepKind.ADMIT:
                 return ""
             there = [spec.engine for spec in self.switch.old if spec.engine in self.running]
-            return self._admit([engine for engine in there if self.running[engine].life is Life.ALIVE])
+            alive = [engine for engine in there if self.running[engine].life is Life.ALIVE]
+            return await self._admit(alive, [spec for spec in self.switch.old if spec.engine in alive])
         return await self._of_engine(step.kind, step.engine)
 
     async def reference(self, *, patient: bool) -> Excerpt | None:
@@ -190,8 +195,9 @@ class Hands:
             if told is None or told.life is Life.ENDED:
                 raise Permanent(f"{engine} ended before it served: {told.detail if told else 'nothing is left'}")
 
-    def _admit(self, engines: Sequence[EngineId]) -> str:
-        """Requests go to these; nobody is fenced or expected any longer."""
+    async def _admit(self, engines: Sequence[EngineId], serving: Sequence[EngineSpec]) -> str:
+        """Requests go to these; nobody is fenced or expected any longer. `serving`: all that serve from now on."""
+        circuits = await self.plane.circuits_follow(serving)
         for engine in engines:
             self.plane.state.add_engine(self.facts(self.running[engine]))
         try:
@@ -199,7 +205,7 @@ class Hands:
             self.plane.weights_told([engine for engine in engines if engine in self.loaded], self._weights)
         finally:  # what cannot be written down keeps no request from those who serve
             self.let_be()
-        return f"requests go to {len(engines)} engines"
+        return f"requests go to {len(engines)} engines{f'; {circuits}' if circuits else ''}"
 
     @property
     def _weights(self) -> Weights:

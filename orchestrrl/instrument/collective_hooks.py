@@ -8,7 +8,7 @@ its buffers. Not heard: what C++ or a compiled CUDA graph does on its own.
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -131,12 +131,18 @@ class Hooks:
         if self._ddp:
             self._replace(torch.nn.parallel.DistributedDataParallel, "forward", self._forward)
 
-    def replace(self, owner: Any, name: str, op: str) -> None:
-        """Record a method that communicates in ways of its own (of an object with `ranks` and `unique_name`)."""
-        if hasattr(owner, name):
-            self._replace(owner, name, partial(self._outer_method, op))
-        else:
-            self._tell(f"not recorded, as it is not there: {owner.__name__}.{name}")
+    def replace(self, owner: Any, methods: Mapping[str, str]) -> None:
+        """Record methods that communicate in ways of their own, by their operation. Doing it twice is harmless.
+
+        `owner`: a class whose objects have `ranks`, the global ones, `rank`, and a `unique_name` that all ranks share.
+        """
+        for name, op in methods.items():
+            if any(done[:2] == (owner, name) for done in self._undo):
+                continue
+            if hasattr(owner, name):
+                self._replace(owner, name, partial(self._outer_method, op))
+            else:
+                self._tell(f"not recorded, as it is not there: {owner.__name__}.{name}")
 
     def remove(self) -> None:
         for owner, name, original, own in reversed(self._undo):

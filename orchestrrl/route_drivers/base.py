@@ -53,10 +53,12 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Our routes, and the prefixes that others hold where ours would have to go."""
+    """Our routes, and the prefixes that others hold where ours would have to go. `idle`: of those that are ours, the
+    ones by which the router does not forward yet, or not over all of their next hops."""
 
     table: RouteTable
     foreign: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
 
 
 class RouteDriver(Protocol):
@@ -105,7 +107,7 @@ class Wire(Protocol):
     capabilities: Capabilities
 
     async def read_routes(self) -> Reading:
-        """Our routes by which the router forwards: what it has only been told does not count."""
+        """Our routes as the router has been told them: one that is idle now may come to life with its link."""
         ...
 
     async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:

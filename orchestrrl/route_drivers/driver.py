@@ -62,14 +62,15 @@ class Driver:
                 raise Permanent(
                     f"{self.router}: nothing sent, somebody else holds {', '.join(sorted(c.prefix for c in taken))}"
                 )
-            if not todo:
+            if not todo and before.idle.isdisjoint(change.prefix for change in changes):
                 return Applied(tuple(changes), (), 0)
-            why = "did not take"
-            try:
-                await self._command("routes", self._wire.send(todo, before.table), OutcomeUnknown)
-            except (Permanent, OutcomeUnknown) as error:  # what counts is what the router shows
-                why = str(error)
-            missing = tuple(Missing(change, why) for change in await self._missing(todo, why))
+            why = "the router does not forward by it"
+            if todo:
+                try:
+                    await self._command("routes", self._wire.send(todo, before.table), OutcomeUnknown)
+                except (Permanent, OutcomeUnknown) as error:  # what counts is what the router shows
+                    why = str(error)
+            missing = tuple(Missing(change, why) for change in await self._missing(changes, why))
             lacking = {each.change.prefix for each in missing}
             return Applied(tuple(c for c in changes if c.prefix not in lacking), missing, len(todo))
 
@@ -144,10 +145,14 @@ class Driver:
         until_s = self._clock.now_s() + (self._limits.install_s if self._wire.capabilities.installs_later else 0.0)
         while True:
             try:
-                table = (await self._read_routes()).table
+                now = await self._read_routes()
             except OrchestrRLError as error:
                 raise OutcomeUnknown(f"routes were sent ({why}), then the router could not be read: {error}") from error
-            missing = tuple(change for change in changes if table.routes.get(change.prefix) != change.route)
+            missing = tuple(
+                change
+                for change in changes
+                if now.table.routes.get(change.prefix) != change.route or change.prefix in now.idle
+            )
             if not missing or self._clock.now_s() >= until_s:
                 return missing
             await self._clock.sleep(self._limits.poll_s)

@@ -1,11 +1,14 @@
 """The driver `frr`: static routes of a router that runs FRRouting (zebra and staticd), by `vtysh -c`.
 
-Ours are the static routes of the default VRF that bear our tag, and what is read of them is what zebra has installed.
+Ours are the static routes of the default VRF that bear our tag; one is in place once zebra has installed all of it.
 A prefix that has a static route without the tag is somebody else's, whatever its distance: staticd keeps one line per
 next hop, so ours would take theirs over. The next hops of a route come and go one by one, the new ones before the old
 ones go, and zebra replaces the kernel's route each time: there is always one. Between the two a packet may follow
 either; where new routes wait for those further on (see `planner/fabric/steering.py`), neither loops. staticd knows no
 weights, so each next hop gets the same.
+
+staticd asks zebra for every gateway, even for one that it is told is on link. So the router needs some route, one to
+Null0 will do, that covers the addresses of the other routers: `ip route 192.0.2.0/24 Null0`.
 """
 
 import json
@@ -51,17 +54,17 @@ class FrrWire(LinuxHost):
 
     async def read_routes(self) -> Reading:
         ours, foreign = await self._configured()
-        answer = await self._vtysh("show ip route static json")
+        answer = await self._vtysh("zebra", "show ip route static json")
         if answer.status:
             raise Retryable(f"vtysh: {answer.words}", RETRY_S)
         installed = _installed(json.loads(answer.out or "{}"), self._options.tag)
-        working = {prefix: ways & installed.get(prefix, set()) for prefix, ways in ours.items()}
-        routes = (Route.of(prefix, dict.fromkeys(ways, 1)) for prefix, ways in working.items() if ways)
-        return Reading(RouteTable.of(routes), frozenset(foreign))
+        idle = frozenset(prefix for prefix, ways in ours.items() if ways != installed.get(prefix))
+        routes = (Route.of(prefix, dict.fromkeys(ways, 1)) for prefix, ways in ours.items())
+        return Reading(RouteTable.of(routes), frozenset(foreign), idle)
 
     async def _configured(self) -> tuple[dict[str, set[tuple[str, str]]], set[str]]:
         """Prefix -> ways that are ours; prefixes that are somebody else's."""
-        answer = await self._vtysh("show running-config staticd")
+        answer = await self._vtysh("staticd", "show running-config staticd")
         if answer.status or "Current configuration" not in answer.out:
             raise Retryable(f"vtysh: {answer.words}", RETRY_S)
         ours: dict[str, set[tuple[str, str]]] = {}
@@ -76,14 +79,14 @@ class FrrWire(LinuxHost):
         return ours, foreign
 
     async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
-        configured, _ = await self._configured()  # more than `now` has where an interface is down
         come, go = [], []
         for change in changes:
             wanted = {hop.way for hop in change.route.next_hops} if change.route else set()
-            present = configured.get(change.prefix, set())
+            there = now.routes.get(change.prefix)
+            present = {hop.way for hop in there.next_hops} if there else set()
             come += [self._line(change.prefix, *way) for way in sorted(wanted - present)]
             go += [f"no {self._line(change.prefix, *way)}" for way in sorted(present - wanted)]
-        answer = await self._vtysh("configure terminal", *come, *go, is_setter=True)
+        answer = await self._vtysh("staticd", "configure terminal", *come, *go, is_setter=True)
         refused = [line.strip() for line in (answer.out + answer.err).splitlines() if line.startswith("%")]
         if UNREACHABLE.search(answer.out + answer.err):
             raise OutcomeUnknown(f"vtysh: {answer.words}")
@@ -94,11 +97,12 @@ class FrrWire(LinuxHost):
         distance = f" {self._options.distance}" if self._options.distance != 1 else ""
         return f"ip route {prefix} {gateway} {interface} tag {self._options.tag}{distance} onlink"
 
-    async def _vtysh(self, *commands: str, is_setter: bool = False) -> Answer:
+    async def _vtysh(self, daemon: str, *commands: str, is_setter: bool = False) -> Answer:
+        """To one daemon: asked of all, one that is not there would pass for one that has nothing."""
         # Over ssh the words are read by a shell once more.
         quoted = [f"'{command}'" for command in commands] if self.shell.is_ssh else list(commands)
         words = [word for command in quoted for word in ("-c", command)]
-        return await self.shell.run(*self._options.vtysh, *words, is_setter=is_setter)
+        return await self.shell.run(*self._options.vtysh, "-d", daemon, *words, is_setter=is_setter)
 
 
 def _installed(shown: Mapping[str, Any], tag: int) -> dict[str, set[tuple[str, str]]]:

@@ -208,7 +208,7 @@ def cost_us(marked: bool) -> float:
 def question_us(prepared: bool) -> float:
     """Median CPU time of one question, when it has just become quiet."""
     learner, spent_s = SlackLearner(0), list[float]()
-    for event in events("jitter", 1, 60):
+    for event in events("jitter", 1):
         feed(learner, event)
         if event.kind == "started" and prepared:
             learner.prepare(Q)

@@ -59,7 +59,7 @@ def samples_needed(q: float) -> int:
 class Recent:
     """The last `memory` values. A run of values beyond most of the older ones is a new regime: the older ones go."""
 
-    __slots__ = ("_added", "_edges", "_half_life", "_memory", "_next", "_run", "_side", "_values")
+    __slots__ = ("_added", "_asked", "_edges", "_half_life", "_least", "_memory", "_next", "_run", "_side", "_values")
 
     def __init__(self, memory: int = MEMORY, half_life: float = HALF_LIFE) -> None:
         if memory < 2 * RUN:
@@ -71,6 +71,8 @@ class Recent:
         self._added = 0
         self._next = 0  # where the oldest of a full ring is
         self._edges = (-inf, inf)  # a tenth of the values lies on either side, as of lately
+        self._least: float | None = None  # of the values
+        self._asked: tuple[float, Bound | None] | None = None  # a lower bound, by its q
         self._side, self._run = 0, 0  # the newest `_run` values all lie on that side
 
     def __len__(self) -> int:
@@ -80,6 +82,7 @@ class Recent:
         """Whether the older values were forgotten over it."""
         values = self._values
         self._added += 1
+        self._least = self._asked = None
         if len(values) < self._memory:
             values.append(value)
         else:
@@ -114,8 +117,15 @@ class Recent:
         return None
 
     def lower(self, q: float, above: float = -inf) -> Bound | None:
-        """What the next value exceeds but for a probability of `q`, given that it exceeds `above`. None: too few."""
-        return _bound(*self._sorted(above), q)
+        """What the next value exceeds but for a probability of `q`, given that it exceeds `above`. None: too few.
+
+        The answer is kept until a value is added: asked before it is needed, it is there at once.
+        """
+        if not self._values or above >= self._minimum():
+            return _bound(*self._sorted(above), q)
+        if self._asked is None or self._asked[0] != q:
+            self._asked = q, _bound(*self._sorted(-inf), q)
+        return self._asked[1]
 
     def upper(self, q: float) -> Bound | None:
         """What the next value does not exceed but for a probability of `1 - q`. None: too few."""
@@ -125,9 +135,14 @@ class Recent:
     def least(self, above: float = -inf) -> Bound | None:
         """The least remembered value, with the risk that the next one is less. None where some do not exceed `above`:
         those that do say too little."""
-        if not self._values or min(self._values) <= above:
+        if not self._values or self._minimum() <= above:
             return None
-        return Bound(min(self._values), 1 / (sum(_weights(self._half_life, len(self))) + 1), len(self))
+        return Bound(self._minimum(), 1 / (_weight(self._half_life, len(self)) + 1), len(self))
+
+    def _minimum(self) -> float:
+        if self._least is None:
+            self._least = min(self._values)
+        return self._least
 
     def _sorted(self, above: float) -> tuple[Sequence[tuple[float, float]], float]:
         """(value, weight) of those above, ascending, and the sum of their weights."""
@@ -144,6 +159,7 @@ class Recent:
     def _keep(self, newest: int) -> None:
         self._values = array("d", reversed(self.newest()[:newest]))
         self._next, self._side, self._run = 0, 0, 0
+        self._least = self._asked = None
         self._set_edges()
 
 
@@ -169,3 +185,8 @@ def _bound(pairs: Sequence[tuple[float, float]], total: float, q: float) -> Boun
 @cache
 def _weights(half_life: float, count: int) -> tuple[float, ...]:
     return tuple(0.5 ** (age / half_life) for age in range(count))
+
+
+@cache
+def _weight(half_life: float, count: int) -> float:
+    return sum(_weights(half_life, count))

@@ -143,6 +143,13 @@ class SlackLearner:
         self._opened_s = self._ended_s = self._opened_at = self._asked = None
         self._follower.lose(detail)
 
+    def prepare(self, q: float) -> None:
+        """Work out beforehand what `remaining` will be asked for when it becomes quiet: called while there is traffic,
+        it takes the arithmetic out of the window."""
+        place = self._follower.place
+        if not isinstance(place, Hold):
+            place[1].lengths_s.lower(self._levels.get(q, q))
+
     def remaining(self, now_s: float, q: float) -> Remaining | Hold:
         """Until when it stays quiet, but for a probability of `q`, given that it has lasted until now."""
         if self._flying:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.bench.slack import ARMS, LAYERS, Q, events, feed, score
+from orchestrrl.bench.slack import ARMS, LAYERS, Q, commits, events, feed, score
 from planner.fabric.recent import Trust
 from planner.fabric.sequence import PLACE_UNKNOWN, UNLEARNT
 from planner.fabric.slack import FEW_SAMPLES, MOST_SIZES, OUTLASTED, TRAFFIC, Remaining, Signature, SlackLearner
@@ -84,6 +84,29 @@ def test_with_enough_iterations_the_whole_of_it_is_promised() -> None:
     assert said.risk <= Q
     assert said.until_s == pytest.approx(9.05)
     assert said.position == 0
+
+
+@pytest.mark.parametrize("arm", ["jitter", "regimes"])
+def test_commits_of_many_ranks_lie_inside_their_windows(arm: str) -> None:
+    """Eight ranks, none of which may break its promise but in one window of a hundred."""
+    result = commits(arm, 2, iterations=80)
+    assert result.outside <= 0.01 * result.made
+    assert result.made > 60
+
+
+@given(st.integers(0, 2 * LAYERS), st.floats(0, 1))
+def test_what_is_prepared_is_what_would_have_been_answered(at: int, share: float) -> None:
+    prepared, plain, index = SlackLearner(0), SlackLearner(0), 0
+    for event in events("jitter", 1, 9):
+        for learner in (prepared, plain):
+            feed(learner, event)
+        if event.kind == "started":
+            prepared.prepare(Q)
+        if event.kind == "ended":
+            index += 1
+            now_s = event.at_s + share * 0.02
+            if index % (at + 1) == 0:
+                assert prepared.remaining(now_s, Q) == plain.remaining(now_s, Q)
 
 
 # What is quiet: against arithmetic with intervals.

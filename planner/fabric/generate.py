@@ -68,7 +68,7 @@ def _most_ports(fibres: Counter[int], switches: int) -> int:
 
 def _agg_too_small(shape: Shape) -> Fault:
     fibres = _agg_fibres(shape)
-    endpoints = f"{shape.blocks * shape.rail_count} ToRs and {shape.uplinks} uplinks of a PoD"
+    endpoints = f"{_number(shape.blocks * shape.rail_count, 'ToR')} and {_number(shape.uplinks, 'uplink')} of a PoD"
     if shape.agg_switches is not None:
         return _given(shape, "agg", shape.agg_switches, fibres, shape.agg_device)
     if fibres.total() > shape.agg_device.ports:
@@ -81,6 +81,10 @@ def _agg_too_small(shape: Shape) -> Fault:
     need = _most_ports(fibres, most)
     message = f"has too few ports for the {endpoints}: even over {most} switches one needs {need}; {change}"
     return Fault("agg_device", message, f"{shape.agg_device.name} ({shape.agg_device.ports} ports)")
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _core_too_small(shape: Shape) -> Fault:

@@ -139,6 +139,12 @@ def test_a_picture_is_well_formed_and_always_the_same(tmp_path: Path) -> None:
     assert text == site_svg(read_site(EXAMPLE))
 
 
+def test_the_documents_picture_is_of_the_example_which_can_be_generated() -> None:
+    assert (EXAMPLE.parents[2] / "docs" / "site.svg").read_text() == site_svg(read_site(EXAMPLE))
+    shape = Shape(train_pods=2, gen_pods=2, servers_per_pod=4, gpus_per_server=2, nics_per_server=2)
+    assert regular_site(shape) == read_site(EXAMPLE)
+
+
 @pytest.mark.parametrize("pods", [1, 2, 30])
 def test_pictures_keep_inside_their_frame(pods: int) -> None:
     root = ElementTree.fromstring(site_svg(regular_site(Shape(train_pods=1, gen_pods=pods - 1, servers_per_pod=40))))
@@ -190,7 +196,7 @@ def test_a_site_as_json_is_read_as_well(tmp_path: Path) -> None:
         (
             ["--device", "lab:8:1", "--core-device", "piezo_polatis"],
             [
-                "--device: has too few ports for the 8 ToRs and 1 uplinks of a PoD: even over 8 switches one needs 12;"
+                "--device: has too few ports for the 8 ToRs and 1 uplink of a PoD: even over 8 switches one needs 12;"
                 " take fewer --servers-per-pod, more --servers-per-tor or another device, got lab (8 ports)"
             ],
         ),

@@ -66,47 +66,55 @@ def allocate(problem: AllocationProblem, *, bipartite: bool = False) -> Allocati
     `bipartite` is for demand between two sides with hot endpoints: it tries the utilisation-aware tie-break too, and
     the most bytes count first. A fixed amount of work; no randomness.
     """
-    demanded = _demanded(problem)
-    reference = by_bottleneck(demanded)
-    if len(reference) in (0, len(demanded.pairs)):  # none can be served; or all are, and then nothing ends sooner
-        return _allocation(problem, demanded, reference)
-    found = reselect(demanded, reference)
-    return _allocation(problem, demanded, most_bytes(demanded, reference, found) if bipartite else found)
+    demanded, barred = _demanded(problem)
+    circuits: Mapping[int, int] = by_bottleneck(demanded)
+    if 0 < len(circuits) < len(demanded.pairs):  # where all are served, nothing ends sooner
+        reference, circuits = circuits, reselect(demanded, circuits)
+        if bipartite:
+            circuits = most_bytes(demanded, reference, circuits)
+    return _allocation(problem, demanded, barred, circuits)
 
 
 def algorithm3(problem: AllocationProblem) -> Allocation:
     """The paper's, its ties broken by the larger directional demand, then by the smaller pair."""
-    demanded = _demanded(problem)
-    return _allocation(problem, demanded, by_bottleneck(demanded))
+    demanded, barred = _demanded(problem)
+    return _allocation(problem, demanded, barred, by_bottleneck(demanded))
 
 
-def _demanded(problem: AllocationProblem) -> Demanded:
-    both: dict[Pair, tuple[float, float]] = {}  # the larger direction, and the sum
+def _demanded(problem: AllocationProblem) -> tuple[Demanded, list[Pair]]:
+    """The pairs with something to send; those of them that are not eligible."""
+    sent: dict[Pair, tuple[float, float]] = {}  # bytes of the larger direction, and of both
     for (source, destination), sent_bytes in problem.demand.items():
         if sent_bytes > 0:
             pair = (source, destination) if source < destination else (destination, source)
-            larger, total = both.get(pair, (0.0, 0.0))
-            both[pair] = max(larger, sent_bytes), total + sent_bytes
+            before = sent.get(pair)
+            sent[pair] = (
+                (sent_bytes, sent_bytes) if before is None else (max(before[0], sent_bytes), before[1] + sent_bytes)
+            )
+    eligible = problem.eligible
+    pairs = sorted(sent if eligible is None else sent.keys() & eligible)
     endpoints = sorted(problem.ports)
     place = {endpoint: number for number, endpoint in enumerate(endpoints)}
-    eligible = problem.eligible
-    pairs = sorted(both if eligible is None else both.keys() & eligible)
-    return Demanded(
+    smallest = [-sent[pair][0] for pair in pairs]
+    demanded = Demanded(
         pairs=pairs,
         ends=[(place[a], place[b]) for a, b in pairs],
-        larger_bytes=[both[pair][0] for pair in pairs],
-        total_bytes=[both[pair][1] for pair in pairs],
+        larger_bytes=[sent[pair][0] for pair in pairs],
+        total_bytes=[sent[pair][1] for pair in pairs],
         ports=[problem.usable_ports(endpoint) for endpoint in endpoints],
+        largest_first=sorted(range(len(pairs)), key=smallest.__getitem__),
     )
+    return demanded, [] if eligible is None else sorted(sent.keys() - eligible)
 
 
-def _allocation(problem: AllocationProblem, demanded: Demanded, circuits: Mapping[int, int]) -> Allocation:
-    per_pair = {demanded.pairs[pair]: circuits[pair] for pair in sorted(circuits)}
-    wanted = {pair_of(*ends) for ends, sent_bytes in problem.demand.items() if sent_bytes > 0}
+def _allocation(
+    problem: AllocationProblem, demanded: Demanded, barred: list[Pair], circuits: Mapping[int, int]
+) -> Allocation:
+    idle = [pair for number, pair in enumerate(demanded.pairs) if number not in circuits]
     return Allocation(
-        circuits=per_pair,
+        circuits={demanded.pairs[pair]: circuits[pair] for pair in sorted(circuits)},
         completion_s=_completion_s(problem, demanded, circuits),
-        unserved=tuple(sorted(wanted - per_pair.keys())),
+        unserved=tuple(sorted(idle + barred)),
         uniform_completion_s=_completion_s(problem, demanded, in_turn(demanded)),
     )
 

@@ -21,10 +21,7 @@ class Demanded:
     larger_bytes: Sequence[float]  # [pair], of its two directions: what its circuits take time for
     total_bytes: Sequence[float]  # [pair], both directions: what it counts for
     ports: Sequence[int]  # [endpoint], those that are usable
-
-    def largest_first(self) -> list[int]:
-        """Ties: the smaller pair."""
-        return sorted(range(len(self.pairs)), key=[-each for each in self.larger_bytes].__getitem__)
+    largest_first: Sequence[int]  # all pairs, by their larger direction; ties: the smaller pair
 
 
 def by_bottleneck(demanded: Demanded) -> dict[int, int]:
@@ -35,7 +32,7 @@ def by_bottleneck(demanded: Demanded) -> dict[int, int]:
     """
     free = list(demanded.ports)
     served = []
-    for pair in demanded.largest_first():
+    for pair in demanded.largest_first:
         a, b = demanded.ends[pair]
         if free[a] and free[b]:
             free[a] -= 1
@@ -53,7 +50,11 @@ def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
         for end in demanded.ends[pair]:
             free[end] -= 1
     larger = demanded.larger_bytes
-    slowest = [(-larger[pair], -larger[pair], pair) for pair in circuits]  # bytes a circuit, bytes, pair
+    slowest = []  # bytes a circuit, bytes, pair; ports never come back, so what lacks them now is left out
+    for pair in circuits:
+        a, b = demanded.ends[pair]
+        if free[a] and free[b]:
+            slowest.append((-larger[pair], -larger[pair], pair))
     heapify(slowest)
     while slowest:
         pair = slowest[0][2]
@@ -64,7 +65,7 @@ def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
             circuits[pair] += 1
             heapreplace(slowest, (-larger[pair] / circuits[pair], -larger[pair], pair))
         else:
-            heappop(slowest)  # ports never come back
+            heappop(slowest)
     return circuits
 
 
@@ -73,7 +74,7 @@ def evenly(demanded: Demanded) -> list[int]:
     (appendix D: a tie-break by utilisation, so that hot endpoints do not take the ports that others depend on).
     Utilisation counts in `LEVELS` steps."""
     used = [0] * len(demanded.ports)
-    served, waiting = [], demanded.largest_first()
+    served, waiting = [], list(demanded.largest_first)
     for level in range(1, LEVELS + 1):
         allowed = [-(-ports * level // LEVELS) for ports in demanded.ports]
         left = []

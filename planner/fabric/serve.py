@@ -88,7 +88,7 @@ class _Search:
         limit = min(limit, math.nextafter(self.score.slowest_bytes, 0.0))
         if not self._possible(limit):
             return False
-        largest_first = [pair for pair in self.demanded.largest_first() if pair in self.best]
+        largest_first = [pair for pair in self.demanded.largest_first if pair in self.best]
         return any(self._try(limit, start) for start in (largest_first, largest_first[::-1]))
 
     def _possible(self, limit_bytes: float) -> bool:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.bench.fabric_allocate import fabric_allocate
+from orchestrrl.bench.fabric_materialize import fabric_materialize
+from orchestrrl.bench.fabric_place import fabric_place
 from orchestrrl.bench.fabric_transition import fabric_transition
 from orchestrrl.bench.figure import Figure
 from orchestrrl.bench.forecast import forecasts
@@ -38,9 +40,11 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "gateway_ledger": gateway_ledger,
     "import_cli": lambda _: import_cli(),
     "fabric_allocate": lambda _: fabric_allocate(),
+    "fabric_place": lambda _: fabric_place(),
     "fabric_transition": lambda _: fabric_transition(),
     "sim_step": lambda _: sim_step(),
     "routing": lambda _: routing(),
+    "fabric_materialize": lambda _: fabric_materialize(),
     "slack": lambda _: slack(),
 }
 

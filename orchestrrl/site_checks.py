@@ -50,10 +50,13 @@ def _servers(parts: Parts) -> Iterator[str]:
         gpus, nics = len(server.gpus), len(server.tors)
         if gpus % nics and nics % gpus:
             yield f"{path}.gpus: must be shared evenly by {nics} NICs (one for each of tors), got {gpus} GPUs"
+        taken: dict[str, list[int]] = defaultdict(list)
         for gpu in server.gpus:
             if gpu in owner:
-                yield f"{path}.gpus: GPU {gpu} is in {owner[gpu]} already, got {shorten(numbers_text(server.gpus))}"
-            owner.setdefault(gpu, f"servers[{place}]")
+                taken[owner[gpu]].append(gpu)
+            owner.setdefault(gpu, path)
+        for other, double in taken.items():
+            yield f"{path}.gpus: GPU {numbers_text(double)} is in {other} already, got {_text(server.gpus)}"
         for nic, name in enumerate(server.tors):
             tor = tors.get(name)
             if tor is None:

@@ -159,6 +159,10 @@ FAULTS = {
         edit("servers", 1, "gpus", value="1-2"),
         ["servers[1].gpus: GPU 1 is in servers[0] already, got '1-2'"],
     ),
+    "GPUs of two servers": (
+        edit("servers", 1, "gpus", value="0-1"),
+        ["servers[1].gpus: GPU 0-1 is in servers[0] already, got '0-1'"],
+    ),
     "GPUs that NICs cannot share": (
         edit("servers", 15, "gpus", value="30-32"),
         ["servers[15].gpus: must be shared evenly by 2 NICs (one for each of tors), got 3 GPUs"],
@@ -243,7 +247,6 @@ def test_all_faults_at_once_also_beside_values_that_cannot_be_read() -> None:
         "nic_gbps",
         "tors[7].rail",
         "servers[0].gpus",
-        "servers[2].gpus",
         "servers[2].gpus",
         "switches[0].ports.train0/r1",
         "reserved[0].ports",

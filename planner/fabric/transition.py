@@ -230,9 +230,14 @@ def _wrong_moves(problem: TransitionProblem, planned: Transition) -> Iterator[st
 
 
 def _wrong_points(problem: TransitionProblem, planned: Transition) -> Iterator[str]:
-    for point in points(problem, planned.stages):
-        for port in _used_twice(point.up):
-            yield f"stage {point.stage}, {point.kind}: {port} is used twice"
+    used = {(each.switch, port) for each in problem.current for port in each.ports}
+    for number, moved in enumerate(planned.stages, start=1):
+        used.difference_update((each.switch, port) for each in moved.remove for port in each.ports)
+        for each in moved.add:
+            for port in each.ports:
+                if (each.switch, port) in used:
+                    yield f"stage {number}, added: port {port} of {each.switch} is used twice"
+                used.add((each.switch, port))
     told: set[Subject] = {*planned.dark_pairs, *planned.thin_endpoints}
     for subject, (stage, kind) in _suffer(problem, planned.stages).items():
         if subject not in told:

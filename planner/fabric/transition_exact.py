@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from planner.fabric.transition_moves import Moves
-from planner.fabric.transition_order import Order, Replay, doomed, harmless, replayed, short_order, tried_again
+from planner.fabric.transition_order import (
+    Order,
+    Replay,
+    doomed,
+    harmless,
+    kept_order,
+    postponed,
+    replayed,
+    short_order,
+    tried_again,
+)
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -38,33 +48,40 @@ def fewest_missed(moves: Moves) -> tuple[Order, bool]:
         return order, proven
     at_least = (order.cost(pairs)[0] if proven else doomed_pairs, len(hopeless) - doomed_pairs)
     # Pairs come first among the floors: they have the same numbers.
-    return _fewest(moves, short_order(moves, order.missed, order.removals), at_least)
+    known = min(
+        short_order(moves, order.missed, order.removals),
+        kept_order(moves, order),
+        key=lambda order: order.cost(moves),
+    )
+    return _fewest(moves, known, at_least)
 
 
 def _fewest(moves: Moves, known: Order, at_least: tuple[int, int]) -> tuple[Order, bool]:
     """An order that is no worse than `known`; none costs less than `at_least`.
 
-    What is harmless comes first and is not asked about. The rest falls into parts that have no floor, port or addition
-    in common; of each, the removals are dealt to as many rounds as there are removals, which no order exceeds.
+    What is harmless comes first and what nobody waits for last; neither is asked about. The rest falls into parts that
+    have no floor, port or addition in common; of each, the removals are dealt to as many rounds as there are removals,
+    which no order exceeds.
     """
     if known.cost(moves) == at_least:
         return known, True
     start = harmless(moves, doomed(moves))
     removals, proven, work = list(start.down), True, ORDER_WORK
-    for part in _parts(moves, start):
+    late = postponed(moves, start)
+    for part in _parts(moves, start, set(range(len(moves.removals))) - {*start.down, *late}):
         own = set(part)
         hint = [removal for removal in known.removals if removal in own]
         found, spent, sure = _order_of(moves, start, hint, work)
         removals += found
         proven, work = proven and sure, max(0.0, work - spent)
-    best = min(known, replayed(moves, removals), key=lambda order: order.cost(moves))
+    best = min(known, replayed(moves, [*removals, *late]), key=lambda order: order.cost(moves))
     if not proven:
         best = tried_again(moves, best, at_least)
     return best, proven or best.cost(moves) == at_least
 
 
-def _parts(moves: Moves, start: Replay) -> Iterator[list[int]]:
-    """The removals still to come, in groups that have nothing to do with each other, the smallest first."""
+def _parts(moves: Moves, start: Replay, asked: set[int]) -> Iterator[list[int]]:
+    """The removals in question, in groups that have nothing to do with each other, the smallest first."""
     parent = list(range(len(moves.removals)))
 
     def root(removal: int) -> int:
@@ -74,17 +91,16 @@ def _parts(moves: Moves, start: Replay) -> Iterator[list[int]]:
 
     groups = [list(needed) for needed in moves.blockers]
     for floor, room in zip(moves.floors, start.room, strict=True):
-        if room < len([removal for removal in floor.removals if not start.is_down[removal]]):
+        if room < len(asked.intersection(floor.removals)):
             needed = [removal for addition in floor.additions for removal in moves.blockers[addition]]
             groups.append([*floor.removals, *needed])
     for group in groups:
-        pending = [removal for removal in group if not start.is_down[removal]]
+        pending = [removal for removal in group if removal in asked]
         for one, other in itertools.pairwise(pending):
             parent[root(one)] = root(other)
     members: dict[int, list[int]] = defaultdict(list)
-    for removal, down in enumerate(start.is_down):
-        if not down:
-            members[root(removal)].append(removal)
+    for removal in sorted(asked):
+        members[root(removal)].append(removal)
     return iter(sorted(members.values(), key=lambda part: (len(part), part)))
 
 
@@ -108,7 +124,10 @@ def _order_of(moves: Moves, start: Replay, hint: list[int], work: float) -> tupl
         model.add(down[removal][rounds - 1] == 1)
     up: dict[int, list[Any]] = {}
     for addition in sorted({addition for removal in hint for addition in moves.opens[removal]}):
-        needed = [down[removal] for removal in moves.blockers[addition] if not start.is_down[removal]]
+        pending = [removal for removal in moves.blockers[addition] if not start.is_down[removal]]
+        if not down.keys() >= set(pending):
+            continue  # it waits for one that comes last, and no floor in question for it
+        needed = [down[removal] for removal in pending]
         up[addition] = [_both(model, [each[number] for each in needed]) for number in range(rounds)]
     missed: list[tuple[int, Any]] = []
     for number, floor in enumerate(moves.floors):

@@ -109,12 +109,42 @@ def harmless(moves: Moves, given_up: frozenset[int]) -> Replay:
     return _Walk(moves, given_up, range(len(moves.removals))).run(harmless_only=True)
 
 
+def postponed(moves: Moves, start: Replay) -> list[int]:
+    """Removals that may as well come last, in this order, once all others are down.
+
+    They open no addition of a floor that may yet be missed; and without them fewer floors may be, and so forth.
+    """
+    left, late = list(start.left), list[int]()
+    pending = [removal for removal, down in enumerate(start.is_down) if not down]
+    while True:
+        awaited = {
+            addition
+            for number, floor in enumerate(moves.floors)
+            if left[number] > start.room[number]
+            for addition in floor.additions
+        }
+        idle = [removal for removal in pending if awaited.isdisjoint(moves.opens[removal])]
+        if not idle:
+            return late[::-1]
+        for removal in idle:
+            late.append(removal)
+            for floor in moves.removal_floors[removal]:
+                left[floor] -= 1
+        gone = set(idle)
+        pending = [removal for removal in pending if removal not in gone]
+
+
 def short_order(moves: Moves, given_up: frozenset[int] = frozenset(), turn: Sequence[int] = ()) -> Order:
     """A good order, quickly: by walks along chains of ports, each carried on as long as it can be.
 
     It does without the floors `given_up`, and takes the removals in `turn` where nothing else decides.
     """
     return _Walk(moves, doomed(moves) | given_up, turn or range(len(moves.removals))).run().order()
+
+
+def kept_order(moves: Moves, known: Order) -> Order:
+    """The order of `known` as far as the floors allow it, and without those that it misses."""
+    return _Walk(moves, doomed(moves) | known.missed, known.removals, strict=True).run().order()
 
 
 def tried_again(moves: Moves, best: Order, at_least: tuple[int, int]) -> Order:
@@ -140,8 +170,9 @@ def tried_again(moves: Moves, best: Order, at_least: tuple[int, int]) -> Order:
 class _Walk:
     """One removal after the other, the least harmful first; where each that is left misses a floor, some give way."""
 
-    def __init__(self, moves: Moves, given_up: frozenset[int], ties: Sequence[int]) -> None:
+    def __init__(self, moves: Moves, given_up: frozenset[int], ties: Sequence[int], strict: bool = False) -> None:
         self._moves = moves
+        self._strict = strict  # nothing but the turn decides
         self._given_up = set(given_up)
         self._replay = Replay(moves)
         self._rank = [0] * len(moves.removals)
@@ -165,6 +196,8 @@ class _Walk:
         return replay
 
     def _key(self, removal: int) -> tuple[int, int, int, int, int]:
+        if self._strict:
+            return (0, 0, 0, self._rank[removal], removal)
         lost = [floor for floor in self._replay.loses(removal) if floor not in self._given_up]
         carries_on = bool(self._replay.opens(removal))
         room = min((self._replay.room[floor] for floor in lost), default=0)

@@ -17,7 +17,7 @@ from planner.fabric.chains import Chains
 from planner.fabric.greedy import Demanded, evenly, spend
 
 LOWER = (0.5, 0.8, 0.95, 1.0)  # of the slowest pair's bytes per circuit: what is tried as a limit below it
-WORK = 8_000_000  # elements of arrays gone through, in all
+WORK = 6_000_000  # elements of arrays gone through, in all
 CIRCUIT_WORK = 200  # what dealing out one costs, in such elements
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from planner.fabric.recent import HALF_LIFE, MEMORY, RUN, Recent
 from planner.model import Hold
 
-MOST_SAMPLES = 1 << 17  # of one rank, over all places
+MOST_SAMPLES = 1 << 20  # of one rank, over all places: 8 MiB
 MOST_VARIANTS = 8  # iterations that differ, e.g. every fourth ends with the weights being sent
 MOST_COLLECTIVES = 1 << 15  # of one iteration; and of the history in which a repetition is sought
 LONGEST_LOOP = 128  # equal layers in an iteration: what has come round so often is no layer

@@ -109,6 +109,43 @@ def test_what_is_prepared_is_what_would_have_been_answered(at: int, share: float
                 assert prepared.remaining(now_s, Q) == plain.remaining(now_s, Q)
 
 
+def test_gradients_that_are_sent_behind_the_backward_pass_are_traffic_to_promises_too() -> None:
+    """Buckets of one ring, one after the other, each begun while the one before may still be on its way: it is quiet
+    between them at times only. The optimizer's window is promised; the others hardly, but no promise is broken more
+    often than asked."""
+    rng, learner, at_s = random.Random(3), SlackLearner(0), 0.0
+    promised = broken = optimizer = 0
+    for number in range(200):
+        learner.iteration(number, at_s)
+        at_s += 0.100 * rng.lognormvariate(0, 0.05)
+        moments, free_s = list[tuple[float, bool, Signature]](), at_s
+        for bucket in range(6):
+            at_s += 0.020 * rng.lognormvariate(0, 0.1)
+            signature = Signature("all_reduce", 0, bucket)
+            free_s = max(free_s, at_s) + 0.016 * rng.lognormvariate(0, 0.3)
+            moments += [(at_s, True, signature), (free_s, False, signature)]
+        moments.sort(key=lambda moment: moment[:2])
+        at_s = free_s + 0.050 * rng.lognormvariate(0, 0.05)
+        moments += [(at_s, True, EXCHANGE), (at_s + 0.002, False, EXCHANGE)]
+        until_s: float | None = None
+        for now_s, begins, signature in moments:
+            if not begins:
+                learner.ended(signature, now_s)
+                said = learner.remaining(now_s, Q)
+                if isinstance(said, Remaining):
+                    promised += 1
+                    until_s = said.until_s
+                    optimizer += said.position == 6 and said.until_s - now_s > 0.040
+                continue
+            broken += until_s is not None and until_s > now_s
+            until_s = None
+            learner.started(signature, now_s)
+        at_s += 0.002
+    assert promised > 400
+    assert broken <= 1.2 * Q * promised
+    assert optimizer > 150
+
+
 # What is quiet: against arithmetic with intervals.
 
 SPANS = st.lists(

@@ -14,7 +14,7 @@ from planner.fabric.model import Cabling, EndpointId, Pair, PortPair
 from planner.fabric.transition_exact import fewest_missed, fewest_stages
 from planner.fabric.transition_moves import Moves, Subject, circuits, lit_floors, moves_between, subjects
 from planner.fabric.transition_order import Order, doomed, replayed
-from planner.fabric.transition_stages import StageOf, packed, smoothed, stages_at_least
+from planner.fabric.transition_stages import HABITS, StageOf, packed, smoothed, stages_at_least
 
 PointKind = Literal["start", "removed", "added"]
 
@@ -109,11 +109,19 @@ def transition(problem: TransitionProblem) -> Transition:
     """
     moves = moves_between(problem.cabling, problem.current, problem.target, problem.min_fraction)
     order, proven = fewest_missed(moves)
-    hopeless = doomed(moves)
-    # Where there is a choice of who suffers, a bound must not count on any of them.
-    spared = frozenset(range(len(moves.floors))) if order.missed - hopeless else hopeless
+    spared = _not_to_count_on(moves, order)
     stage_of, at_least = _staged(problem.max_moves_per_stage, moves, order, spared)
     return _transition(problem, moves, stage_of, at_least, proven)
+
+
+def _not_to_count_on(moves: Moves, order: Order) -> frozenset[int]:
+    """The floors that another order with as few that suffer may miss.
+
+    The hopeless, and where other pairs or other endpoints are missed, all pairs or all endpoints.
+    """
+    hopeless = doomed(moves)
+    chosen = {moves.floors[number].is_pair for number in order.missed - hopeless}
+    return hopeless | {number for number, floor in enumerate(moves.floors) if floor.is_pair in chosen}
 
 
 def _staged(max_moves: int, moves: Moves, order: Order, spared: frozenset[int]) -> tuple[StageOf, int]:
@@ -125,10 +133,10 @@ def _staged(max_moves: int, moves: Moves, order: Order, spared: frozenset[int]) 
         orders.append(replayed(moves, sorted(order.removals)))
     best: StageOf | None = None
     for candidate in orders:
-        for keen in (False, True):
+        for habit in HABITS:
             if candidate.missed - order.missed or (best and max(best) + 1 == at_least):
                 continue
-            stage_of = packed(moves, candidate, max_moves, keen)
+            stage_of = packed(moves, candidate, max_moves, habit)
             if best is None or max(stage_of) < max(best):
                 best = stage_of
     assert best is not None

@@ -4,26 +4,31 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Literal
 
 from planner.fabric.transition_moves import Moves
 from planner.fabric.transition_order import Order, Replay
 
+Habit = Literal["plain", "keen", "tidy"]
+# As the order has it; those first that make room for an addition at once; without those that make room for none.
+HABITS: tuple[Habit, ...] = ("plain", "keen", "tidy")
+TIDYINGS = 4  # in a stage
+
 StageOf = list[int]  # [move]: its stage from 0; removals first, additions after them
 
 
-def packed(moves: Moves, order: Order, max_moves: int, keen: bool) -> StageOf:
+def packed(moves: Moves, order: Order, max_moves: int, habit: Habit) -> StageOf:
     """Stage by stage: additions whose ports are free, then whatever may come down, in the order's turn.
 
     What is left of the order stays a way to the end throughout, so that no stage can run into a dead end: a removal is
-    brought forward only where every floor bears it at each point that it overtakes. Where `keen`, removals that make
-    room for an addition at once go before the others.
+    brought forward only where every floor bears it at each point that it overtakes.
     """
-    return _Packing(moves, order, max_moves, keen).run()
+    return _Packing(moves, order, max_moves, habit).run()
 
 
 class _Packing:
-    def __init__(self, moves: Moves, order: Order, max_moves: int, keen: bool) -> None:
-        self._moves, self._order, self._max_moves, self._keen = moves, order, max_moves, keen
+    def __init__(self, moves: Moves, order: Order, max_moves: int, habit: Habit) -> None:
+        self._moves, self._order, self._max_moves, self._habit = moves, order, max_moves, habit
         self._room = [floor.room for floor in moves.floors]  # with all that is taken so far
         self._stage_room = list(self._room)  # without this stage's additions
         self._waiting = [len(needed) for needed in moves.blockers]
@@ -39,8 +44,12 @@ class _Packing:
             self._taken = 0
             self._stage_room = list(self._room)
             self._raise()
-            for keen_now in (True, False) if self._keen else (False,):
+            for keen_now in (True, False) if self._habit == "keen" else (False,):
                 self._lower(keen_now)
+            if self._habit == "tidy":
+                for _ in range(TIDYINGS):
+                    if self._taken < self._max_moves and self._take_back():
+                        self._lower(False)
             self._stage += 1
         return self._stage_of
 
@@ -77,6 +86,28 @@ class _Packing:
             if self._waiting[addition] == 0:
                 self._ready.append(addition)
         self._raise()
+
+    def _take_back(self) -> int:
+        """This stage's removals that made room for nothing: others have better use for what they cost. How many."""
+        idle = [
+            removal
+            for removal in range(len(self._moves.removals))
+            if self._stage_of[removal] == self._stage
+            and self._moves.opens[removal]
+            and all(self._waiting[addition] for addition in self._moves.opens[removal])
+        ]
+        if len(idle) == self._taken:
+            return 0  # the stage has nothing else
+        for removal in idle:
+            self._stage_of[removal] = -1
+            self._taken -= 1
+            for floor in self._moves.removal_floors[removal]:
+                self._room[floor] += 1
+                self._stage_room[floor] += 1
+            for addition in self._moves.opens[removal]:
+                self._waiting[addition] += 1
+        self._pending += idle
+        return len(idle)
 
     def _may_come_down(self, removal: int) -> bool:
         floors = [floor for floor in self._moves.removal_floors[removal] if floor not in self._order.missed]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.fabric.broadcast import broadcasts_of
-from planner.fabric.collectives import TRANSFERS_AT_ONCE, Floats, Transfers, transfers_of
+from planner.fabric.collectives import TRANSFERS_AT_ONCE, Floats, Ints, Transfers, transfers_of
 from planner.fabric.intent import Intent, Operation, Primitive
 from planner.fabric.masks import failed_ports, healthy_lanes, mask_nics
 from planner.fabric.model import EndpointId
-from planner.fabric.placement import NONE, Placement
+from planner.fabric.placement import NONE, Nics, Placement
 from planner.fabric.plan import Demand, Failures
 from planner.fabric.topology import RESPONSES, Site
 
@@ -158,13 +158,7 @@ class _Tally:
         out = ~(inside | lost)
         sent_bytes, servers = transfers.sent_bytes[out], servers[out]
         source, destination = placement.nic[sources[out]], placement.nic[destinations[out]]
-        rail = nics.rail[destination]
-        handed_over = np.where(
-            (rail != NONE) & (nics.rail[source] != NONE) & (rail != nics.rail[source]),
-            nics.on_rail[servers, rail] if nics.on_rail.shape[1] else NONE,
-            NONE,
-        )
-        source = np.where(handed_over != NONE, handed_over, source)
+        source, destination = _on_one_rail(nics, source, destination, servers, placement.server[destinations[out]])
         self.nic_out_bytes += np.bincount(source, sent_bytes, minlength=len(self.nic_out_bytes))
         self.nic_in_bytes += np.bincount(destination, sent_bytes, minlength=len(self.nic_in_bytes))
         one, other = nics.tor[source], nics.tor[destination]
@@ -178,6 +172,20 @@ class _Tally:
         found = np.flatnonzero(self._between)
         pairs = ((tors[code // self._tors].id, tors[code % self._tors].id) for code in found.tolist())
         return dict(sorted(zip(pairs, self._between[found].tolist(), strict=True)))
+
+
+def _on_one_rail(
+    nics: Nics, source: Ints, destination: Ints, source_server: Ints, destination_server: Ints
+) -> tuple[Ints, Ints]:
+    """The NICs that messages leave and arrive by: handed over before they leave, or, where the source has no NIC on
+    that rail, after they have arrived."""
+    if not nics.on_rail.shape[1]:
+        return source, destination
+    one, other = nics.rail[source], nics.rail[destination]
+    apart = (one != other) & (one != NONE) & (other != NONE)
+    before = np.where(apart, nics.on_rail[source_server, other], NONE)
+    after = np.where(apart & (before == NONE), nics.on_rail[destination_server, one], NONE)
+    return np.where(before != NONE, before, source), np.where(after != NONE, after, destination)
 
 
 def _homeless(placement: Placement, dropped_bytes: float) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The slice of the core that is kept for responses: the same circuits in every stage, whatever is announced. Pure."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from planner.fabric.allocate import AllocationProblem, algorithm3
@@ -48,7 +48,9 @@ def lift_any(
     for each in sorted(cross_connects):
         ends = [ground.lane_at.get((each.switch, port)) for port in each.ports]
         lanes = [lane for lane in ends if lane is not None]
-        chosen = [_tor(rooms[ground.site.pod_of[lane.uplink]], lane, turns) for lane in lanes]
+        chosen: list[EndpointId | None] = []
+        for lane in lanes:  # both may end in one PoD, if somebody pinned such a circuit: not at one ToR
+            chosen.append(_tor(rooms[ground.site.pod_of[lane.uplink]], lane, turns, chosen))
         if len(lanes) < len(ends) or None in chosen:
             dark = [ground.site.pod_of[lane.uplink] for lane, tor in zip(lanes, chosen, strict=True) if tor is None]
             notes.append(f"{each} leads nowhere, no ToR of {' or '.join(dark) or 'any PoD'} has a port for it")
@@ -63,10 +65,15 @@ def lift_any(
     return tuple(core), tuple(lifts), tuple(notes)
 
 
-def _tor(room: AggRoom, lane: Lane, turns: Counter[EndpointId]) -> EndpointId | None:
+def _tor(
+    room: AggRoom, lane: Lane, turns: Counter[EndpointId], taken: Collection[EndpointId | None]
+) -> EndpointId | None:
     """What the lane is joined to; else the ToR with the fewest such lanes."""
     known = room.lifted_to(lane) or room.up_to(lane)
-    return known or min(room.tors(lane), key=lambda tor: (turns[tor], tor), default=None)
+    if known is not None and known not in taken:
+        return known
+    free = [tor for tor in room.tors(lane) if tor not in taken]
+    return min(free, key=lambda tor: (turns[tor], tor), default=None)
 
 
 def _circuits(ground: Ground, ports: Mapping[EndpointId, int]) -> Mapping[Pair, int]:

@@ -124,13 +124,24 @@ def _incident(circuits: Mapping[Pair, int]) -> Counter[EndpointId]:
 
 
 def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, int]) -> Mapping[Pair, int]:
-    """Left-over ports, evenly over all pairs; of pairs that are alike, those that are up come first."""
+    """Left-over ports, evenly over all pairs. Where there are fewer ports than pairs, first those at a few distances in
+    a circle of the endpoints, near and far ones, so that it is few hops to anywhere. Of pairs alike, what is up first.
+    """
     ends = sorted(end for end, count in ports.items() if count)
-    demand = {
-        (one, other): 1.0 + 1e-6 * min(up.get((one, other), 0), 1000)
-        for number, one in enumerate(ends)
-        for other in ends[number + 1 :]
-    }
-    if not demand:
+    if len(ends) < 2:
         return {}
+    order = _circle(len(ends), min(ports[end] for end in ends) // 2)
+    demand = {
+        (one, other): 1.0 - 1e-6 * order[distance] + 1e-9 * min(up.get((one, other), 0), 100)
+        for place, one in enumerate(ends)
+        for distance, other in enumerate(ends[place + 1 :], start=1)
+    }
     return algorithm3(AllocationProblem(link_gbps, {end: ports[end] for end in ends}, demand)).circuits
+
+
+def _circle(size: int, distances: int) -> list[int]:
+    """Rank of each distance, which is as far either way round. A step of each chosen one is as many steps of the one
+    before, so that all of them together reach everywhere."""
+    chosen = [round(size ** (number / max(1, distances))) for number in range(max(1, distances))]
+    shortest = [min(distance, size - distance) for distance in range(size)]
+    return [chosen.index(each) if each in chosen else size + each for each in shortest]

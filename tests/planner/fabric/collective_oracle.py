@@ -72,18 +72,22 @@ class Walk:
         out, into = self._nic(one, one.nic(source)), self._nic(other, other.nic(destination))
         if out is None or into is None:
             return "dropped"
-        there = other.tors[into]
-        rail = self._site.tor[there].rail
-        if rail is not None and self._site.tor[one.tors[out]].rail is not None:
-            on_rail = [
-                nic
-                for nic in range(len(one.tors))
-                if (one.id, nic) not in self._failures.nics and self._site.tor[one.tors[nic]].rail == rail
-            ]
-            if on_rail and self._site.tor[one.tors[out]].rail != rail:
-                out = on_rail[0]
-        here = one.tors[out]
+        rails = self._site.tor[one.tors[out]].rail, self._site.tor[other.tors[into]].rail
+        if rails[0] != rails[1] and None not in rails:
+            before, after = self._on_rail(one, rails[1]), self._on_rail(other, rails[0])
+            if before:
+                out = before[0]
+            elif after:
+                into = after[0]
+        here, there = one.tors[out], other.tors[into]
         return "below" if here == there else (here, there)
+
+    def _on_rail(self, server: Server, rail: int | None) -> list[int]:
+        return [
+            nic
+            for nic, tor in enumerate(server.tors)
+            if (server.id, nic) not in self._failures.nics and self._site.tor[tor].rail == rail
+        ]
 
     def _nic(self, server: Server, nic: int) -> int | None:
         """The next healthy one, those on the same ToR first; used by tests with at most one failed NIC of a server."""

@@ -12,6 +12,7 @@ from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 from planner.fabric.materialize import materialize, validate
 from planner.fabric.model import EndpointId, OcsId, PortPair, port_pair
 from planner.fabric.plan import FabricPlan, FabricState, Failures
+from planner.fabric.sizing import spread
 from planner.fabric.templates import TemplateBook
 from planner.fabric.topology import Role, Site, Tier
 from planner.model import Hold
@@ -65,6 +66,7 @@ def states(draw: st.DrawFn, site: Site) -> FabricState:
     return FabricState(frozenset(up), draw(failures(site)), frozenset(pinned))
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_no_port_is_used_that_may_not_be(data: st.DataObject) -> None:
     site = data.draw(sites())
@@ -192,6 +194,22 @@ def test_left_over_ports_raise_bisection() -> None:
     (tier, _) = plan.tiers
     assert len(tier.circuits) == 1 + 6 * 5 // 2  # the pair has all ports of its two ToRs, the other six meet each other
     assert sum(tier.circuits.values()) == 8 * 8 // 2
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 40), st.integers(2, 12))
+def test_few_ports_join_all_tors_over_few_hops(size: int, ports: int) -> None:
+    tors = [EndpointId(f"tor{number:02}") for number in range(size)]
+    circuits = spread(200.0, dict.fromkeys(tors, ports), {})
+    used = Counter(end for pair, count in circuits.items() for end in pair for _ in range(count))
+    assert max(used.values()) <= ports
+    assert sum(used.values()) >= size * ports - ports  # at most one ToR, or one port of some, is left alone
+    reached, hops = {tors[0]}, 0
+    while len(reached) < size:
+        more = {end for pair in circuits if reached & set(pair) for end in pair}
+        assert more > reached
+        reached, hops = more, hops + 1
+    assert hops <= (size if ports < 4 else 8)
 
 
 def test_a_pod_that_cannot_lift_takes_circuits_from_the_core() -> None:

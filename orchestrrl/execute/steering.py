@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 1.0
+KEPT = 64  # sets of circuits whose routes are kept ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +115,22 @@ class Steering:
         self._limits = limits or Limits()
         self._turn = asyncio.Lock()
         self._routed: tuple[Link, ...] | None = None  # None: nobody has said yet
+        self._prepared: dict[frozenset[Link], pure.Steer] = {}
         self._tables: dict[EndpointId, RouteTable] = {}  # as last read; of those silent now, as known
 
     @property
     def routed(self) -> tuple[Link, ...] | None:
         """The circuits that packets go over; None before the first `steer`."""
         return self._routed
+
+    def prepare(self, links: Collection[Link]) -> pure.Steer:
+        """The routes over these circuits, found once: periods recur, and a window is short. Touches no router."""
+        key = frozenset(links)
+        want = self._prepared.pop(key, None) or pure.steer(self.domain, key)
+        self._prepared[key] = want  # the latest used stand last
+        if len(self._prepared) > KEPT:
+            del self._prepared[next(iter(self._prepared))]
+        return want
 
     async def drain(self, going: Collection[Link]) -> Drained:
         """Move packets off circuits that are about to go. Raises NotDrained where a router still uses one, or might;
@@ -128,8 +139,8 @@ class Steering:
             if self._routed is None:
                 raise Permanent("nothing can be drained before it is known which circuits there are: steer first")
             began_s = self._clock.now_s()
-            before = pure.steer(self.domain, self._routed)
-            want = pure.drain(self.domain, self._routed, going)
+            before = self.prepare(self._routed)
+            want = self.prepare([link for link in self._routed if link not in set(going)])
             moved = await self._move(want.tables)
             still = self._still_using(going, moved)
             if still:
@@ -145,11 +156,11 @@ class Steering:
         """Route over these circuits, less those that get no light or whose far end does not answer, in time."""
         async with self._turn:
             began_s = self._clock.now_s()
-            wanted = pure.steer(self.domain, usable)  # raises ValueError before anything is done
+            wanted = self.prepare(usable)  # raises ValueError before anything is done
             left_out = await self._dark_ones(usable)
             light_s = self._clock.now_s() - began_s
             routed = tuple(sorted(link for link in set(usable) if link not in left_out))
-            want = pure.steer(self.domain, routed) if left_out else wanted
+            want = self.prepare(routed) if left_out else wanted
             moved = await self._move(want.tables)
             self._routed = routed
             out = tuple(LeftOut(link, why) for link, why in sorted(left_out.items()))

@@ -6,7 +6,6 @@ daemon and no library is needed on the router, so a prefix (`ssh tor3`) is all i
 """
 
 from collections.abc import Sequence
-from fractions import Fraction
 from ipaddress import IPv4Network
 from typing import Any
 
@@ -70,7 +69,7 @@ def _prefix(dst: str) -> str:
     return "0.0.0.0/0" if dst == "default" else str(IPv4Network(dst))
 
 
-def _shares(row: dict[str, Any]) -> dict[tuple[str, str], int | Fraction]:
+def _shares(row: dict[str, Any]) -> dict[tuple[str, str], int]:
     """What each way gets; empty for a route that we never made: a blackhole, one without a gateway."""
     hops = row.get("nexthops") or [row]
     if not all("gateway" in hop and "dev" in hop for hop in hops):

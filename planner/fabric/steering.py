@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
+from functools import cache
 from ipaddress import IPv4Address, IPv4Network
 from itertools import pairwise
 from typing import Self
@@ -64,14 +64,10 @@ class Route:
             raise ValueError(f"{self.prefix}: weights must have no common divisor, got {_words(self.next_hops)}")
 
     @classmethod
-    def of(cls, prefix: str, shares: Mapping[tuple[str, str], int | Fraction]) -> Self:
-        """From each way's share, (gateway, interface) -> any number > 0."""
-        if not shares:
-            raise ValueError(f"{prefix}: a route needs a next hop, got none")
-        whole = math.lcm(*(Fraction(share).denominator for share in shares.values()))
-        weights = {way: int(share * whole) for way, share in shares.items()}
-        common = math.gcd(*weights.values()) or 1
-        return cls(prefix, tuple(NextHop(*way, weights[way] // common) for way in sorted(weights)))
+    def of(cls, prefix: str, shares: Mapping[tuple[str, str], int]) -> Self:
+        """From each way's share, (gateway, interface) -> any whole number > 0."""
+        common = math.gcd(*shares.values()) or 1
+        return cls(prefix, tuple(NextHop(*way, shares[way] // common) for way in sorted(shares)))
 
     @property
     def interfaces(self) -> frozenset[str]:
@@ -385,61 +381,75 @@ def _neighbours(domain: Domain, links: Iterable[Link]) -> _Neighbours:
 
 def _distances(domain: Domain, neighbours: _Neighbours, destination: EndpointId) -> dict[EndpointId, int]:
     """Of every router that has a way to the destination."""
-    distance: dict[EndpointId, int] = {}
+    distance = {destination: 0}
+    done: set[EndpointId] = set()
     reached: list[tuple[int, EndpointId]] = [(0, destination)]
     is_first_on_packet_side = True
+
+    def reach(name: EndpointId, cost: int) -> None:
+        if cost < distance.get(name, math.inf):
+            distance[name] = cost
+            heapq.heappush(reached, (cost, name))
+
     while reached:
         cost, name = heapq.heappop(reached)
-        if name in distance:
+        if name in done:
             continue
-        distance[name] = cost
+        done.add(name)
         for neighbour in neighbours[name]:
-            if neighbour not in distance:
-                heapq.heappush(reached, (cost + 1, neighbour))
+            reach(neighbour, cost + 1)
         if domain.routers[name].packet_side and is_first_on_packet_side:
             is_first_on_packet_side = False  # all others are one step further than the nearest
             for other, router in domain.routers.items():
-                if router.packet_side and other not in distance:
-                    heapq.heappush(reached, (cost + domain.packet_cost, other))
+                if router.packet_side:
+                    reach(other, cost + domain.packet_cost)
     return distance
 
 
 def _shares(
     domain: Domain, neighbours: _Neighbours, distance: Mapping[EndpointId, int], destination: EndpointId
-) -> dict[EndpointId, dict[tuple[str, str], int | Fraction]]:
-    """Per router, what each way, (gateway, interface), gets: circuits' worth of packets."""
+) -> dict[EndpointId, dict[tuple[str, str], int]]:
+    """Per router, what each way, (gateway, interface), gets, in proportion to the circuits that lead on."""
     routers = domain.routers
-    width: dict[EndpointId, int | Fraction] = {}
-    shares: dict[EndpointId, dict[tuple[str, str], int | Fraction]] = {}
+    width: dict[EndpointId, int] = {}  # in circuits
+    shares: dict[EndpointId, dict[tuple[str, str], int]] = {}
     least = min((distance[name] for name in distance if routers[name].packet_side), default=0)
-    exits = [name for name in sorted(distance) if routers[name].packet_side and distance[name] == least]
+    ends = [router.packet_side for name, router in routers.items() if distance.get(name) == least]
+    exits = [end.address for end in ends if end]
     for name in sorted(distance, key=lambda one: (distance[one], one)):
         if name == destination:
             continue
-        mine: dict[tuple[str, str], int | Fraction] = {}
-        for neighbour, interfaces in neighbours[name].items():
-            if distance.get(neighbour, math.inf) + 1 == distance[name]:
-                through = min(len(interfaces), width.get(neighbour, len(interfaces)))
-                address = routers[neighbour].address
-                mine |= {(address, interface): Fraction(through) / len(interfaces) for interface in interfaces}
+        nearer = distance[name] - 1
+        onward = {other: some for other, some in neighbours[name].items() if distance.get(other) == nearer}
+        whole = math.lcm(*map(len, onward.values()))  # so that every share is a whole number
+        mine: dict[tuple[str, str], int] = {}
+        width[name] = 0
+        for other, interfaces in onward.items():
+            through = min(len(interfaces), width.get(other, len(interfaces)))
+            width[name] += through
+            for interface in interfaces:
+                mine[routers[other].address, interface] = through * whole // len(interfaces)
         side = routers[name].packet_side
         if side and distance[name] == least + domain.packet_cost:
-            ends = (routers[exit].packet_side for exit in exits)
-            mine |= {(end.address, side.interface): 1 for end in ends if end}
-        shares[name], width[name] = mine, sum(mine.values())
+            width[name] += len(exits)
+            mine |= {(address, side.interface): whole for address in exits}
+        shares[name] = mine
     return shares
 
 
 def _fit_route(route: Route, max_next_hops: int, max_weight: int) -> Route:
+    heaviest = max(hop.weight for hop in route.next_hops)
+    if len(route.next_hops) <= max_next_hops and heaviest <= max_weight:
+        return route
     hops = sorted(sorted(route.next_hops, key=lambda hop: -hop.weight)[:max_next_hops])
     largest = max(hop.weight for hop in hops)
     if largest <= max_weight:
         return Route.of(route.prefix, {hop.way: hop.weight for hop in hops})
-    fitted: dict[tuple[str, str], int | Fraction] = {}
-    total, given = Fraction(0), 0
+    fitted: dict[tuple[str, str], int] = {}
+    total, given = 0, 0
     for hop in hops:
-        total += Fraction(hop.weight * max_weight, largest)
-        weight = math.floor(total + Fraction(1, 2)) - given
+        total += hop.weight * max_weight
+        weight = (2 * total + largest) // (2 * largest) - given  # what is due by now, rounded
         given += weight
         if weight:
             fitted[hop.way] = weight
@@ -460,6 +470,7 @@ def _check_links(domain: Domain, links: Iterable[Link]) -> None:
                 raise ValueError(f"{interface} of {name} is in two circuits: {used[end]} and {link}")
 
 
+@cache  # the same few stand in very many routes
 def _check_address(name: str, address: str) -> None:
     try:
         normal = str(IPv4Address(address))
@@ -469,6 +480,7 @@ def _check_address(name: str, address: str) -> None:
         raise ValueError(f"{name} must be written as {normal}, got {address!r}")
 
 
+@cache  # the same few stand in very many routes
 def _check_prefix(prefix: str) -> None:
     try:
         normal = str(IPv4Network(prefix))
@@ -478,6 +490,7 @@ def _check_prefix(prefix: str) -> None:
         raise ValueError(f"a prefix must be written as {normal}, got {prefix!r}")
 
 
+@cache  # the same few stand in very many routes
 def _check_interface(interface: str) -> None:
     if not INTERFACE.fullmatch(interface):
         raise ValueError(f"an interface must match {INTERFACE.pattern}, got {interface!r}")

@@ -9,10 +9,12 @@ from typing import Literal
 from planner.fabric.transition_moves import Moves
 from planner.fabric.transition_order import Order, Replay
 
-Habit = Literal["plain", "keen", "tidy"]
-# As the order has it; those first that make room for an addition at once; without those that make room for none.
-HABITS: tuple[Habit, ...] = ("plain", "keen", "tidy")
+Habit = Literal["plain", "keen", "tidy", "far"]
+# As the order has it; those first that make room for an addition at once; without those that make room for none; those
+# first for which the longest chain of others waits.
+HABITS: tuple[Habit, ...] = ("plain", "keen", "tidy", "far")
 TIDYINGS = 4  # in a stage
+CHAIN = 100  # links of a chain of removals that are looked at
 
 StageOf = list[int]  # [move]: its stage from 0; removals first, additions after them
 
@@ -34,6 +36,9 @@ class _Packing:
         self._waiting = [len(needed) for needed in moves.blockers]
         self._ready = [addition for addition, count in enumerate(self._waiting) if count == 0]
         self._pending = list(order.removals)
+        if habit == "far":
+            behind = _behind(moves, order)
+            self._pending.sort(key=lambda removal: -behind[removal])
         self._events = _events(moves, order)
         self._stage_of: StageOf = [-1] * moves.count
         self._stage = 0
@@ -133,6 +138,25 @@ class _Packing:
     def _take(self, move: int) -> None:
         self._stage_of[move] = self._stage
         self._taken += 1
+
+
+def _behind(moves: Moves, order: Order) -> list[int]:
+    """How many stages have to follow each removal: an addition that it opens may be what others wait for, and so on."""
+    behind = [0] * len(moves.removals)
+    bare = [floor for number, floor in enumerate(moves.floors) if floor.room == 0 and number not in order.missed]
+    for _ in range(CHAIN):
+        changed = False
+        for floor in bare:
+            if len(floor.additions) > 1:
+                continue  # another may do
+            waiting = 1 + max(behind[removal] for removal in floor.removals)
+            for addition in floor.additions:
+                for removal in moves.blockers[addition]:
+                    changed |= waiting > behind[removal]
+                    behind[removal] = max(behind[removal], waiting)
+        if not changed:
+            break
+    return behind
 
 
 def _events(moves: Moves, order: Order) -> list[list[int]]:

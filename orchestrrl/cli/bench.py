@@ -20,8 +20,8 @@ def bench(
     """Measure what OrchestrRL costs, each figure beside a baseline in the same run; less is better.
 
     Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick, forecast,
-    policies, moves, profile_score, gateway_cpu, gateway_burst, gateway_ledger, import_cli, fabric_allocate, sim_step,
-    routing, slack.
+    policies, moves, profile_score, gateway_cpu, gateway_burst, gateway_ledger, import_cli, fabric_allocate,
+    fabric_place, fabric_transition, sim_step, routing, fabric_materialize, slack.
 
     Example: `orchestrrl bench --only gateway_cpu`
     """

@@ -101,6 +101,7 @@ class Hooks:
         self._outer: set[int] = set()  # threads inside of something that is recorded as one
         self._device: DeviceWatch | None = None
         self._torch: Any = None
+        self._wait_itself: Callable[..., Any] = _no_wait
         self._hooked_ddp: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def install(self) -> None:
@@ -111,7 +112,7 @@ class Hooks:
             return
         from torch._C._distributed_c10d import ProcessGroup, Work
 
-        self._torch = torch
+        self._torch, self._wait_itself = torch, Work.wait
         missing = {method.name for method in METHODS if not hasattr(ProcessGroup, method.name)}
         for names in ALIASES:
             if names - missing:
@@ -179,6 +180,7 @@ class Hooks:
         _, op, tensors_at, peer_at = method
         places, outer, writer_of, ident = self._places, self._outer, self._writer, threading.get_ident
         codes: dict[int, int] = {}
+        tensor_type, wait = self._torch.Tensor, self._wait_itself
 
         def recorded(pg: Any, *args: Any, **kwargs: Any) -> Any:
             if outer and ident() in outer:
@@ -194,14 +196,16 @@ class Hooks:
                 first = args[tensors_at] if tensors_at is not None and len(args) > tensors_at else ()
                 if type(first) is list and len(first) == 1:
                     first = first[0]
-                n_bytes = first.nbytes if hasattr(first, "nbytes") else _sum_bytes(first)
+                if isinstance(first, tensor_type):
+                    n_bytes, on_device = first.nbytes, first.device if first.is_cuda else None
+                else:
+                    n_bytes, on_device = _sum_bytes(first), self._device_of(first)
                 options = kwargs.get("opts") if kwargs else args[-1] if args else None
                 asynchronous = getattr(options, "asyncOp", True)
                 flags = ASYNCHRONOUS if asynchronous else 0
                 peer = UNKNOWN
                 if peer_at is not None and len(args) > peer_at and place.ranks:
                     peer = place.ranks[args[peer_at]]
-                on_device = self._device_of(first)
                 watch = self._watch(on_device, writer) if on_device is not None else None
             except Exception as fault:  # noqa: BLE001  # torch may be other than it was: the program goes on
                 self._tell(f"not recorded: {method.name}: {fault!r}")
@@ -217,7 +221,7 @@ class Hooks:
             try:
                 work = original(pg, *args, **kwargs)
                 if work is not None and not asynchronous:
-                    work.wait()  # so does whoever called
+                    wait(work)  # so does whoever called
             except BaseException:
                 writer.end(sequence)
                 raise
@@ -449,6 +453,10 @@ def _reduce_bucket(group: Any, bucket: Any) -> Any:
 
 def _done(writer: Writer, sequence: int, _: Any) -> None:
     writer.end(sequence)
+
+
+def _no_wait(_: Any) -> None:
+    """Before torch is there, nothing is waited for."""
 
 
 def _sum_bytes(tensors: Any) -> int:

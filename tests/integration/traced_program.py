@@ -3,6 +3,7 @@
 python traced_program.py WHAT RANK WORLD_SIZE STORE
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -79,7 +80,7 @@ def ddp(rank: int, size: int) -> None:
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     for _ in range(3):
         wrapped(torch.randn(11, 7)).pow(2).sum().backward()
-    print("gradients", *(p.grad.numpy().tobytes().hex() for p in model.parameters()))
+    print("gradients", rank, *(p.grad.numpy().tobytes().hex() for p in model.parameters()), flush=True)
 
 
 def killed(rank: int, size: int) -> None:
@@ -133,12 +134,20 @@ def _store() -> "dist.Store":
 
 
 def main() -> None:
-    what, rank, size, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    what, size, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    globals()[what](rank, size)
-    dist.barrier()
-    dist.destroy_process_group()
+    if what in ("ddp", "functional"):
+        importlib.import_module("torch._dynamo")  # each rank would import it by itself
+    ranks = []
+    for rank in range(size):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+            globals()[what](rank, size)
+            dist.barrier()
+            dist.destroy_process_group()
+            sys.exit()
+    print("codes", *(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,212 @@
+"""Switching the recorder on and off, without torch: what a process sees that has none, or not yet."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrrl.instrument import recorder
+from orchestrrl.instrument.collective_hooks import Hooks
+from orchestrrl.instrument.device_watch import DeviceWatch
+from orchestrrl.instrument.rings import DEVICE, QUEUED, Reader, Writer, list_rings
+
+STARTUP = Path(recorder.__file__).parent / "startup"
+
+
+@pytest.fixture(autouse=True)
+def stopped() -> Iterator[None]:
+    yield
+    recorder.stop()
+
+
+def run(program: str, path: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_nothing_is_noted_before_it_is_started_and_after_it_is_stopped(tmp_path: Path) -> None:
+    recorder.moment("early")
+    recorder.start(tmp_path, job="rl")
+    assert recorder.path() is None  # nothing noted yet, no memory taken
+    with recorder.mark("forward"):
+        recorder.iteration(3)
+    found = recorder.path()
+    assert found is not None
+    recorder.start(tmp_path / "other")  # it is on already
+    recorder.stop()
+    recorder.moment("late")
+    with Reader(found) as reader:
+        assert [event.op for event in reader.events()[0]] == ["forward", "iteration"]
+        assert (reader.header().job, reader.header().closed) == ("rl", True)
+    assert list_rings(tmp_path) == [found]
+
+
+def test_an_announcement_is_json_with_its_period(tmp_path: Path) -> None:
+    recorder.announce("sync", "{}")  # nobody listens
+    recorder.start(tmp_path)
+    recorder.announce("sync", '{"bytes": 5}')
+    found = recorder.path()
+    assert found is not None
+    with Reader(found) as reader:
+        ((event,), _) = reader.events()
+    assert event.payload == b'{"period": "sync", "body": {"bytes": 5}}'
+    with pytest.raises(ValueError, match="under 3584 bytes"):
+        recorder.announce("sync", {"text": "x" * 3584})
+
+
+def test_where_nothing_can_be_written_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    recorder.start("/dev/null/rings")
+    recorder.moment("a")
+    recorder.moment("b")
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["nothing is recorded"]
+    recorder.stop()
+    with pytest.raises(ValueError, match="power of two"):
+        recorder.start(capacity=3)
+
+
+def test_the_variable_switches_it_on_and_the_other_sitecustomize_is_run_as_well(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('the other')")
+    program = "import sys; recorder = sys.modules.get('recorder'); recorder and recorder.moment('here')"
+    path = f"{STARTUP}{os.pathsep}{tmp_path}"
+    off = run(program, path)
+    assert (off.returncode, off.stdout, off.stderr) == (0, "the other\n", "")
+    on = run(program, path, ORCHESTRRL_RECORDER=str(tmp_path / "rings"), ORCHESTRRL_RECORDER_JOB="rl")
+    assert (on.returncode, on.stdout, on.stderr) == (0, "the other\n", "")
+    (ring,) = list_rings(tmp_path / "rings")
+    with Reader(ring) as reader:
+        assert reader.header().job == "rl"
+        assert not reader.alive
+
+
+def test_a_torch_that_is_other_than_expected_is_told_and_the_program_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("distributed = None")
+    done = run("import torch; print('went on')", f"{STARTUP}{os.pathsep}{tmp_path}", ORCHESTRRL_RECORDER=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "went on\n")
+    assert "not everything is recorded" in done.stderr
+
+
+class Group:
+    """Behaves like a group of vLLM: one of its methods calls another."""
+
+    ranks = (2, 3)
+    rank = 2
+    unique_name = "tp:0"
+
+    def all_reduce(self, x: bytearray) -> str:
+        return self.send(x)
+
+    def send(self, x: bytearray) -> str:
+        if not x:
+            raise RuntimeError("nothing to send")
+        return "sent"
+
+
+def test_methods_of_others_are_noted_once_and_put_back(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    told: list[str] = []
+    hooks = Hooks(lambda: writer, told.append, ddp=False)
+    hooks._torch = SimpleNamespace(distributed=SimpleNamespace(get_world_size=lambda: 4))
+    before = Group.all_reduce
+    for _ in range(2):
+        hooks.replace(Group, {"all_reduce": "all_reduce", "send": "send", "gone": "gather"})
+    assert Group().all_reduce(bytearray(3)) == "sent"
+    with pytest.raises(RuntimeError, match="nothing to send"):
+        Group().send(bytearray())
+    with Reader(writer.path) as reader:
+        events, _ = reader.events()
+        assert [event.op for event in events] == ["all_reduce", "send"]
+        assert [group.ranks for group in reader.groups.values()] == [(2, 3)]
+        assert reader.in_flight == 0
+        assert (reader.header().rank, reader.header().world_size) == (2, 4)
+    assert set(told) == {"not recorded, as it is not there: Group.gone"}
+    hooks.remove()
+    assert Group.all_reduce is before
+
+
+class Cuda:
+    """A device that gets on when it is told to: events are over once as many operations are done as came before."""
+
+    def __init__(self) -> None:
+        self.issued = self.done = 0
+
+    def Event(self, enable_timing: bool) -> Any:
+        return Mark(self)
+
+    def current_device(self) -> int:
+        return 0
+
+    def Stream(self) -> None:
+        return None
+
+    def stream(self, _: None) -> Any:
+        return nullcontext()
+
+
+class Mark:
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda, self.at = cuda, 0
+
+    def record(self) -> None:
+        self.at = self.cuda.issued
+
+    def synchronize(self) -> None:
+        self.at = 0
+
+    def query(self) -> bool:
+        return self.cuda.done >= self.at
+
+    def elapsed_time(self, other: "Mark") -> float:
+        return 0.0
+
+
+class Work:
+    completed = False
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self) -> None: ...
+
+
+def test_what_a_device_has_been_given_runs_when_its_stream_gets_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceWatch, "_loop", lambda self: None)  # the test looks instead
+    cuda, writer, work = Cuda(), Writer(tmp_path), Work()
+    watch = DeviceWatch(cuda, writer)
+
+    def issue() -> Work:
+        cuda.issued += 1
+        return work
+
+    cuda.issued = 1  # something else comes first
+    watch.run(issue, writer.issue(writer.op("all_reduce")), False, None)
+    watch.run(issue, writer.issue(writer.op("broadcast")), True, None)
+    with Reader(writer.path) as reader:
+        watch.look()
+        assert (reader.in_flight, reader.header().queued, reader.header().lag_ns) == (0, 2, 400_000)
+        assert {event.flags & (DEVICE | QUEUED) for event in reader.events()[0]} == {DEVICE | QUEUED}
+        cuda.done = 1
+        watch.look()
+        assert (reader.in_flight, reader.header().queued) == (1, 1)
+        cuda.done = 2
+        watch.look()
+        assert [(event.op, event.end_ns is None) for event in reader.events()[0]] == [
+            ("all_reduce", False),
+            ("broadcast", True),
+        ]
+        assert reader.in_flight == 1
+        work.completed = True
+        assert not watch.look()
+        assert reader.in_flight == 0

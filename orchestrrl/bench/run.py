@@ -17,6 +17,7 @@ from orchestrrl.bench.gateway_ledger import gateway_ledger
 from orchestrrl.bench.moves import moves
 from orchestrrl.bench.policies import policies
 from orchestrrl.bench.profile_score import profile_score
+from orchestrrl.bench.recorder import recorder
 from orchestrrl.bench.routing import routing
 from orchestrrl.bench.sim import sim_step
 from orchestrrl.bench.slack import slack
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "fabric_transition": lambda _: fabric_transition(),
     "sim_step": lambda _: sim_step(),
     "routing": lambda _: routing(),
+    "recorder": lambda _: recorder(),
     "fabric_materialize": lambda _: fabric_materialize(),
     "slack": lambda _: slack(),
 }

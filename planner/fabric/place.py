@@ -115,7 +115,7 @@ def _lay_out(counting: Counting, work: float) -> tuple[Layout, int, int]:
     if (layout.total, layout.kept) == (most_placed, most_kept):
         return layout, most_placed, most_kept
     if layout.total == most_placed and not small(counting):
-        ruin_and_recreate(layout, most_kept, work)
+        ruin_and_recreate(layout, most_placed, most_kept, work)
         return layout, most_placed, most_kept
     # Imported here since most problems need none of it, and it takes longer to load than they to solve.
     from planner.fabric.place_exact import Bounds, exchange, settle
@@ -124,8 +124,8 @@ def _lay_out(counting: Counting, work: float) -> tuple[Layout, int, int]:
     if small(counting):
         bounds = settle(layout, bounds)
     else:
+        ruin_and_recreate(layout, most_placed, most_kept, work / 2)
         exchange(layout, bounds, work / 2)
-        ruin_and_recreate(layout, most_kept, work / 2)
     return layout, bounds.placed, bounds.kept
 
 

@@ -41,11 +41,11 @@ class Chains:
         for pair in sorted(range(len(self.layout.missing)), key=self._narrowness):
             while self.layout.missing[pair] and self._put(pair):
                 pass
-        self.refill(MOST_LOST if gently else MOST_LOST[-1:])
+        self.refill(range(len(self.layout.missing)), MOST_LOST if gently else MOST_LOST[-1:])
 
-    def refill(self, most_lost: Sequence[int] = MOST_LOST) -> None:
-        """Missing circuits, by chains that give up at most as many kept ones, tried in turn."""
-        short = [pair for pair, missing in enumerate(self.layout.missing) if missing]
+    def refill(self, pairs: Iterable[int], most_lost: Sequence[int] = MOST_LOST) -> None:
+        """What these pairs miss, by chains that give up at most as many kept ones, tried in turn."""
+        short = [pair for pair in pairs if self.layout.missing[pair]]
         for self._most_lost in most_lost:
             found = True
             while found and self.work_left > 0:

@@ -1,8 +1,8 @@
-"""More circuits kept where a problem is too large to be solved exactly: ruin and recreate, again and again.
+"""More circuits placed and kept where a problem is too large to be solved exactly: ruin and recreate.
 
-Circuits that are up and were given up are put back by force, what stands in their way is taken off and finds room
-anew by chains of moves. What is no worse stays (Schrimpf et al., Record Breaking Optimization Results Using the Ruin
-and Recreate Principle, 2000).
+Circuits that are missing, or are up and were given up, are put in by force; what stands in their way is taken off and
+finds room anew by chains of moves. What is no worse stays (Schrimpf et al., Record Breaking Optimization Results Using
+the Ruin and Recreate Principle, 2000).
 """
 
 import random
@@ -15,22 +15,35 @@ MOST_FORCED = 8  # circuits put back at once
 WORK = 600_000  # looks at a circuit that might move, in about a second
 
 
-def ruin_and_recreate(layout: Layout, most_kept: int, work: float) -> None:
+def ruin_and_recreate(layout: Layout, most_placed: int, most_kept: int, work: float) -> None:
     """At least as many circuits, and of as many at least as many kept. `work` is in about seconds."""
     rng = random.Random(SEED)
     chains = Chains(layout, round(work * WORK))
-    while chains.work_left > 0 and layout.kept < most_kept:
-        given_up = _given_up(layout)
-        if not given_up:
+    while chains.work_left > 0 and (layout.total, layout.kept) < (most_placed, most_kept):
+        missing = _missing(layout) if layout.total < most_placed else []
+        wanting = missing or _given_up(layout)
+        if not wanting:
             return
         before = (layout.total, layout.kept)
         layout.moves = []
-        for pair, home in rng.sample(given_up, min(rng.randint(1, MOST_FORCED), len(given_up))):
-            _force(layout, pair, home, rng)
+        for pair, switch in rng.sample(wanting, min(rng.randint(1, MOST_FORCED), len(wanting))):
+            _force(layout, pair, switch, rng)
         chains.work_left -= len(layout.counting.ends)  # for looking what was given up
-        chains.refill()
+        chains.refill(sorted({pair for pair, _, _ in layout.moves}))
         if (layout.total, layout.kept) < before:
             layout.go_back()
+
+
+def _missing(layout: Layout) -> list[tuple[int, int]]:
+    """Pairs that miss a circuit, with the switches on which both ends have ports."""
+    counting = layout.counting
+    return [
+        (pair, switch)
+        for pair, missing in enumerate(layout.missing)
+        if missing
+        for switch, some in enumerate(map(min, *(counting.ports[end] for end in counting.ends[pair])))
+        if some > layout.placed[pair][switch]
+    ]
 
 
 def _given_up(layout: Layout) -> list[tuple[int, int]]:
@@ -46,14 +59,13 @@ def _given_up(layout: Layout) -> list[tuple[int, int]]:
 
 
 def _force(layout: Layout, pair: int, home: int, rng: random.Random) -> None:
+    """A circuit of the pair on `home`, whatever has to go for it."""
     up = layout.counting.up
-    if layout.placed[pair][home] >= up[pair][home]:
-        return
-    away = [switch for switch, count in enumerate(layout.placed[pair]) if count > up[pair][switch]]
-    if away:
+    away = [switch for switch, count in enumerate(layout.placed[pair]) if switch != home and count > up[pair][switch]]
+    if not layout.missing[pair]:
+        if not away:
+            return
         layout.take(pair, rng.choice(away))
-    elif not layout.missing[pair]:
-        return
     for endpoint in layout.counting.ends[pair]:
         if layout.free[endpoint][home] < 1:
             others = list(layout.there[endpoint][home])

@@ -180,7 +180,8 @@ def fewest_stages(
     """
     work, count, variables = STAGES_WORK, at_least, moves.count * at_least
     while count < known_count and variables <= MOST_STAGE_VARIABLES and work > 0:
-        found, spent, sure = _in_stages(moves, max_moves, cost, count, known, work)
+        # Half of what is left, so that more stages, which are easier to find, have their turn too.
+        found, spent, sure = _in_stages(moves, max_moves, cost, count, known, work / 2)
         work -= spent
         if found is not None:
             return Staged(found, at_least)

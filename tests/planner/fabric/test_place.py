@@ -233,6 +233,16 @@ def test_a_full_pod_that_changes_keeps_most() -> None:
     assert figures(place(problem, work=0.5)) >= figures(placed)
 
 
+def test_a_full_pod_with_failed_ports_places_nearly_all_that_is_left() -> None:
+    cabling, up, rng = regular(64, 16, 2), full_pod(Random(1), 64, 16, 2), Random(3)
+    failed = {switch: frozenset(rng.sample(sorted(owner), 4)) for switch, owner in cabling.ports.items()}
+    problem = PlacingProblem(cabling, counted(cabling, up), up, failed)
+    quick, placed = (place(problem, work=work) for work in (0.0, 0.3))
+    check(problem, placed)
+    assert figures(placed) >= figures(quick)
+    assert len(placed.cross_connects) > 0.97 * placed.bound_circuits
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -134,8 +134,9 @@ class AggRoom:
             return []
         return [tor for tor, ports in self._free[lane.agg].items() if ports]
 
-    def has(self, lane: Lane, tor: EndpointId) -> bool:
-        return bool(self._free[lane.agg].get(tor))
+    def left(self, lane: Lane, tor: EndpointId) -> int:
+        """Ports of the ToR that are left where the lane ends."""
+        return len(self._free[lane.agg].get(tor, ()))
 
     def lift(self, lane: Lane, tor: EndpointId) -> PortPair:
         """Takes the port that is up with the lane, else the first."""

@@ -70,11 +70,16 @@ class _Lifting:
         return True
 
     def lift(self, core: PortPair, one: _End, other: _End) -> None:
-        best, most = None, 0.0
+        best, most = None, (0.0, 0)
         for (first, second), sent_bytes in self._between.get(pair_of(one[0], other[0]), ()):
             share = sent_bytes / (self._circuits[first, second] + 1)
-            if share > most and self._may(one, first) and self._may(other, second):
-                best, most = (first, second), share
+            if share < most[0] or not (self._may(one, first) and self._may(other, second)):
+                continue
+            # Of those alike, the ToRs with the most ports on these switches: so that those of one ToR that are left are
+            # not all on one switch, and those of another on another.
+            left = self._rooms[one[0]].left(one[1], first) + self._rooms[other[0]].left(other[1], second)
+            if (share, left) > most:
+                best, most = (first, second), (share, left)
         first_tor, second_tor = best or (self._any(one), self._any(other))
         if first_tor is None or second_tor is None:
             self.result.not_carried[one[0]] += first_tor is None
@@ -86,7 +91,7 @@ class _Lifting:
         return frozenset(tors for tors, _ in self._between.get(pair_of(one, other), ()))
 
     def _may(self, end: _End, tor: EndpointId) -> bool:
-        return self._budget.get(tor, 0) > 0 and self._rooms[end[0]].has(end[1], tor)
+        return self._budget.get(tor, 0) > 0 and self._rooms[end[0]].left(end[1], tor) > 0
 
     def _any(self, end: _End) -> EndpointId | None:
         """The ToR that it is lifted to if that is due one, else the one with the most to go, else any with a port."""
@@ -95,7 +100,7 @@ class _Lifting:
         if up is not None and self._budget.get(up, 0) > 0:
             return up
         tors = room.tors(lane)
-        return max(tors, key=lambda tor: (self._budget.get(tor, 0), tor), default=None)
+        return max(tors, key=lambda tor: (self._budget.get(tor, 0), room.left(lane, tor), tor), default=None)
 
     def _take(self, core: PortPair, *ends: tuple[_End, EndpointId]) -> None:
         self.result.core.append(core)

@@ -20,6 +20,7 @@ from planner.model import Hold
 logger = logging.getLogger(__name__)
 
 QUANTILE = 0.05
+LEAST_QUANTILE = 0.005  # of one rank: of rarer events its memory says nothing
 PING_EVERY_S = 2.0
 FIRST_PINGS = 8  # at once, so that the first window finds the clock's offset known
 FIRST_PINGS_EVERY_S = 0.01
@@ -137,7 +138,10 @@ class TraceHub:
         self._numbers = itertools.count(1)
 
     def watch(self, job: str, ranks: frozenset[int], need_s: float) -> JobWatch:
-        arm = Arm(next(self._numbers), job, need_s, self.quantile)
+        traced = sum(len(host.jobs[job]) for host in self.known() if job in host.jobs)
+        # Any rank may break the window: what each may risk adds up over them.
+        quantile = max(self.quantile / max(1, traced), min(self.quantile, LEAST_QUANTILE))
+        arm = Arm(next(self._numbers), job, need_s, quantile)
         made = self._watches[arm.id] = JobWatch(self, arm, ranks)
         for host in self.hosts.values():
             host.said.pop(job, None)  # of an earlier watch, perhaps long ago

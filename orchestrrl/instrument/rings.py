@@ -490,6 +490,11 @@ class Reader:
         return self._words[_IN_FLIGHT]
 
     @property
+    def queued(self) -> int:
+        """Issued to a device and not begun."""
+        return self._words[_QUEUED]
+
+    @property
     def groups(self) -> Mapping[int, Group]:
         """All groups the process has communicated in, by their ids."""
         self._learn()

@@ -159,6 +159,10 @@ class AggRoom:
                 left[tor] += len(ports)
         return left
 
+    def ports_on(self) -> Mapping[OcsId, int]:
+        """Left to all ToRs together, on each switch."""
+        return {switch: sum(map(len, tors.values())) for switch, tors in self._free.items()}
+
     def cabling(self) -> Cabling:
         """Of the ports that are left."""
         return Cabling(
@@ -167,6 +171,13 @@ class AggRoom:
                 for switch, tors in self._free.items()
             }
         )
+
+    def cabling_with(self, boundary: EndpointId, lanes: Iterable[Lane]) -> Cabling:
+        """The same, and the ends of these lanes as those of one more endpoint."""
+        ports = {switch: dict(of_switch) for switch, of_switch in self.cabling().ports.items()}
+        for lane in lanes:
+            ports[lane.agg][lane.agg_port] = boundary
+        return Cabling(ports)
 
     def up_between_tors(self) -> frozenset[PortPair]:
         """What is up on two ports that are left."""

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from planner.fabric.ground import AggRoom
 from planner.fabric.masks import Port
-from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
+from planner.fabric.model import EndpointId, OcsId, Pair, PortPair, pair_of
 from planner.fabric.topology import Lane
+
+Due = tuple[OcsId, EndpointId]  # a ToR on a switch
 
 
 @dataclass(slots=True)
@@ -27,10 +29,10 @@ def lift_all(
     lane_at: Mapping[Port, Lane],
     rooms: Mapping[EndpointId, AggRoom],
     pod_of: Mapping[EndpointId, EndpointId],
-    budget: Mapping[EndpointId, int],
+    budget: Mapping[Due, int],
     between: Mapping[Pair, Mapping[tuple[EndpointId, EndpointId], float]],
 ) -> Lifted:
-    """Takes ports of the rooms. `budget`: lifts of each ToR. `between`: bytes of ToRs, the smaller PoD's first."""
+    """Takes ports of the rooms. `budget`: lifts due. `between`: bytes of ToRs, the smaller PoD's first."""
     work = _Lifting(rooms, dict(budget), between)
     todo = []
     for core in sorted(cross_connects):
@@ -50,7 +52,7 @@ class _Lifting:
     def __init__(
         self,
         rooms: Mapping[EndpointId, AggRoom],
-        budget: dict[EndpointId, int],
+        budget: dict[Due, int],
         between: Mapping[Pair, Mapping[tuple[EndpointId, EndpointId], float]],
     ) -> None:
         self._rooms = rooms
@@ -62,7 +64,7 @@ class _Lifting:
     def keep(self, core: PortPair, one: _End, other: _End) -> bool:
         """As it is up now, if that is still wanted."""
         tors = self._rooms[one[0]].up_to(one[1]), self._rooms[other[0]].up_to(other[1])
-        if tors[0] is None or tors[1] is None or not (self._budget.get(tors[0]) and self._budget.get(tors[1])):
+        if tors[0] is None or tors[1] is None or not (self._due(one, tors[0]) and self._due(other, tors[1])):
             return False
         if (tors[0], tors[1]) not in self._wanted(one[0], other[0]):
             return False
@@ -90,21 +92,25 @@ class _Lifting:
     def _wanted(self, one: EndpointId, other: EndpointId) -> frozenset[tuple[EndpointId, EndpointId]]:
         return frozenset(tors for tors, _ in self._between.get(pair_of(one, other), ()))
 
+    def _due(self, end: _End, tor: EndpointId) -> int:
+        """Lifts that the ToR is still to have on the switch where the lane ends."""
+        return max(0, self._budget.get((end[1].agg, tor), 0))
+
     def _may(self, end: _End, tor: EndpointId) -> bool:
-        return self._budget.get(tor, 0) > 0 and self._rooms[end[0]].left(end[1], tor) > 0
+        return self._due(end, tor) > 0 and self._rooms[end[0]].left(end[1], tor) > 0
 
     def _any(self, end: _End) -> EndpointId | None:
         """The ToR that it is lifted to if that is due one, else the one with the most to go, else any with a port."""
         room, lane = self._rooms[end[0]], end[1]
         up = room.up_to(lane)
-        if up is not None and self._budget.get(up, 0) > 0:
+        if up is not None and self._due(end, up) > 0:
             return up
         tors = room.tors(lane)
-        return max(tors, key=lambda tor: (self._budget.get(tor, 0), room.left(lane, tor), tor), default=None)
+        return max(tors, key=lambda tor: (self._due(end, tor), room.left(lane, tor), tor), default=None)
 
     def _take(self, core: PortPair, *ends: tuple[_End, EndpointId]) -> None:
         self.result.core.append(core)
         for (pod, lane), tor in ends:
             self.result.lifts.append(self._rooms[pod].lift(lane, tor))
-            self._budget[tor] = self._budget.get(tor, 0) - 1
+            self._budget[lane.agg, tor] = self._budget.get((lane.agg, tor), 0) - 1
         self._circuits[ends[0][1], ends[1][1]] += 1

@@ -8,18 +8,20 @@ on ports: pins, the reserved slice, lanes of the core with their lifts, ToR to T
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from planner.fabric.allocate import BITS_PER_BYTE
+from planner.fabric.core_lanes import evened_out, place_in_core
 from planner.fabric.coupling import check_coupling
 from planner.fabric.demand import GENERAL, Flows, flows_of
 from planner.fabric.ground import AggRoom, Ground
 from planner.fabric.intent import Intent
-from planner.fabric.lifts import Lifted, lift_all
+from planner.fabric.lifts import Due, Lifted, lift_all
 from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
-from planner.fabric.place import Placed, PlacingProblem, place
+from planner.fabric.place import PlacingProblem, place
 from planner.fabric.plan import Directed, FabricPlan, FabricState, TierPlan
-from planner.fabric.reserved_slice import Slice, lift_any, place_in_core, reserve
-from planner.fabric.sizing import Wanted, size, spread, wanted_of
+from planner.fabric.reserved_slice import Slice, lift_any, reserve
+from planner.fabric.sizing import Sizes, Wanted, size, spread, wanted_of
 from planner.fabric.templates import Spare, Template, template_of
 from planner.fabric.topology import RESPONSES, Site, Switch
 from planner.model import Hold
@@ -91,18 +93,21 @@ class _Draft:
         lanes_count = {pod: len(own) for pod, own in lanes.items()}
         sizes = size(site, self._template, wanted, lanes_count, {pod: self._rooms[pod].ports() for pod in wanted.tors})
         placed = place_in_core(ground, lanes, sizes.core)
-        lifted = lift_all(placed.cross_connects, ground.lane_at, self._rooms, site.pod_of, sizes.lifts, wanted.between)
+        carrying = evened_out(placed, lanes, self._rooms)
+        inside = {pod: self._in_pod(pod, sizes, carrying) for pod in wanted.tors}
+        due = Counter(end for each in inside.values() for end in each.lifts)
+        lifted = lift_all(carrying, ground.lane_at, self._rooms, site.pod_of, due, wanted.between)
         self._note_not_carried(lifted)
-        agg = {pod: self._in_pod(pod, sizes.tors[pod]) for pod in wanted.tors}
+        spare = {pod: self._spare(pod) for pod in wanted.tors}
         cross_connects = frozenset(
             {each for room in self._rooms.values() for each in room.stays}
             | {*kept_core, *responses.core, *lifted.core}
             | {*kept_lifts, *responses.lifts, *lifted.lifts}
-            | {each for placed_in_pod, _ in agg.values() for each in placed_in_pod}
+            | {each for pod in wanted.tors for each in (*inside[pod].tors, *spare[pod])}
         )
         general = frozenset(lifted.core), frozenset(lifted.lifts)
         tiers = (
-            *(self._agg_tier(pod, cross_connects, wanted, general[1], unplaced) for pod, (_, unplaced) in agg.items()),
+            *(self._agg_tier(pod, cross_connects, wanted, general[1], each.unplaced) for pod, each in inside.items()),
             self._core_tier(cross_connects, wanted, responses, general[0], placed.unplaced),
         )
         return FabricPlan(
@@ -123,23 +128,35 @@ class _Draft:
         self._notes += notes
         return [*foreign, *core], lifts
 
-    def _in_pod(self, pod: EndpointId, circuits: Mapping[Pair, int]) -> tuple[frozenset[PortPair], Mapping[Pair, int]]:
-        """From ToR to ToR: as allotted, then what becomes of ports left over; and what was allotted but found none."""
-        room = self._rooms[pod]
-        placed = self._place(room, circuits)
-        if self._template.spare is Spare.SPREAD:
-            left = self._place(room, spread(self._site.link_gbps, room.ports(), room.tors_up()))
-            spare = frozenset(left.cross_connects)
-        else:
-            spare = room.up_between_tors()
-            room.take(spare)
-        return spare.union(placed.cross_connects), placed.unplaced
+    def _in_pod(self, pod: EndpointId, sizes: Sizes, carrying: Iterable[PortPair]) -> "_InPod":
+        """Circuits from ToR to ToR and lifts of the lanes that the core uses, placed together."""
+        room, ground = self._rooms[pod], self._ground
+        lanes = [ground.lane_at[each.switch, port] for each in carrying for port in each.ports]
+        cabling = room.cabling_with(pod, [lane for lane in lanes if self._site.pod_of[lane.uplink] == pod])
+        tors = {tor.id for tor in self._site.tors_of[pod]}
+        lifts = {pair_of(tor, pod): count for tor, count in sizes.lifts.items() if tor in tors}
+        up = frozenset(each for each in room.up if cabling.ends(each) is not None)
+        placed = place(PlacingProblem(cabling, {**sizes.tors[pod], **lifts}, up))
+        found = _InPod(unplaced={pair: count for pair, count in placed.unplaced.items() if pod not in pair})
+        for each in placed.cross_connects:
+            ends = cabling.ends(each)
+            assert ends is not None
+            if pod in ends:
+                found.lifts.append((each.switch, ends[0] if ends[1] == pod else ends[1]))
+            else:
+                found.tors.append(each)
+        room.take(found.tors)
+        return found
 
-    @staticmethod
-    def _place(room: AggRoom, circuits: Mapping[Pair, int]) -> Placed:
-        placed = place(PlacingProblem(room.cabling(), circuits, room.up_between_tors()))
-        room.take(placed.cross_connects)
-        return placed
+    def _spare(self, pod: EndpointId) -> Iterable[PortPair]:
+        """What becomes of ports that are left over."""
+        room = self._rooms[pod]
+        spare: Iterable[PortPair] = room.up_between_tors()
+        if self._template.spare is Spare.SPREAD:
+            circuits = spread(self._site.link_gbps, room.ports(), room.tors_up())
+            spare = place(PlacingProblem(room.cabling(), circuits, room.up_between_tors())).cross_connects
+        room.take(spare)
+        return spare
 
     def _agg_tier(
         self,
@@ -225,6 +242,13 @@ class _Draft:
         for pod, count in sorted(lifted.not_carried.items()):
             if count:
                 self._notes.append(f"{pod}: {count} circuits of the core dropped, no ToR has a port for their lane")
+
+
+@dataclass(slots=True)
+class _InPod:
+    unplaced: Mapping[Pair, int]
+    tors: list[PortPair] = field(default_factory=list)
+    lifts: list[Due] = field(default_factory=list)
 
 
 def _on(switches: Iterable[Switch], cross_connects: Iterable[PortPair]) -> Iterator[PortPair]:

@@ -1,13 +1,13 @@
 """The slice of the core that is kept for responses: the same circuits in every stage, whatever is announced. Pure."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from planner.fabric.allocate import AllocationProblem, algorithm3
+from planner.fabric.core_lanes import place_in_core
 from planner.fabric.ground import AggRoom, Ground
-from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair
-from planner.fabric.place import Placed, PlacingProblem, place
+from planner.fabric.model import EndpointId, Pair, PortPair
 from planner.fabric.topology import RESPONSES, Lane, Role
 
 
@@ -26,17 +26,6 @@ def reserve(ground: Ground, rooms: Mapping[EndpointId, AggRoom]) -> Slice:
     placed = place_in_core(ground, lanes, wanted)
     core, lifts, notes = lift_any(ground, rooms, placed.cross_connects)
     return Slice(core, lifts, tuple(f"the slice for responses: {note}" for note in notes))
-
-
-def place_in_core(ground: Ground, lanes: Mapping[EndpointId, Iterable[Lane]], circuits: Mapping[Pair, int]) -> Placed:
-    """Between PoDs, on the ports at which these lanes end in the core."""
-    ports: dict[OcsId, dict[int, EndpointId]] = defaultdict(dict)
-    for pod, own in lanes.items():
-        for lane in own:
-            ports[lane.core][lane.core_port] = pod
-    cabling = Cabling(ports)
-    up = frozenset(each for each in ground.up_in_core if cabling.ends(each) is not None)
-    return place(PlacingProblem(cabling, circuits, up))
 
 
 def lift_any(

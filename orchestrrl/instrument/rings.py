@@ -178,7 +178,8 @@ class Writer:
         about = json.dumps({"host": socket.gethostname(), "job": job[:200]}).encode()
         self._file = _allocate(self.path.with_suffix(".tmp"), total)
         try:
-            self._map = mmap.mmap(self._file, total)
+            # All pages at once: no collective waits for the first touch of one.
+            self._map = mmap.mmap(self._file, total, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             self._words = memoryview(self._map).cast("q")
             constant = {
                 _MAGIC: MAGIC,

@@ -51,7 +51,8 @@ class FabricState:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """Circuits of one PoD's aggregation layer, or of the core (`pod` None)."""
+    """Circuits of one PoD's aggregation layer, or of the core (`pod` None). In a PoD, a ToR that has traffic for others
+    and no lift is unserved as a pair with its PoD."""
 
     pod: EndpointId | None
     circuits: Mapping[Pair, int]

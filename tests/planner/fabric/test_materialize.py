@@ -289,3 +289,19 @@ def test_a_learned_template_gives_the_same_plan() -> None:
     site, book = small_site(), TemplateBook()
     for intent in (gradients(site), generation(site), weights(site)):
         assert materialize(site, intent, FabricState(), book.learn(intent)) == planned(site, intent, FabricState())
+
+
+def test_a_site_of_one_pod_has_no_core() -> None:
+    site = small_site(train_pods=1, gen_pods=0, response_lanes=0)
+    plan = planned(site, gradients(site), FabricState())
+    assert plan.tiers[-1].circuits == {}
+    assert plan.tiers[0].circuits
+    assert not plan.tiers[0].unserved
+
+
+def test_lifts_leave_no_circuit_without_ports() -> None:
+    """Lifts that used up one switch of a PoD would leave ToRs ports that face none of each other's."""
+    site = small_site(servers_per_pod=4, servers_per_tor=1, rails=2, tor_uplinks=8, agg_switches=4, core_lanes=32)
+    plan = planned(site, gradients(site), FabricState())
+    assert [sum(tier.unplaced.values()) for tier in plan.tiers] == [0] * len(plan.tiers)
+    assert not [tier.unserved for tier in plan.tiers if tier.unserved]

@@ -13,8 +13,8 @@ from planner.fabric.failure_cost import cost_of
 from planner.fabric.generate import regular_site
 from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 from planner.fabric.materialize import materialize
-from planner.fabric.model import EndpointId, PortPair, pair_of
-from planner.fabric.plan import FabricPlan, FabricState, Failures
+from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
+from planner.fabric.plan import Directed, FabricPlan, FabricState, Failures
 from planner.fabric.shape import Shape
 from planner.fabric.sizing import spread
 from planner.fabric.topology import Role, Site, Tier
@@ -52,12 +52,13 @@ def fabric_materialize() -> list[Figure]:
         spent_s, plans = _spent(site)
         figures.append(
             Figure(
-                name=f"materialize, {scale.gpus} GPUs",
+                name=f"fabric_materialize_{scale.gpus}_gpus",
                 value=max(spent_s.values()),
-                unit="s of CPU",
+                unit="s",
                 baseline="aim",
                 baseline_value=scale.aim_s,
-                note=", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in spent_s.items())
+                note="CPU: "
+                + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in spent_s.items())
                 + f"; {len(plans[Stage.WEIGHT_SYNC].cross_connects)} cross-connects",
             )
         )
@@ -133,24 +134,27 @@ def _against_mesh(site: Site, plan: FabricPlan) -> Figure:
             ports[end] = ports.get(end, 0) + count
     mesh = spread(site.link_gbps, ports, {})
     demand = flows_of(training(site), site, Failures()).tors[GENERAL]
-    seconds = []
-    for circuits in (between, mesh):
-        slowest = [
-            sent_bytes / circuits[pair_of(*ends)] if circuits.get(pair_of(*ends)) else float("inf")
-            for ends, sent_bytes in demand.items()
-            if tors.issuperset(ends)
-        ]
-        served = [each for each in slowest if each < float("inf")]
-        seconds.append((max(served, default=0.0) * BITS_PER_BYTE / (site.link_gbps * 1e9), len(slowest) - len(served)))
-    (value, dark), (baseline, mesh_dark) = seconds
+    wanted = {ends: sent_bytes for ends, sent_bytes in demand.items() if tors.issuperset(ends)}
+    ours, theirs = (_served(site, wanted, circuits) for circuits in (between, mesh))
     return Figure(
-        name="exchange of experts",
-        value=value,
-        unit="s",
+        name="fabric_exchange_of_experts",
+        value=ours[0],
+        unit="of bytes",
         baseline="even mesh",
-        baseline_value=baseline,
-        note=f"slowest pair of ToRs in {tier.pod}; without a circuit {dark} pairs, in the mesh {mesh_dark}",
+        baseline_value=theirs[0],
+        note=f"between ToRs of {tier.pod} that share no circuit; the others take {ours[1]:.3f} s, {theirs[1]:.3f} s in"
+        f" the mesh, over {sum(between.values())} circuits",
     )
+
+
+def _served(site: Site, demand: Directed, circuits: Mapping[Pair, int]) -> tuple[float, float]:
+    """The share of bytes that has no circuit of its own, and the seconds of the slowest pair that has."""
+    dark_bytes, slowest = 0.0, 0.0
+    for ends, sent_bytes in demand.items():
+        count = circuits.get(pair_of(*ends), 0)
+        dark_bytes += 0.0 if count else sent_bytes
+        slowest = max(slowest, sent_bytes / count) if count else slowest
+    return dark_bytes / (sum(demand.values()) or 1.0), slowest * BITS_PER_BYTE / (site.link_gbps * 1e9)
 
 
 def _failures(site: Site) -> Iterator[Figure]:
@@ -160,12 +164,12 @@ def _failures(site: Site) -> Iterator[Figure]:
     uplink = next(end for end in agg.ports if end not in site.tor)
     port, other = agg.ports[server.tors[0]][0], agg.ports[server.tors[1]][0]
     things = {
-        "ToR port": Failures(ports=frozenset({(agg.id, port)})),
-        "cross-connect": Failures(cross_connects=frozenset({PortPair(agg.id, min(port, other), max(port, other))})),
+        "tor_port": Failures(ports=frozenset({(agg.id, port)})),
+        "cross_connect": Failures(cross_connects=frozenset({PortPair(agg.id, min(port, other), max(port, other))})),
         "lane": Failures(ports=frozenset({(agg.id, agg.ports[uplink][0])})),
-        "OCS-Agg switch": Failures(switches=frozenset({agg.id})),
-        "OCS-Core switch": Failures(switches=frozenset({core.id})),
-        "NIC": Failures(nics=frozenset({(server.id, 0)})),
+        "agg_switch": Failures(switches=frozenset({agg.id})),
+        "core_switch": Failures(switches=frozenset({core.id})),
+        "nic": Failures(nics=frozenset({(server.id, 0)})),
         "server": Failures(servers=frozenset({server.id})),
     }
     for name, broken in things.items():
@@ -173,9 +177,9 @@ def _failures(site: Site) -> Iterator[Figure]:
         if isinstance(cost, Hold):
             raise RuntimeError(f"no plan without {name}: {cost.detail}")
         yield Figure(
-            name=f"a failed {name}",
+            name=f"fabric_failed_{name}",
             value=cost.slowdown,
-            unit="of the time",
+            unit="periods",
             baseline="nothing failed",
             baseline_value=1.0,
             note=f"{cost.lost_gbps:.0f} of {cost.healthy_gbps:.0f} Gbps of circuits lost, {len(cost.unserved)} pairs"

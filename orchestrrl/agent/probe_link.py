@@ -6,41 +6,24 @@ go quiet or communicate again: nothing polls, and what is told was seen less tha
 
 import asyncio
 import json
-import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from orchestrrl.agent.probes import Announced, HostTraces, Quiet
+from orchestrrl.agent.probe_words import Words
+from orchestrrl.agent.probes import HostTraces
 from orchestrrl.clock import Clock
 from orchestrrl.instrument.rings import Doorbell
 from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected
 from orchestrrl.rpc.pb import fabric_pb2, fabric_pb2_grpc
-from planner.model import Hold
-
-logger = logging.getLogger(__name__)
 
 READ_EVERY_S = 0.1  # while nobody rings
 LOOK_EVERY_S = 0.5  # for processes that have come or gone
-SUMMARY_EVERY_S = 2.0
+CATCH_UP_AFTER_S = 0.001
 SUMMARY_QUANTILE = 0.05
-AGAIN_AFTER_S = 0.4  # a window that lasts is told again, so that it does not look forgotten
-
-
-@dataclass(slots=True)
-class _Watched:
-    """What the daemon waits for, and what it was told last."""
-
-    id: int
-    job: str
-    need_s: float
-    quantile: float
-    told: Quiet | str | None = None  # a hold by its code; None: nothing yet
-    told_s: float = 0.0
 
 
 class Probe:
@@ -57,14 +40,16 @@ class Probe:
         backoff: Backoff | None = None,
     ) -> None:
         self._traces = HostTraces(directory)
+        self._words = Words(self._traces, self._put)
         self._directory = directory
         self._host = host
         self._daemon = daemon
         self._clock = clock
         self._rng = rng
         self._backoff = backoff or Backoff()
-        self._watched: dict[int, _Watched] = {}
         self._outgoing: asyncio.Queue[fabric_pb2.TraceMessage] | None = None
+        self._catching_up: asyncio.TimerHandle | None = None
+        self._summarising: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         doorbell = Doorbell(self._directory)
@@ -74,8 +59,7 @@ class Probe:
             self._traces.look()
             await first_of(
                 self._repeat(LOOK_EVERY_S, self._look),
-                self._repeat(READ_EVERY_S, self._read),
-                self._repeat(SUMMARY_EVERY_S, self._summarise),
+                self._repeat(READ_EVERY_S, self._words.read),
                 stay_connected(
                     self._daemon,
                     self._converse,
@@ -87,75 +71,25 @@ class Probe:
             )
         finally:
             loop.remove_reader(doorbell.fileno())
+            for later in (self._catching_up, self._summarising):
+                if later is not None:
+                    later.cancel()
             doorbell.close()
             self._traces.close()
-
-    # --- what the rings say
 
     def _rung(self, doorbell: Doorbell) -> None:
         while doorbell.rung() is not None:
             pass
-        # A rank alone does not make a window: the others are looked at before anything is read.
-        busy = {watched.job for watched in self._watched.values() if self._traces.busy(watched.job)}
-        if len(busy) < len({watched.job for watched in self._watched.values()}):
-            self._read()
-        else:
-            self._assess(busy)
+        if self._words.rung() and self._catching_up is None:
+            self._catching_up = asyncio.get_running_loop().call_later(CATCH_UP_AFTER_S, self._catch_up)
 
-    def _read(self) -> None:
-        for each in self._traces.read():
-            self._put(fabric_pb2.TraceMessage(announcement=_announcement_to_pb(each)))
-        self._assess(frozenset())
-
-    def _assess(self, busy: "set[str] | frozenset[str]") -> None:
-        for watched in self._watched.values():
-            if watched.job in busy:
-                self._tell(watched, Hold("traffic", "a rank has a collective in flight"))
-            else:
-                self._tell(watched, self._traces.assess(watched.job, watched.quantile))
-
-    def _tell(self, watched: _Watched, found: Quiet | Hold) -> None:
-        """Only what is news: a window that is long enough, its end, or another reason why there is none."""
-        now_s = time.monotonic()
-        if isinstance(found, Quiet) and found.until_s - now_s < watched.need_s:
-            left_ms = (found.until_s - now_s) * 1e3
-            found = Hold(
-                "short",
-                f"quiet at position {found.position} for {left_ms:.1f} ms more, by what rank {found.rank} did before",
-            )
-        if isinstance(found, Quiet):
-            same = isinstance(watched.told, Quiet) and watched.told.since_s == found.since_s
-            if same and now_s < watched.told_s + AGAIN_AFTER_S:
-                return
-            watched.told, watched.told_s = found, now_s
-            quiet = fabric_pb2.Quiet(
-                since_s=found.since_s,
-                until_s=found.until_s,
-                rank=found.rank,
-                position=found.position,
-                armed=watched.id,
-                told_s=now_s,
-                job=watched.job,
-                risk=found.risk,
-                samples=found.samples,
-            )
-            self._put(fabric_pb2.TraceMessage(quiet=quiet))
-        elif watched.told != found.code:
-            watched.told = found.code
-            traffic = fabric_pb2.Traffic(
-                at_s=now_s, why=f"{found.code}: {found.detail}", armed=watched.id, job=watched.job
-            )
-            self._put(fabric_pb2.TraceMessage(traffic=traffic))
+    def _catch_up(self) -> None:
+        self._catching_up = None
+        self._words.catch_up()
 
     def _look(self) -> None:
         if self._traces.look():
             self._put(self._hello())
-
-    def _summarise(self) -> None:
-        summary = json.dumps({"host": self._host, "ranks": self._traces.summaries(SUMMARY_QUANTILE)})
-        self._put(fabric_pb2.TraceMessage(slack=fabric_pb2.Slack(summary_json=summary)))
-
-    # --- the stream
 
     async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:
         outgoing: asyncio.Queue[fabric_pb2.TraceMessage] = asyncio.Queue()
@@ -169,8 +103,7 @@ class Probe:
                 self._obey(order)
         finally:
             self._outgoing = None
-            self._watched.clear()
-            self._traces.arm(frozenset())
+            self._words.forget_all()
             call.cancel()
 
     def _obey(self, order: fabric_pb2.TraceOrder) -> None:
@@ -180,16 +113,19 @@ class Probe:
                 pong = fabric_pb2.Pong(sent_s=order.ping.sent_s, received_s=received_s, answered_s=time.monotonic())
                 self._put(fabric_pb2.TraceMessage(pong=pong))
             case "arm":
-                arm = order.arm
-                self._watched[arm.id] = _Watched(arm.id, arm.job, arm.need_s, arm.quantile)
-                self._arm()
-                self._read()
+                self._words.watch(order.arm)
             case "disarm":
-                self._watched.pop(order.disarm.id, None)
-                self._arm()
+                self._words.forget(order.disarm.id)
+            case "summarise" if self._summarising is None or self._summarising.done():
+                self._summarising = asyncio.ensure_future(self._summarise())
 
-    def _arm(self) -> None:
-        self._traces.arm(frozenset(watched.job for watched in self._watched.values()))
+    async def _summarise(self) -> None:
+        ranks = []
+        for summary in self._traces.summaries(SUMMARY_QUANTILE):
+            ranks.append(summary)
+            await asyncio.sleep(0)  # whoever rings goes first
+        told = json.dumps({"host": self._host, "ranks": ranks})
+        self._put(fabric_pb2.TraceMessage(slack=fabric_pb2.Slack(summary_json=told)))
 
     def _hello(self) -> fabric_pb2.TraceMessage:
         jobs = [fabric_pb2.JobRanks(job=job, ranks=ranks) for job, ranks in sorted(self._traces.jobs().items())]
@@ -209,7 +145,3 @@ class Probe:
 async def _drained(queue: "asyncio.Queue[fabric_pb2.TraceMessage]") -> AsyncIterator[fabric_pb2.TraceMessage]:
     while True:
         yield await queue.get()
-
-
-def _announcement_to_pb(each: Announced) -> fabric_pb2.Announcement:
-    return fabric_pb2.Announcement(rank=each.rank, period=each.period, intent_json=each.intent_json, job=each.job)

@@ -7,7 +7,7 @@ of it on this host has a collective in flight; it stays so until the first of th
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,11 @@ class Traced:
     def job(self) -> str:
         return self.header.job
 
+    @property
+    def communicates(self) -> bool:
+        """Now, or as soon as its device gets to it. A look at a few words of memory."""
+        return self.reader.quiet_since_ns() is None or self.reader.queued > 0
+
     def read(self) -> Iterator[Event]:
         """Feed the learner; marks that announce something are passed on."""
         events, lost = self.reader.events()
@@ -101,14 +106,14 @@ class HostTraces:
         self._directory = directory
         self._clock_s = clock_s
         self._traced: dict[Path, Traced] = {}
+        self._by_job: dict[str, list[Traced]] = {}  # by rank; those without one first
         self._unreadable: set[Path] = set()
-        self._armed: frozenset[str] = frozenset()
+        self._armed: Mapping[str, frozenset[float]] = {}
 
     @property
     def traced(self) -> list[Traced]:
         """Those that have a rank, by job and rank."""
-        there = (each for each in self._traced.values() if each.rank != UNKNOWN)
-        return sorted(there, key=lambda each: (each.job, each.rank))
+        return [each for _, ranks in sorted(self._by_job.items()) for each in ranks if each.rank != UNKNOWN]
 
     def jobs(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
@@ -119,7 +124,8 @@ class HostTraces:
     def look(self) -> bool:
         """Take up processes that have come and let go those that have ended; whether the jobs' ranks changed."""
         before = self.jobs()
-        for path in list_rings(self._directory):
+        found = list_rings(self._directory)
+        for path in found:
             if path not in self._traced and path not in self._unreadable:
                 self._take_up(path)
         for path, each in list(self._traced.items()):
@@ -130,14 +136,26 @@ class HostTraces:
             each.header = each.reader.header()
             each.learner.rank = each.rank
             each.reader.arm(each.job in self._armed)
-        remove_dead(self._directory, older_than_s=1.0)
+        self._unreadable &= set(found)
+        if len(found) > len(self._traced):
+            remove_dead(self._directory, older_than_s=1.0)
+        self._by_job = {}
+        for each in sorted(self._traced.values(), key=lambda each: each.rank):
+            self._by_job.setdefault(each.job, []).append(each)
         return self.jobs() != before
 
-    def arm(self, jobs: frozenset[str]) -> None:
-        """The processes of these jobs ring the doorbell, and no others."""
-        self._armed = jobs
+    def arm(self, quantiles: Mapping[str, frozenset[float]]) -> None:
+        """The processes of these jobs ring the doorbell, and no others; `assess` will be asked with these quantiles."""
+        self._armed = quantiles
         for each in self._traced.values():
-            each.reader.arm(each.job in jobs)
+            each.reader.arm(each.job in quantiles)
+
+    def prepare(self) -> None:
+        """Do beforehand what `assess` would have to do in the windows that come next."""
+        for job, quantiles in self._armed.items():
+            for each in self._by_job.get(job, ()):
+                for q in quantiles:
+                    each.learner.prepare(q)
 
     def read(self) -> list[Announced]:
         """Let all learners know what has happened; what was announced meanwhile."""
@@ -151,37 +169,42 @@ class HostTraces:
 
     def busy(self, job: str) -> bool:
         """Whether some rank of the job has a collective in flight. A look at a few words of memory."""
-        return any(each.reader.quiet_since_ns() is None for each in self._traced.values() if each.job == job)
+        return any(each.communicates for each in self._by_job.get(job, ()))
 
     def assess(self, job: str, q: float) -> Quiet | Hold:
         """Of what has been read: how long it stays quiet, but for a probability of `q`."""
         now_s = self._clock_s()
         first: tuple[Remaining, int] | None = None
         since_s = risk = 0.0
-        ranks = [each for each in self.traced if each.job == job]
-        if not ranks:
-            return Hold("untraced", f"no rank of job {job!r} is traced here")
+        ranks = self._by_job.get(job, ())
         for each in ranks:
-            if each.reader.quiet_since_ns() is None or each.reader.header().queued:
+            if each.communicates:
                 return Hold("traffic", f"rank {each.rank} has a collective in flight")
+        for each in ranks:
+            if each.rank == UNKNOWN:  # not in its job yet: it has communicated with nobody
+                continue
             remaining = each.learner.remaining(now_s, q)
             if isinstance(remaining, Hold):
                 return remaining
             since_s, risk = max(since_s, remaining.opened_s), risk + remaining.risk
             if first is None or remaining.until_s < first[0].until_s:
                 first = remaining, each.rank
-        assert first is not None
+        if first is None:
+            return Hold("untraced", f"no rank of job {job!r} is traced here")
         return Quiet(since_s, first[0].until_s, first[1], first[0].position, min(1.0, risk), first[0].samples)
 
-    def summaries(self, q: float) -> list[dict[str, Any]]:
-        """What is known of each rank's iterations, as `SlackSummary.to_json` has it, with its job."""
-        return [{"job": each.job, "summary": summarize(each.learner, q).to_json()} for each in self.traced]
+    def summaries(self, q: float) -> Iterable[dict[str, Any]]:
+        """What is known of each rank's iterations, as `SlackSummary.to_json` has it, with its job. Much work for long
+        iterations: done as it is asked for, rank by rank."""
+        for each in self.traced:
+            yield {"job": each.job, "summary": summarize(each.learner, q).to_json()}
 
     def close(self) -> None:
         for each in self._traced.values():
             each.reader.arm(False)
             each.reader.close()
         self._traced.clear()
+        self._by_job.clear()
 
     def _take_up(self, path: Path) -> None:
         try:

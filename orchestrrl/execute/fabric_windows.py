@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from orchestrrl.clock import Clock
 from planner.fabric.clocks import Exchange, OffsetEstimator
@@ -24,6 +25,7 @@ LEAST_QUANTILE = 0.005  # of one rank: of rarer events its memory says nothing
 PING_EVERY_S = 2.0
 FIRST_PINGS = 8  # at once, so that the first window finds the clock's offset known
 FIRST_PINGS_EVERY_S = 0.01
+SLACK_WITHIN_S = 10.0  # an agent with much to summarise
 FORGET_AFTER_S = 60.0  # a host without an agent: whatever it traced has ended, or is not to be known any more
 
 Jobs = Mapping[str, frozenset[int]]  # ranks by job
@@ -49,7 +51,12 @@ class Ping:
     sent_s: float
 
 
-Order = Arm | Disarm | Ping
+@dataclass(frozen=True, slots=True)
+class Summarise:
+    """Tell what is known of the iterations of all ranks, once."""
+
+
+Order = Arm | Disarm | Ping | Summarise
 
 
 @dataclass(eq=False)
@@ -63,6 +70,7 @@ class Host:
     stream: "Stream | None" = None  # None: nobody is attached
     gone_s: float = 0.0
     slack_json: str = ""
+    slack_told: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Stream:
@@ -103,6 +111,7 @@ class Stream:
 
     def knows(self, slack_json: str) -> None:
         self._host.slack_json = slack_json
+        self._host.slack_told.set()
 
     def end(self) -> None:
         self.put(None)
@@ -175,8 +184,21 @@ class TraceHub:
             told.append(HostWindows(host.name, said_s, ((rank, word),), host.clock.offset(now_s)))
         return intersect(told, now_s)
 
-    def slack_json(self) -> str:
-        """What every host knows of its ranks' iterations."""
+    async def slack_json(self) -> str:
+        """What every host knows of its ranks' iterations. It is work for agents: not asked for but for people."""
+        asked = [host for host in self.known() if host.stream is not None]
+        for host in asked:
+            host.slack_told.clear()
+            if host.stream is not None:
+                host.stream.put(Summarise())
+        told = asyncio.ensure_future(asyncio.gather(*(host.slack_told.wait() for host in asked)))
+        alarm = asyncio.ensure_future(self.clock.sleep(SLACK_WITHIN_S))
+        both: set[asyncio.Future[Any]] = {told, alarm}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in both:
+                each.cancel()
         return json.dumps([json.loads(host.slack_json) for host in self.known() if host.slack_json])
 
     def attach(self, name: str, jobs: Jobs) -> Stream:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from orchestrrl.execute.fabric_glass import Glance
-from orchestrrl.execute.fabric_windows import Arm, Disarm, Host, Jobs, Order, Ping, TraceHub
+from orchestrrl.execute.fabric_windows import Arm, Disarm, Host, Jobs, Order, Ping, Summarise, TraceHub
 from orchestrrl.periods import CommitReport, FabricControl, PeriodReport
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from planner.fabric.model import Pair
@@ -148,3 +148,5 @@ def order_to_pb(order: Order) -> pb.TraceOrder:
             return pb.TraceOrder(disarm=pb.Disarm(id=order.id))
         case Ping():
             return pb.TraceOrder(ping=pb.Ping(sent_s=order.sent_s))
+        case Summarise():
+            return pb.TraceOrder(summarise=pb.Summarise())

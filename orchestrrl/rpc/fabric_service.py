@@ -117,7 +117,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         return message
 
     async def GetSlack(self, request: pb.GetSlackRequest, context: Context) -> pb.SlackStatus:
-        return pb.SlackStatus(summary_json=self._hub.slack_json())
+        return pb.SlackStatus(summary_json=await self._hub.slack_json())
 
     async def PinFabric(self, request: pb.PinFabricRequest, context: Context) -> pb.FabricControl:
         fabric = await self._coordinator(context)

@@ -275,28 +275,49 @@ class TraceOrder(_message.Message):
     ARM_FIELD_NUMBER: _builtins.int
     DISARM_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    SUMMARISE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def arm(self) -> Global___Arm: ...
     @_builtins.property
     def disarm(self) -> Global___Disarm: ...
     @_builtins.property
     def ping(self) -> Global___Ping: ...
+    @_builtins.property
+    def summarise(self) -> Global___Summarise: ...
     def __init__(
         self,
         *,
         arm: Global___Arm | None = ...,
         disarm: Global___Disarm | None = ...,
         ping: Global___Ping | None = ...,
+        summarise: Global___Summarise | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arm", b"arm", "disarm", b"disarm", "order", b"order", "ping", b"ping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arm", b"arm", "disarm", b"disarm", "order", b"order", "ping", b"ping", "summarise", b"summarise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arm", b"arm", "disarm", b"disarm", "order", b"order", "ping", b"ping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arm", b"arm", "disarm", b"disarm", "order", b"order", "ping", b"ping", "summarise", b"summarise"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["arm", "disarm", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["arm", "disarm", "ping", "summarise"]  # noqa: Y015
     _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
 
 Global___TraceOrder: _TypeAlias = TraceOrder  # noqa: Y015
+
+@_typing.final
+class Summarise(_message.Message):
+    """Tell the slack of every rank, once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Summarise: _TypeAlias = Summarise  # noqa: Y015
 
 @_typing.final
 class Arm(_message.Message):

@@ -1,0 +1,122 @@
+"""What the daemon is told of windows while it waits for one: each change once, the moment it is known. No asyncio."""
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from orchestrrl.agent.probes import Announced, HostTraces, Quiet
+from orchestrrl.rpc.pb import fabric_pb2
+from planner.model import Hold
+
+AGAIN_AFTER_S = 0.4  # a window that lasts is told again, so that it does not look forgotten
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What the daemon waits for, and what it was told last."""
+
+    id: int
+    job: str
+    need_s: float
+    quantile: float
+    told: Quiet | str | None = None  # a hold by its code; None: nothing yet
+    told_s: float = 0.0
+
+
+class Words:
+    """`put` takes what is to be told; `clock_s` is the monotonic clock of this host."""
+
+    def __init__(
+        self,
+        traces: HostTraces,
+        put: Callable[[fabric_pb2.TraceMessage], None],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._traces = traces
+        self._put = put
+        self._clock_s = clock_s
+        self._watched: dict[int, _Watched] = {}
+
+    def watch(self, arm: fabric_pb2.Arm) -> None:
+        self._watched[arm.id] = _Watched(arm.id, arm.job, arm.need_s, arm.quantile)
+        self._arm()
+        self.read()
+
+    def forget(self, arm_id: int) -> None:
+        self._watched.pop(arm_id, None)
+        self._arm()
+
+    def forget_all(self) -> None:
+        self._watched.clear()
+        self._arm()
+
+    def rung(self) -> bool:
+        """Somebody has gone quiet or communicates again. Whether there is traffic, so that `catch_up` has time."""
+        jobs = {watched.job for watched in self._watched.values()}
+        # A rank alone does not make a window: the others are looked at before anything is read.
+        busy = {job for job in jobs if self._traces.busy(job)}
+        if len(busy) < len(jobs):
+            self.read()
+        else:
+            self._assess(busy)
+        return bool(busy)
+
+    def catch_up(self) -> None:
+        """What has begun is read, and what the next windows will ask is worked out before they open."""
+        self.read()
+        self._traces.prepare()
+
+    def read(self) -> None:
+        for each in self._traces.read():
+            self._put(fabric_pb2.TraceMessage(announcement=_announcement_to_pb(each)))
+        self._assess(())
+
+    def _assess(self, busy: Collection[str]) -> None:
+        for watched in self._watched.values():
+            if watched.job in busy:
+                self._tell(watched, Hold("traffic", "a rank has a collective in flight"))
+            else:
+                self._tell(watched, self._traces.assess(watched.job, watched.quantile))
+
+    def _tell(self, watched: _Watched, found: Quiet | Hold) -> None:
+        """Only what is news: a window that is long enough, its end, or another reason why there is none."""
+        now_s = self._clock_s()
+        if isinstance(found, Quiet) and found.until_s - now_s < watched.need_s:
+            left_ms = (found.until_s - now_s) * 1e3
+            found = Hold(
+                "short",
+                f"quiet at position {found.position} for {left_ms:.1f} ms more, by what rank {found.rank} did before",
+            )
+        if isinstance(found, Quiet):
+            same = isinstance(watched.told, Quiet) and watched.told.since_s == found.since_s
+            if same and now_s < watched.told_s + AGAIN_AFTER_S:
+                return
+            watched.told, watched.told_s = found, now_s
+            quiet = fabric_pb2.Quiet(
+                since_s=found.since_s,
+                until_s=found.until_s,
+                rank=found.rank,
+                position=found.position,
+                armed=watched.id,
+                told_s=now_s,
+                job=watched.job,
+                risk=found.risk,
+                samples=found.samples,
+            )
+            self._put(fabric_pb2.TraceMessage(quiet=quiet))
+        elif watched.told != found.code:
+            watched.told = found.code
+            traffic = fabric_pb2.Traffic(
+                at_s=now_s, why=f"{found.code}: {found.detail}", armed=watched.id, job=watched.job
+            )
+            self._put(fabric_pb2.TraceMessage(traffic=traffic))
+
+    def _arm(self) -> None:
+        quantiles: dict[str, frozenset[float]] = {}
+        for watched in self._watched.values():
+            quantiles[watched.job] = quantiles.get(watched.job, frozenset()) | {watched.quantile}
+        self._traces.arm(quantiles)
+
+
+def _announcement_to_pb(each: Announced) -> fabric_pb2.Announcement:
+    return fabric_pb2.Announcement(rank=each.rank, period=each.period, intent_json=each.intent_json, job=each.job)

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from orchestrrl.config import parse_address
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent
+from orchestrrl.fabric_metrics import fabric_metrics, pause_metrics
 from orchestrrl.reports import GatePhase
 from orchestrrl.switch_metrics import SwitchMetrics
 from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState
@@ -45,6 +46,9 @@ class PlaneCollector(Collector):
         yield from self._profile()
         if self._plane.switching is not None:
             yield from self._switches.collect(self._plane.switching.history(0))
+        yield pause_metrics(self._plane.holds.pauses)
+        if self._plane.fabric is not None:
+            yield from fabric_metrics(self._plane.fabric)
 
     def _engine_states(
         self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]

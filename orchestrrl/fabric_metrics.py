@@ -1,0 +1,57 @@
+"""What Prometheus is told of the fabric: what became of periods, circuits that are up, and what changes take."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from orchestrrl.holds import Part
+
+if TYPE_CHECKING:
+    from orchestrrl.execute.fabric import Coordinator
+
+
+def pause_metrics(paused: Iterable[Part]) -> Metric:
+    there = set(paused)
+    family = GaugeMetricFamily("orchestrrl_paused", "1 while an operator has paused this part.", labels=["part"])
+    for part in Part:
+        family.add_metric([part], float(part in there))
+    return family
+
+
+def fabric_metrics(fabric: "Coordinator") -> Iterator[Metric]:
+    periods = CounterMetricFamily(
+        "orchestrrl_fabric_periods",
+        "Announced periods that are over since the daemon started, by state and reason.",
+        labels=["state", "reason"],
+    )
+    for (state, code), count in sorted(fabric.counts.items()):
+        periods.add_metric([state, code], count)
+    yield periods
+    glance = fabric.glance
+    circuits = GaugeMetricFamily(
+        "orchestrrl_fabric_circuits", "Cross-connects that are up between fibres of the site.", labels=["switch"]
+    )
+    up = Counter(pair.switch for pair in glance.cross_connects if fabric.ends(pair) is not None)
+    for switch in fabric.site.switches:
+        if switch.id not in glance.unread:
+            circuits.add_metric([switch.id], up[switch.id])
+    yield circuits
+    unread = GaugeMetricFamily(
+        "orchestrrl_fabric_switch_unreachable", "1 where the switch did not answer when last asked.", labels=["switch"]
+    )
+    failed = GaugeMetricFamily(
+        "orchestrrl_fabric_failed_ports", "Ports that the switch itself reports as not usable.", labels=["switch"]
+    )
+    broken = Counter(switch for switch, _ in glance.failures.ports)
+    expected = GaugeMetricFamily(
+        "orchestrrl_fabric_change_seconds",
+        "What a change of the switch is expected to take until packets may use it, margin excluded.",
+        labels=["switch"],
+    )
+    for switch, expected_s, _ in fabric.times_of_switches():
+        unread.add_metric([switch], float(switch in glance.unread))
+        failed.add_metric([switch], broken[switch])
+        expected.add_metric([switch], expected_s)
+    yield from (unread, failed, expected)

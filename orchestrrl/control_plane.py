@@ -57,6 +57,7 @@ from planner.plan import History
 if TYPE_CHECKING:  # its solvers are heavy, and most daemons have no fabric
     from orchestrrl.execute.fabric import Coordinator
     from orchestrrl.execute.fabric_gen import GenCircuits
+    from orchestrrl.execute.fabric_routing import FabricRouting
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class ControlPlane:
         self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
         self.switching: Switching | None = None  # the same, for operators
         self.fabric: Coordinator | None = None  # who changes circuits; None: there is no optical fabric
+        self.routing: FabricRouting | None = None  # who has packets follow them
         self.gen_circuits: GenCircuits | None = None  # whose circuits follow the deployment
         self.watch_deployed: WatchDeployed | None = None  # who reads engines that no agent does
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took

@@ -14,6 +14,7 @@ from orchestrrl.deploying import switching_of
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.execute.fabric_windows import QUANTILE, TraceHub
 from orchestrrl.execute.watching import DeployedWatch
+from orchestrrl.fabric_routers import routing_of
 from orchestrrl.fabric_settings import fabric_of, gen_circuits_of
 from orchestrrl.journal import Journal
 from orchestrrl.loops import run_loops
@@ -44,7 +45,8 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         stack.push_async_callback(switches.close)
         switches.recover()
         hub = TraceHub(clock, config.fabric.quantile if config.fabric is not None else QUANTILE)
-        plane.fabric = fabric_of(config, drivers, switches.executor, hub, plane, clock)
+        plane.routing = routing_of(config, drivers, journal, clock)
+        plane.fabric = fabric_of(config, drivers, switches.executor, hub, plane, clock, plane.routing)
         plane.gen_circuits = gen_circuits_of(config, plane.fabric, clock)
         plane.deployment = plane.switching = switching = switching_of(config, plane, clock)
         if switching is not None:
@@ -70,6 +72,8 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
                 tasks.create_task(switching.tend())
             if plane.fabric is not None:
                 tasks.create_task(plane.fabric.run())
+            if plane.routing is not None:
+                tasks.create_task(plane.routing.tend())
 
 
 def _with_mode(config: Config, mode: Mode | None) -> Config:

@@ -11,6 +11,7 @@ from ocs_drivers.base import OcsDriver
 from orchestrrl.clock import Clock
 from orchestrrl.documents import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from orchestrrl.errors import ProblemFaults
+from orchestrrl.fabric_routers import RouterSettings, SteeringSettings, router_faults
 
 if TYPE_CHECKING:  # heavy, and most configurations have none of it
     from orchestrrl.config import Config
@@ -21,15 +22,9 @@ if TYPE_CHECKING:  # heavy, and most configurations have none of it
     from orchestrrl.execute.fabric_windows import TraceHub
     from planner.fabric.topology import Site
 
+FIRST_ROUTE_S = 1.0  # that routers are taken to need, before one change of theirs was measured
+
 Share = Annotated[float, Field(strict=False, ge=0, le=1)]
-
-
-class RouterSettings(Section):
-    """One ToR's routes; `options` are its driver's."""
-
-    tor: Name
-    driver: Name
-    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class FabricSettings(Section):
@@ -43,8 +38,11 @@ class FabricSettings(Section):
     boundary_within_s: PositiveFloat = 60.0  # the same, where the job stands still for it
     min_fraction: Share = 0.5  # of its circuits, that an endpoint keeps at every point of a change
     max_moves_per_stage: PositiveInt = 1024
-    route_s: NonNegativeFloat = 0.0  # from link up until packets take it, before any of it was measured
-    routers: tuple[RouterSettings, ...] = Field(default=(), strict=False)  # none: who routes follows links by itself
+    # From link up until packets take it: what is reckoned with where routers follow links by themselves (none listed
+    # here), and else before it was measured.
+    route_s: NonNegativeFloat = 0.0
+    routers: tuple[RouterSettings, ...] = Field(default=(), strict=False)
+    steering: SteeringSettings = SteeringSettings()
     # Where this names a model (see planner/models.py), circuits of Gen follow the deployment at its switches.
     model: Name | None = None
     first_fleet_gpu: NonNegativeInt = 0  # the site's number of the fleet's GPU 0
@@ -79,11 +77,7 @@ def fabric_faults(document: dict[Any, Any], site: "Site | None") -> list[str]:
     ]
     section = document["fabric"]
     faults += _model_faults(document, section, site)
-    routers = section.get("routers") if isinstance(section, dict) else None
-    for index, entry in enumerate(routers if isinstance(routers, list) else []):
-        if isinstance(entry, dict) and isinstance(entry.get("tor"), str) and entry["tor"] not in site.tor:
-            faults.append(f"fabric.routers[{index}].tor: is none of the site's, got {entry['tor']!r}")
-    return faults
+    return faults + router_faults(section.get("routers"), site)
 
 
 def _model_faults(document: dict[Any, Any], section: Any, site: "Site") -> list[str]:
@@ -141,7 +135,7 @@ def fabric_of(
     from orchestrrl.execute.fabric import Coordinator, Rules
     from orchestrrl.execute.fabric_control import OperatorsWord
     from orchestrrl.execute.fabric_glass import Glass
-    from planner.fabric.commit_times import CommitTimes
+    from planner.fabric.commit_times import Allowance, CommitTimes
     from planner.fabric.materialize import materialize
     from planner.fabric.templates import TemplateBook
 
@@ -157,7 +151,10 @@ def fabric_of(
         clock,
         materialise=lambda intent, state: materialize(site, intent, state, templates.learn(intent)),
         mode=lambda: plane.mode,
-        times=CommitTimes({switch.id: switch.device.reconfiguration_s for switch in site.switches}),
+        times=CommitTimes(
+            {switch.id: switch.device.reconfiguration_s for switch in site.switches},
+            allowance=Allowance(route_s=settings.route_s or (FIRST_ROUTE_S if settings.routers else 0.0)),
+        ),
         rules=Rules(
             settings.margin_s,
             settings.within_s,

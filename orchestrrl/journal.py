@@ -62,6 +62,7 @@ class Kind(StrEnum):
     PERIOD_INTENT = "period.intent"  # of a name, as it was announced last
     PERIOD = "period"  # a period has ended: committed, kept, superseded or failed
     FABRIC_CONTROL = "fabric.control"  # an operator's pins, override and masks
+    STEERED = "fabric.steered"  # over which cross-connects packets are routed
     HOLDS = "holds"  # what an operator has paused
 
 

@@ -22,6 +22,7 @@ from orchestrrl.rpc.plain import plain
 NONE_HERE = "this daemon drives no optical fabric: name its site in fabric.site of its configuration"
 CIRCUITS_SHOWN = 40
 PERIODS_SHOWN = 20
+PAIRS_SHOWN = 6
 
 
 def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
@@ -41,6 +42,7 @@ def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> 
     if latest is not None:
         lines.append(f"last period: {escape(period_words(latest))}")
     lines += [f"[yellow]not used[/yellow]: {escape(what)}" for what in seen["masked"]]
+    lines += _route_lines(seen.get("routes"))
     print_lines(lines)
     circuits = seen["circuits"]
     rows = [(each["pod"] or "core", each["a"], each["b"], each["count"]) for each in circuits[:CIRCUITS_SHOWN]]
@@ -202,6 +204,27 @@ def _checked(ttl_s: float) -> float:
     if not 0 <= ttl_s < float("inf"):
         raise ProblemFaults([f"--ttl-s: must be >= 0, got {ttl_s:g}"])
     return ttl_s
+
+
+def _route_lines(routes: dict[str, Any] | None) -> list[str]:
+    """How packets follow circuits, and all that is amiss."""
+    if routes is None:
+        return ["packets: routers follow links by themselves"]
+    if not routes["steered_unix_s"]:
+        return ["packets: not steered yet, not all is known of what is up"]
+    aside = (("without a way", routes["unreachable"]), ("over the packet side", routes["on_packet_side"]))
+    told = [f"packets: over {routes['links']} links since {time_of_day(routes['steered_unix_s'])}"]
+    for what, pairs in aside:
+        if pairs:
+            named = ", ".join(f"{each['from_tor']} -> {each['to_tor']}" for each in pairs[:PAIRS_SHOWN])
+            more = f" and {len(pairs) - PAIRS_SHOWN} more" if len(pairs) > PAIRS_SHOWN else ""
+            told.append(f"{what}: {escape(named)}{more}")
+    told += [
+        f"[yellow]no packets[/yellow] over {escape(each['what'])}: {escape(each['why'])}" for each in routes["left_out"]
+    ]
+    return told + [
+        f"[yellow]routes amiss[/yellow] on {escape(each['what'])}: {escape(each['why'])}" for each in routes["failed"]
+    ]
 
 
 def _host_row(host: dict[str, Any]) -> tuple[object, ...]:

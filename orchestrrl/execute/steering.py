@@ -180,24 +180,32 @@ class Steering:
             logger.info("packets steered over %d circuits: %s", len(routed), detail or "all as wanted")
             return steered
 
+    async def dark(self, links: Collection[Link]) -> dict[Link, str]:
+        """Those without light at this moment, with the reason; one whose routers do not tell is none of them."""
+        seen = await self._up(links, 0.0)
+        return {link: why for link, why in seen.items() if not isinstance(why, OrchestrRLError)}
+
     async def _dark_ones(self, links: Collection[Link]) -> dict[Link, str]:
         """Circuits that cannot carry packets, with the reason. Light is waited for where it is still to come."""
         old = set(links) & set(self._routed or ())
         new = set(links) - old
-        dark: dict[Link, str] = {}
-        for some, limit_s in ((old, 0.0), (new, self._limits.link_up_s)):
-            waiting = {
-                name: self._routers[name].wait_up(interfaces, limit_s) for name, interfaces in _interfaces(some).items()
-            }
-            up = await self._each(waiting)
-            for link, (name, interface) in ((one, end) for one in sorted(some) for end in one.ends):
-                waited = up[name]
-                if isinstance(waited, OrchestrRLError):
-                    if link in new:  # what carries packets is left to them
-                        dark[link] = f"{name}: {waited}"
-                elif interface in waited.down:
-                    dark[link] = f"{interface} of {name} is down"
+        dark = await self.dark(old)  # of what carries packets, routers that do not answer keep the rest
+        came = await self._up(new, self._limits.link_up_s)
+        dark |= {link: str(why) for link, why in came.items()}  # a driver's errors begin with its name
         return dark | await self._silent_ones([link for link in sorted(new) if link not in dark])
+
+    async def _up(self, links: Collection[Link], limit_s: float) -> dict[Link, str | OrchestrRLError]:
+        """Those that are not known to be up within the time: why not, or what kept a router from telling."""
+        waiting = {name: self._routers[name].wait_up(some, limit_s) for name, some in _interfaces(links).items()}
+        up = await self._each(waiting)
+        found: dict[Link, str | OrchestrRLError] = {}
+        for link, (name, interface) in ((one, end) for one in sorted(links) for end in one.ends):
+            waited = up[name]
+            if isinstance(waited, OrchestrRLError):
+                found.setdefault(link, waited)
+            elif interface in waited.down:
+                found[link] = f"{interface} of {name} is down"
+        return found
 
     async def _silent_ones(self, links: Collection[Link]) -> dict[Link, str]:
         """Circuits whose far end is not whom it should be: light alone does not say that."""

@@ -15,6 +15,7 @@ from planner.model import Hold
 
 if TYPE_CHECKING:
     from orchestrrl.execute.fabric import Coordinator
+    from orchestrrl.execute.fabric_routing import FabricRouting
 
 
 def period_to_pb(report: PeriodReport | None) -> pb.PeriodReport | None:
@@ -61,7 +62,7 @@ def control_of_fabric_to_pb(control: FabricControl) -> pb.FabricControl:
     )
 
 
-def fabric_to_pb(fabric: "Coordinator", limit: int) -> pb.FabricStatus:
+def fabric_to_pb(fabric: "Coordinator", limit: int, routing: "FabricRouting | None" = None) -> pb.FabricStatus:
     control = fabric.word.control
     pinned = fabric.word.pinned
     message = pb.FabricStatus(
@@ -82,6 +83,7 @@ def fabric_to_pb(fabric: "Coordinator", limit: int) -> pb.FabricStatus:
             pb.SwitchTime(switch_id=switch, usable_s=usable_s, samples=samples)
             for switch, usable_s, samples in fabric.times_of_switches()
         ],
+        routes=routes_to_pb(routing),
     )
     for pair in sorted(fabric.glance.cross_connects):
         ends = fabric.ends(pair)
@@ -109,6 +111,22 @@ def _broken(glance: Glance) -> list[str]:
     ports = sorted(glance.failures.ports)
     told = [f"port {switch}:{port} (by the switch)" for switch, port in ports]
     return [*told, *(f"switch {switch} (does not answer: {why})" for switch, why in sorted(glance.unread.items()))]
+
+
+def routes_to_pb(routing: "FabricRouting | None") -> pb.RoutesStatus | None:
+    if routing is None:
+        return None
+    routed = routing.routed
+    if routed is None:
+        return pb.RoutesStatus()
+    return pb.RoutesStatus(
+        steered_unix_s=routed.at_s,
+        links=len(routed.links),
+        left_out=[pb.RoutesAmiss(what=str(link), why=why) for link, why in sorted(routed.left_out.items())],
+        failed=[pb.RoutesAmiss(what=router, why=why) for router, why in sorted(routed.failed.items())],
+        unreachable=[pb.TorPair(from_tor=one, to_tor=other) for one, other in routed.unreachable],
+        on_packet_side=[pb.TorPair(from_tor=one, to_tor=other) for one, other in routed.on_packet_side],
+    )
 
 
 def hosts_to_pb(hub: TraceHub, now_s: float) -> list[pb.HostTrace]:

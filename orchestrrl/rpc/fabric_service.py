@@ -29,6 +29,7 @@ from planner.model import Hold
 
 if TYPE_CHECKING:
     from orchestrrl.execute.fabric import Coordinator
+    from orchestrrl.execute.fabric_routing import FabricRouting
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,11 @@ NO_FABRIC = "there is no optical fabric here: name its site in fabric.site of th
 class FabricService(fabric_pb2_grpc.FabricServicer):
     """Agents tell of windows whether there is a fabric or not: `orchestrrl fabric slack` shows them all the same."""
 
-    def __init__(self, fabric: "Coordinator | None", hub: TraceHub, clock: Clock) -> None:
+    def __init__(
+        self, fabric: "Coordinator | None", hub: TraceHub, clock: Clock, routing: "FabricRouting | None" = None
+    ) -> None:
         self._fabric = fabric
+        self._routing = routing
         self._hub = hub
         self._now_s = clock.now_s
 
@@ -112,7 +116,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
     async def GetFabric(self, request: pb.GetFabricRequest, context: Context) -> pb.FabricStatus:
         if self._fabric is None:
             return pb.FabricStatus(configured=False, hosts=hosts_to_pb(self._hub, self._now_s()))
-        message = fabric_to_pb(self._fabric, request.limit)
+        message = fabric_to_pb(self._fabric, request.limit, self._routing)
         message.hosts.extend(hosts_to_pb(self._hub, self._now_s()))
         return message
 

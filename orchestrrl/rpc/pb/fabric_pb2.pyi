@@ -561,6 +561,7 @@ class FabricStatus(_message.Message):
     MASKED_FIELD_NUMBER: _builtins.int
     CIRCUITS_FIELD_NUMBER: _builtins.int
     SWITCH_TIMES_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     configured: _builtins.bool
     period: _builtins.str
     """The period whose circuits are up."""
@@ -580,6 +581,10 @@ class FabricStatus(_message.Message):
     def circuits(self) -> _containers.RepeatedCompositeFieldContainer[Global___CircuitCount]: ...
     @_builtins.property
     def switch_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchTime]: ...
+    @_builtins.property
+    def routes(self) -> Global___RoutesStatus:
+        """Absent where routers follow links by themselves."""
+
     def __init__(
         self,
         *,
@@ -593,10 +598,11 @@ class FabricStatus(_message.Message):
         masked: _abc.Iterable[_builtins.str] | None = ...,
         circuits: _abc.Iterable[Global___CircuitCount] | None = ...,
         switch_times: _abc.Iterable[Global___SwitchTime] | None = ...,
+        routes: Global___RoutesStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["control", b"control"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["control", b"control", "routes", b"routes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["circuits", b"circuits", "configured", b"configured", "control", b"control", "counts", b"counts", "cross_connects", b"cross_connects", "hosts", b"hosts", "masked", b"masked", "period", b"period", "periods", b"periods", "switch_times", b"switch_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["circuits", b"circuits", "configured", b"configured", "control", b"control", "counts", b"counts", "cross_connects", b"cross_connects", "hosts", b"hosts", "masked", b"masked", "period", b"period", "periods", b"periods", "routes", b"routes", "switch_times", b"switch_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -631,6 +637,96 @@ class CircuitCount(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CircuitCount: _TypeAlias = CircuitCount  # noqa: Y015
+
+@_typing.final
+class RoutesStatus(_message.Message):
+    """How packets follow circuits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEERED_UNIX_S_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_FIELD_NUMBER: _builtins.int
+    ON_PACKET_SIDE_FIELD_NUMBER: _builtins.int
+    steered_unix_s: _builtins.float
+    """Since when; 0: it is not known yet which circuits there are."""
+    links: _builtins.int
+    """Links between two ToRs that packets take."""
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoutesAmiss]:
+        """Links that there are by the switches and that packets do not take; routers that are not as they should be."""
+
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoutesAmiss]: ...
+    @_builtins.property
+    def unreachable(self) -> _containers.RepeatedCompositeFieldContainer[Global___TorPair]:
+        """Ordered pairs of ToRs that no way joins, and those whose way begins on the packet side."""
+
+    @_builtins.property
+    def on_packet_side(self) -> _containers.RepeatedCompositeFieldContainer[Global___TorPair]: ...
+    def __init__(
+        self,
+        *,
+        steered_unix_s: _builtins.float = ...,
+        links: _builtins.int = ...,
+        left_out: _abc.Iterable[Global___RoutesAmiss] | None = ...,
+        failed: _abc.Iterable[Global___RoutesAmiss] | None = ...,
+        unreachable: _abc.Iterable[Global___TorPair] | None = ...,
+        on_packet_side: _abc.Iterable[Global___TorPair] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "left_out", b"left_out", "links", b"links", "on_packet_side", b"on_packet_side", "steered_unix_s", b"steered_unix_s", "unreachable", b"unreachable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoutesStatus: _TypeAlias = RoutesStatus  # noqa: Y015
+
+@_typing.final
+class RoutesAmiss(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    why: _builtins.str
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["what", b"what", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoutesAmiss: _TypeAlias = RoutesAmiss  # noqa: Y015
+
+@_typing.final
+class TorPair(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_TOR_FIELD_NUMBER: _builtins.int
+    TO_TOR_FIELD_NUMBER: _builtins.int
+    from_tor: _builtins.str
+    to_tor: _builtins.str
+    def __init__(
+        self,
+        *,
+        from_tor: _builtins.str = ...,
+        to_tor: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_tor", b"from_tor", "to_tor", b"to_tor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TorPair: _TypeAlias = TorPair  # noqa: Y015
 
 @_typing.final
 class SwitchTime(_message.Message):

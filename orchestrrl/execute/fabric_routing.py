@@ -1,0 +1,199 @@
+"""Packets follow circuits: what the coordinator of circuits asks for, in the terms of routers and their links.
+
+It speaks of cross-connects; packets know links between ToRs, each over one cross-connect or, between PoDs, over three
+(planner/fabric/light.py). Between commits, links that lose their light or get it back, and routers that failed, are
+seen to by `tend`. Changing the routers is steering.py.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from orchestrrl.clock import Clock
+from orchestrrl.errors import OrchestrRLError
+from orchestrrl.execute.fabric_glass import Glance
+from orchestrrl.execute.steering import Steered, Steering
+from orchestrrl.journal import Journal, Kind
+from planner.fabric.light import Interface, Lit, links_up
+from planner.fabric.masks import Port
+from planner.fabric.model import EndpointId, PortPair
+from planner.fabric.steering import Link
+from planner.fabric.topology import Site
+from planner.fabric.transition import TransitionStage
+
+logger = logging.getLogger(__name__)
+
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
+Look = Callable[[], Awaitable[Glance]]
+
+LONGEST_PAUSE_S = 60.0  # between two tries at what stays as it is
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """How packets go. `left_out`: links that there are by the switches, and why packets do not take them."""
+
+    at_s: float
+    links: tuple[Link, ...]
+    left_out: Mapping[Link, str] = field(default_factory=dict)
+    failed: Mapping[EndpointId, str] = field(default_factory=dict)  # routers that are not as they should be
+    unreachable: tuple[tuple[EndpointId, EndpointId], ...] = ()
+    on_packet_side: tuple[tuple[EndpointId, EndpointId], ...] = ()
+
+    @property
+    def amiss(self) -> str:
+        """In one line; empty: every link is used, and every router as it should be. Pairs without a way are not
+        counted: what no circuit joins is the plan's business."""
+        told = [f"{link} is not used: {why}" for link, why in sorted(self.left_out.items())]
+        told += [f"{router} is not routed as it should be: {why}" for router, why in sorted(self.failed.items())]
+        return "; ".join(told)
+
+
+class FabricRouting:
+    """The coordinator's `Routing`; the caller keeps `tend` as a task. One change at a time."""
+
+    def __init__(
+        self,
+        site: Site,
+        interfaces: Mapping[Port, Interface],
+        steering: Steering,
+        look: Look,
+        journal: Journal,
+        clock: Clock,
+        *,
+        look_again_s: float = 5.0,
+        offload: Offload,
+    ) -> None:
+        self.routed: Routed | None = None  # None: nobody has said yet which circuits there are
+        self._site = site
+        self._interfaces = interfaces
+        self._steering = steering
+        self._look = look
+        self._journal = journal
+        self._clock = clock
+        self._look_again_s = look_again_s
+        self._offload = offload
+        self._turn = asyncio.Lock()
+        self._up: frozenset[PortPair] = frozenset()  # that switches have, as far as it is known
+        self._lit: tuple[Lit, ...] = ()
+        self._is_changing = False  # drained, and not yet steered again
+        self._tried: tuple[frozenset[Link], float] = (frozenset(), 0.0)  # what `tend` tried last, and its next pause
+        self._again_s = 0.0
+        self._written: frozenset[PortPair] | None = None
+        latest = journal.latest(Kind.STEERED)
+        if latest is not None:  # counts for switches that do not answer, and for those alone
+            self._up = self._written = frozenset(PortPair(*each) for each in latest.body["cross_connects"])
+
+    # --- asked by the coordinator
+
+    async def prepare(self, up: Iterable[PortPair], stages: Sequence[TransitionStage]) -> None:
+        """Find the routes of every point of a transition before its window opens."""
+        points, now = [], frozenset(up)
+        for stage in stages:
+            drained = now.difference(stage.remove)
+            now = drained.union(stage.add)
+            points += [drained, now]
+
+        def find() -> None:
+            for point in points:
+                self._steering.prepare([lit.link for lit in links_up(self._site, point, self._interfaces)])
+
+        async with self._turn:
+            await self._offload(find)
+
+    async def drain(self, going: Iterable[PortPair]) -> None:
+        """Take packets off the links that go over these. Raises OrchestrRLError where some still take one: `steer`
+        brings back what was moved off, and so does `tend`."""
+        going = frozenset(going)
+        async with self._turn:
+            if self.routed is None:
+                await self._begin()
+            leaving = [lit.link for lit in self._lit if lit.goes_over(going)]
+            if leaving:
+                await self._steering.drain(leaving)
+            self._is_changing = True
+            self._up -= going
+            self._lit = tuple(lit for lit in self._lit if not lit.goes_over(going))
+
+    async def steer(self, usable: Iterable[PortPair]) -> str:
+        """Route over all links that these make; what is amiss then. What has gone without being drained counts as up
+        where its switch does not answer: its light says more."""
+        async with self._turn:
+            wanted = frozenset(usable)
+            gone = self._up - wanted
+            unread = (await self._look()).unread if gone else ()
+            routed = await self._steer(wanted | {pair for pair in gone if pair.switch in unread})
+            self._is_changing = False
+            return routed.amiss
+
+    async def _begin(self) -> None:
+        """Route over what there is. A switch that does not answer has what it had when it last did."""
+        glance = await self._look()
+        await self._steer(glance.cross_connects | {pair for pair in self._up if pair.switch in glance.unread})
+
+    async def _steer(self, up: frozenset[PortPair]) -> Routed:
+        self._up = up
+        self._lit = await self._offload(lambda: links_up(self._site, up, self._interfaces))
+        self._tried = (frozenset(), 0.0)
+        return await self._route(lit.link for lit in self._lit)
+
+    # --- between commits
+
+    async def tend(self) -> None:
+        """Never returns. Begins with what is up."""
+        while True:
+            try:
+                async with self._turn:
+                    if self.routed is None:
+                        await self._begin()
+                await self._look_again()
+                self._write_down()
+            except OrchestrRLError as error:
+                logger.warning("routes could not be looked after: %s", error)
+            await self._clock.sleep(self._look_again_s)
+
+    async def _look_again(self) -> None:
+        if self._is_changing or self.routed is None:
+            return
+        lit = self._lit
+        dark = await self._steering.dark([each.link for each in lit])
+        usable = frozenset(each.link for each in lit if each.link not in dark)
+        if usable == set(self.routed.links) and not self.routed.failed:
+            self.routed = replace(self.routed, left_out=dark)
+            return
+        tried, pause_s = self._tried
+        if tried == usable and self._clock.now_s() < self._again_s:
+            return
+        pause_s = min(max(2 * pause_s, self._look_again_s), LONGEST_PAUSE_S) if tried == usable else self._look_again_s
+        async with self._turn:
+            if self._is_changing or self._lit is not lit:  # a commit was faster
+                return
+            routed = await self._route(usable, dark)
+        self._tried, self._again_s = (usable, pause_s), self._clock.now_s() + pause_s
+        logger.warning("packets go over %d of %d links: %s", len(routed.links), len(lit), routed.amiss or "all again")
+
+    async def _route(self, links: Iterable[Link], dark: Mapping[Link, str] | None = None) -> Routed:
+        links = tuple(links)
+        await self._offload(lambda: self._steering.prepare(links))
+        self.routed = _routed(await self._steering.steer(links), dark or {}, self._clock.now_s())
+        return self.routed
+
+    def _write_down(self) -> None:
+        """For a daemon that starts while a switch does not answer."""
+        if self._written != self._up and not self._is_changing:
+            body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._up)]}
+            self._journal.append(self._clock.now_s(), Kind.STEERED, "", body)
+            self._written = self._up
+
+
+def _routed(steered: Steered, dark: Mapping[Link, str], at_s: float) -> Routed:
+    return Routed(
+        at_s,
+        steered.routed,
+        {**dark, **{out.link: out.why for out in steered.left_out}},
+        steered.failed,
+        steered.unreachable,
+        steered.on_packet_side,
+    )

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from planner.model import Hold
 logger = logging.getLogger(__name__)
 
 NANO = 1e-9
+MOST_INTENTS = 256  # that are remembered, of all jobs
 ITERATION = "iteration"  # the recorder's name for the mark that numbers iterations
 
 
@@ -108,6 +109,7 @@ class HostTraces:
         self._traced: dict[Path, Traced] = {}
         self._by_job: dict[str, list[Traced]] = {}  # by rank; those without one first
         self._unreadable: set[Path] = set()
+        self._intents: dict[tuple[str, str], str] = {}  # by job and period, as announced last
         self._armed: Mapping[str, frozenset[float]] = {}
 
     @property
@@ -164,7 +166,7 @@ class HostTraces:
             for event in each.read():
                 found = _announced(each, event)
                 if found is not None:
-                    announced.append(found)
+                    announced.append(self._whole(found))
         return announced
 
     def busy(self, job: str) -> bool:
@@ -205,6 +207,17 @@ class HostTraces:
             each.reader.close()
         self._traced.clear()
         self._by_job.clear()
+
+    def _whole(self, announced: Announced) -> Announced:
+        """With its intent, where that was announced before: the daemon may not have been there then."""
+        key = announced.job, announced.period
+        if announced.intent_json:
+            self._intents.pop(key, None)
+            if len(self._intents) >= MOST_INTENTS:
+                del self._intents[next(iter(self._intents))]
+            self._intents[key] = announced.intent_json
+            return announced
+        return replace(announced, intent_json=self._intents.get(key, ""))
 
     def _take_up(self, path: Path) -> None:
         try:

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import print_lines, print_table, stdout
 from orchestrrl.cli.switch_words import change_words, time_line
+from orchestrrl.demo.switch_fabric import GEN_POD
 from orchestrrl.demo.switch_report import PAPER, at_s
-from orchestrrl.demo.switch_run import SwitchDemo, Switched
+from orchestrrl.demo.switch_run import Arm, SwitchDemo, Switched
 from orchestrrl.demo.switch_stack import modelled_switch_s
 
 COLUMNS = ("", "clock, s", "engine s", "predicted", "the paper's")
@@ -22,6 +24,12 @@ def print_switch_demo(demo: SwitchDemo) -> None:
                 f"{change_words(report)} at {began_s:.0f} engine seconds of seed {outcome.seed}",
                 COLUMNS,
                 _beside_the_paper(demo, switched),
+            )
+        if outcome.free.fabric_after is not None:
+            print_table(
+                f"Circuits of {GEN_POD} before and after, seed {outcome.seed}",
+                ("from", "to", "before", "after"),
+                _circuits(outcome.free),
             )
     print_table(
         f"One generation step of {len(demo.seeds[0].samples)} requests: engine seconds",
@@ -53,11 +61,23 @@ def _beside_the_paper(demo: SwitchDemo, switched: Switched) -> Iterator[tuple[ob
     modelled_s = modelled_switch_s(demo.scenario.deployment, demo.scenario.deployment.standby) / speed
     yield row("switching", switched.switching_s, plan["switch_cost_s"], PAPER["switching_s"])
     yield row("  as modelled: going to sleep, waking", modelled_s, None, PAPER["switching_s"])
-    yield row("  processes, checks, HTTP on this machine", switched.switching_s - modelled_s, None, None)
+    circuits_s = switched.followed.took_s if switched.followed else 0.0
+    if switched.followed:
+        yield row("  circuits, on virtual switches", circuits_s, None, None)
+    yield row("  processes, checks, HTTP on this machine", switched.switching_s - modelled_s - circuits_s, None, None)
     if resumed is not None:
         what = f"KV recomputed: {len(resumed.each)} requests, {resumed.context_tokens:,} tokens"
         yield row(what, resumed.last_s, resumed.predicted_s, PAPER["kv_recompute_s"])
     yield row("in all", switched.total_s, plan["switch_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
+
+
+def _circuits(arm: Arm) -> Iterator[tuple[object, ...]]:
+    """Of the PoD that generates. ToRs are named without it."""
+    assert arm.fabric_before is not None, "there was a fabric"
+    assert arm.fabric_after is not None, "there was a fabric"
+    before, after = (seen.circuits.of(GEN_POD) for seen in (arm.fabric_before, arm.fabric_after))
+    for a, b in sorted(before.keys() | after.keys()):
+        yield a, b, before.get((a, b), 0), after.get((a, b), 0)
 
 
 def _summary(demo: SwitchDemo) -> Iterator[str]:
@@ -70,6 +90,11 @@ def _summary(demo: SwitchDemo) -> Iterator[str]:
         if switched.plan["actual_makespan_s"] is not None:
             predicted, actual = switched.plan["predicted_s"] * speed, switched.plan["actual_makespan_s"] * speed
             yield f"  from then to the step's end: predicted {predicted:.1f}, actual {actual:.1f} engine seconds"
+        if (followed := switched.followed) is not None:
+            yield (
+                f"  {followed.said}: announced to verified {duration(followed.took_s)}, of which command to verified "
+                f"{duration(followed.dark_s)}"
+            )
         if switched.resumption is not None:
             half, last = switched.resumption.median_s * speed, switched.resumption.last_s * speed
             yield f"  first token after it: half of the requests within {half:.1f}, the last after {last:.1f} engine s"

@@ -78,6 +78,15 @@ class KvSection(_Section):
     latency_s: Annotated[float, Field(ge=0)]
 
 
+class FabricSection(_Section):
+    """An optical fabric of virtual switches: a PoD with these engines, and one as large that takes their responses."""
+
+    model: str  # whose sizes say what engines send
+    gpus_per_server: _Count  # each with a NIC; a server is below a ToR of its own
+    tor_fibres: _Count
+    device_s: _Positive  # from command to link up, of the clock
+
+
 class DeploymentSection(_Section):
     """Engines that the daemon starts, and may replace by others. What they cost is a built-in profile's; replaced ones
     sleep until they are wanted again."""
@@ -90,6 +99,7 @@ class DeploymentSection(_Section):
     # What a switch takes here beside the engines' own time, and how soon after another it may come: of the clock.
     overhead_s: Annotated[float, Field(ge=0)]
     cooldown_s: Annotated[float, Field(ge=0)]
+    fabric: FabricSection | None = None
 
 
 class Scenario(_Section):

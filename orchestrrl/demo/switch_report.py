@@ -7,6 +7,7 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrrl.demo.switch_fabric import Fabric, Followed
 from orchestrrl.demo.switch_run import Arm, Resumption, SwitchDemo, Switched, SwitchSeed
 
 if TYPE_CHECKING:
@@ -43,6 +44,15 @@ def as_json(demo: SwitchDemo) -> dict[str, Any]:
             "pinned": [outcome.pinned.tokens_recomputed for outcome in demo.seeds],
             "free": [outcome.free.tokens_recomputed for outcome in demo.seeds],
         },
+        "fabric": [
+            {
+                "seed": outcome.seed,
+                "circuits_before": _circuits_json(outcome.free.fabric_before),
+                "circuits_after": _circuits_json(outcome.free.fabric_after),
+            }
+            for outcome in demo.seeds
+            if outcome.free.fabric_after is not None
+        ],
         "paper": PAPER,
         "lost": demo.lost,
         "differing": demo.differing,
@@ -62,6 +72,7 @@ def _switch_json(switched: Switched, arm: Arm, speed: float) -> dict[str, Any]:
         "switching": {"wall_s": switched.switching_s, "s": switched.switching_s * speed},
         "predicted_switching_s": switched.plan["switch_cost_s"] * speed,
         "recompute": None if resumed is None else _resumption_json(resumed, speed),
+        "circuits": None if switched.followed is None else _followed_json(switched.followed),
         "total": {"wall_s": switched.total_s, "s": switched.total_s * speed},
         "predicted_gain_s": switched.predicted_gain_s * speed,
         "predicted_rest_s": switched.plan["predicted_s"] * speed,
@@ -79,6 +90,27 @@ def _switch_json(switched: Switched, arm: Arm, speed: float) -> dict[str, Any]:
             if step["began_unix_s"] is not None
         ],
     }
+
+
+def _followed_json(followed: Followed) -> dict[str, Any]:
+    """How circuits followed."""
+    return {
+        "state": followed.period["state"],
+        "code": followed.period["code"],
+        "moves": followed.moves,
+        "stages": followed.period["stages"],
+        "wall_s": followed.took_s,
+        "switches_wall_s": followed.dark_s,
+        "said": followed.said,
+    }
+
+
+def _circuits_json(fabric: Fabric | None) -> list[dict[str, Any]]:
+    if fabric is None:
+        return []
+    return [
+        {"pod": pod, "a": a, "b": b, "circuits": count} for (pod, a, b), count in sorted(fabric.circuits.counts.items())
+    ]
 
 
 def _resumption_json(resumed: Resumption, speed: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrrl.demo.scenario import Sample, Scenario, expected_ids, samples
 from orchestrrl.demo.step import StepRecord, run_step
+from orchestrrl.demo.switch_fabric import Fabric, Followed, fabric_now, followed
 from orchestrrl.demo.switch_stack import SwitchStack, switch_stack
 from orchestrrl.engines.base import connect
 from orchestrrl.errors import OrchestrRLError
@@ -70,6 +71,7 @@ class Switched:
     report: Mapping[str, Any]
     plan: Mapping[str, Any]
     resumption: Resumption | None  # None: no request was seen to wait for it
+    followed: Followed | None = None  # by circuits; None: there is no fabric
 
     @property
     def switching_s(self) -> float:
@@ -97,6 +99,8 @@ class Arm:
     switches: list[Switched] = field(default_factory=list)
     failed_switches: list[Mapping[str, Any]] = field(default_factory=list)
     tokens_recomputed: int = 0
+    fabric_before: Fabric | None = None  # None: there is none
+    fabric_after: Fabric | None = None
 
 
 @dataclass(slots=True)
@@ -176,6 +180,7 @@ async def _run(
     control = stack.control
     known = {switch["switch_id"] for switch in await _switches(control)}
     before = await control.ask(control.control.GetStatus, control_pb2.GetStatusRequest())
+    fabric_before = await fabric_now(control, stack.site)
     clients = [connect("simulated", worker.url) for worker in before.workers]
     looks: list[Look] = []
     try:
@@ -190,6 +195,7 @@ async def _run(
     await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
     after = await control.ask(control.control.GetStatus, control_pb2.GetStatusRequest())
     arm = Arm(ended_s - record.makespan_s / scenario.speed, record, looks)
+    arm.fabric_before, arm.fabric_after = fabric_before, await fabric_now(control, stack.site)
     arm.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
     for switch in await _switches(control):
         if switch["switch_id"] in known or not switch["plan_id"]:
@@ -198,7 +204,8 @@ async def _run(
             wanted = control_pb2.GetPlanRequest(plan_id=switch["plan_id"])
             message = await control.ask(control.control.GetPlan, wanted)
             plan = plain(message)
-            arm.switches.append(Switched(switch, plan, resumption(switch, plan, looks)))
+            resumed, circuits = resumption(switch, plan, looks), followed(switch, arm.fabric_after)
+            arm.switches.append(Switched(switch, plan, resumed, circuits))
         else:
             arm.failed_switches.append(switch)
     return arm

@@ -14,11 +14,13 @@ from orchestrrl.clock import WallClock
 from orchestrrl.config import load_config
 from orchestrrl.demo.scenario import DeploymentSection, Scenario
 from orchestrrl.demo.stack import EPSILON_S, READY_WITHIN_S, Process
+from orchestrrl.demo.switch_fabric import site_of, write_fabric
 from orchestrrl.deploying import deployer_of
 from orchestrrl.errors import OutcomeUnknown, Permanent
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain import plain
+from planner.fabric.topology import Site
 from planner.model import Configuration
 from planner.paper import named_profile
 
@@ -33,6 +35,7 @@ class SwitchStack:
     deployment: DeploymentSection
     control: ControlClient
     gateway_url: str
+    site: Site | None  # of the fabric that it drives
 
     async def begin_with(self, configuration: str, reason: str) -> None:
         """Bring the fleet to that configuration, ready for a step. Raises Permanent."""
@@ -95,7 +98,7 @@ async def switch_stack(scenario: Scenario, out_dir: Path) -> AsyncIterator[Switc
         undo.push_async_callback(gateway.stop)
         gateway_url = await gateway.address()
         control = await undo.enter_async_context(ControlClient(daemon_address))
-        yield SwitchStack(deployment, control, gateway_url)
+        yield SwitchStack(deployment, control, gateway_url, site_of(deployment))
 
 
 async def _end_engines(config_path: Path) -> None:
@@ -154,6 +157,7 @@ def _daemon_config(scenario: Scenario, deployment: DeploymentSection, out_dir: P
                 "standby": "keep",
             },
         },
+        **write_fabric(deployment, out_dir),
     }
 
 

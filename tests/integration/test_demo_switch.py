@@ -1,9 +1,11 @@
 """The demo of a switch: the planner wants one and the daemon does it; nothing is lost, and every token is right."""
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,5 +25,25 @@ def test_the_demo_of_a_switch(tmp_path: Path) -> None:
     assert {step["kind"] for step in switch["steps"]} >= {"evacuate", "sleep", "wake", "verify", "admit", "commit"}
     assert switch["recompute"]["requests"] > 0
     assert switch["total"]["wall_s"] > switch["switching"]["wall_s"] > 0
+    check_circuits(report, switch["circuits"])
     assert (tmp_path / "switch.png").exists()
     assert not list((tmp_path / "engines" / "engines").glob("*.json")), "engines outlive the demo"
+
+
+def check_circuits(report: dict[str, Any], followed: dict[str, Any]) -> None:
+    """They were those of TP=2, each engine in one server; then of TP=8, each in two. Nothing else was touched."""
+    assert (followed["state"], followed["code"]) == ("committed", "committed")
+    assert f"circuits committed: {followed['moves']} cross-connects changed" in followed["said"]
+    assert 0 < followed["switches_wall_s"] < followed["wall_s"]
+    (fabric,) = report["fabric"]
+    before, after = (
+        {(each["pod"], each["a"], each["b"]): each["circuits"] for each in fabric[name]}
+        for name in ("circuits_before", "circuits_after")
+    )
+    tors = [f"gen0/b{server}-r0" for server in range(4)]
+    pairs = {("gen0", *pair) for pair in itertools.combinations(tors, 2)}
+    wide = {("gen0", tors[0], tors[1]), ("gen0", tors[2], tors[3])}
+    assert pairs <= before.keys()
+    assert pairs & after.keys() == wide
+    assert sum(after[pair] for pair in wide) == sum(before[pair] for pair in pairs)
+    assert {k: n for k, n in before.items() if k not in pairs} == {k: n for k, n in after.items() if k not in pairs}

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.demo.scenario import load_scenario, samples
+from orchestrrl.demo.switch_fabric import GEN_POD, Circuits, Fabric, followed, site_of
 from orchestrrl.demo.switch_report import PAPER
 from orchestrrl.demo.switch_run import Look, Switched, resumption
+from planner.model import GpuId
 
 REFERENCE = Path(__file__).parents[4] / "shared" / "reference" / "paper.yaml"
 FENCED_S, ADMITTED_S = 10.0, 12.0
@@ -70,6 +72,37 @@ def test_the_scenario_is_of_the_paper_s_fleet() -> None:
     assert (scenario.deployment.gpus, scenario.engines) == (16, 8)
     step = samples(scenario, "simulated", scenario.seeds[0])
     assert max(sample.output_tokens for sample in step) == scenario.max_tokens  # the tail is there
+
+
+def fabric_of(*announced_s: float, over: bool = True) -> Fabric:
+    ended = {"moves": 8, "commits": [{"commanded_unix_s": 5.0, "usable_unix_s": 5.5}]}
+    periods = [{"announced_unix_s": at_s, "ended_unix_s": at_s + 1 if over else None, **ended} for at_s in announced_s]
+    return Fabric(Circuits({("gen0", "t0", "t1"): 2, ("", "gen0", "train0"): 1}), periods)
+
+
+def test_circuits_that_followed_are_those_announced_as_requests_were_let_in() -> None:
+    switch = report()
+    switch["steps"][1]["detail"] = "its words"
+    found = followed(switch, fabric_of(ADMITTED_S + 9, ADMITTED_S - 0.05, FENCED_S))
+    assert found is not None
+    assert (found.said, found.moves, found.took_s, found.dark_s) == ("its words", 8, 1.0, 0.5)
+    assert found.period["announced_unix_s"] == ADMITTED_S - 0.05
+    assert followed(switch, fabric_of(FENCED_S)) is None
+    assert followed(switch, fabric_of(ADMITTED_S - 0.05, over=False)) is None
+    assert followed(switch, None) is None
+
+
+def test_the_site_of_the_scenario_has_its_engines_in_servers_that_only_the_narrow_fit_into() -> None:
+    deployment = load_scenario("simulated-switch").deployment
+    assert deployment is not None
+    site = site_of(deployment)
+    assert site is not None
+    fleet = [GpuId(gpu) for gpu in range(deployment.gpus, 2 * deployment.gpus)]
+    narrow, wide = ({gpus[0]: gpus for gpus in zip(*[iter(fleet)] * size, strict=True)} for size in (2, 8))
+    assert {len({site.server_of[gpu].id for gpu in gpus}) for gpus in narrow.values()} == {1}
+    assert {len({site.server_of[gpu].id for gpu in gpus}) for gpus in wide.values()} == {2}
+    assert {site.pod[site.server_of[gpu].pod].id for gpu in fleet} == {GEN_POD}
+    assert site_of(deployment.model_copy(update={"fabric": None})) is None
 
 
 @pytest.mark.shared

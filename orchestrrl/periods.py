@@ -23,6 +23,16 @@ OVER = frozenset({PeriodState.COMMITTED, PeriodState.KEPT, PeriodState.SUPERSEDE
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchTook:
+    """How long one switch's part of a commit lasted: device and link, and what came before and after."""
+
+    switch: str
+    control_s: float
+    device_s: float
+    route_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class CommitReport:
     """One stage of a transition. Times are seconds since the Unix epoch; `window_*` None: it needed no window."""
 
@@ -34,6 +44,7 @@ class CommitReport:
     moves: int  # cross-connects that came down or went up
     done: bool
     detail: str = ""
+    took: tuple["SwitchTook", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class CircuitExecutor:
         self._turns = {switch: asyncio.Lock() for switch in switches}
         self._count = itertools.count(1)
         self._open: dict[str, CircuitOperation] = {}
+        self._prepared: dict[str, CircuitOperation] = {}
+        self._unwanted: dict[str, CircuitOutcome] = {}  # abandoned, and the journal did not take it
 
     @property
     def open(self) -> tuple[CircuitOperation, ...]:
@@ -87,24 +89,38 @@ class CircuitExecutor:
         """Plan and write down a change that is given to `commit`, or to `abandon`, within `valid_s`: what is left to do
         then is to send it. Nothing is evicted for it. Raises DriverError as `change` does."""
         async with self._turns[switch]:
-            return await self._prepare(switch, change, ChangeMode.SAFE, valid_s, None)
+            operation = await self._prepare(switch, change, ChangeMode.SAFE, valid_s, None)
+            if not operation.diff.empty:
+                self._prepared[operation.id] = operation
+            return operation
 
     async def commit(self, operation: CircuitOperation) -> CircuitOutcome:
-        """Carry out what was prepared. Raises as `change` does; Conflict where the switch has changed since."""
+        """Carry out what was prepared, once. Raises as `change` does; Conflict where the switch has changed since."""
+        if operation.diff.empty:
+            return CircuitOutcome("", operation.switch, True, "was so already", revision=operation.diff.revision)
         async with self._turns[operation.switch]:
-            if operation.diff.empty:
-                return CircuitOutcome("", operation.switch, True, "was so already", revision=operation.diff.revision)
+            if self._prepared.pop(operation.id, None) is None:
+                raise Conflict([f"{operation.id} was begun or abandoned before"], device=operation.switch)
             if self._clock.now_s() > operation.valid_until_s:
                 self._close(_outcome(operation, False, "was not begun, and the order has expired"))
                 raise Conflict(["the order has expired: look and ask again"], device=operation.switch)
             if self._of(operation.switch):  # a change whose outcome is not known comes first
-                await self._settle(operation.switch)
+                try:
+                    await self._settle(operation.switch)
+                except DriverError as error:
+                    self._close(_outcome(operation, False, f"was not begun, the change before it is open: {error}"))
+                    raise
             return await self._carry_out(operation)
 
     def abandon(self, operation: CircuitOperation, why: str) -> None:
-        """What was prepared is not wanted any more."""
-        if not operation.diff.empty:
-            self._close(_outcome(operation, False, f"was not begun: {why}"))
+        """What was prepared is not wanted any more; harmless where it was begun, or abandoned before."""
+        if self._prepared.pop(operation.id, None) is None:
+            return
+        self._unwanted[operation.id] = _outcome(operation, False, f"was not begun: {why}")
+        try:
+            self._forget_unwanted()
+        except OrchestrRLError as error:  # tried again; meanwhile it stands in the journal as what is about to be
+            logger.error("%s cannot be written off: %s", operation.id, error)
 
     async def _prepare(
         self, switch: str, change: Change, mode: ChangeMode, valid_s: float, expect_revision: int | None
@@ -141,6 +157,7 @@ class CircuitExecutor:
 
     async def settle(self) -> None:
         """Bring every open change to an end whose switch can be read; the others stay open."""
+        self._forget_unwanted()
         await asyncio.gather(*(self._try_to_settle(switch) for switch in {change.switch for change in self.open}))
 
     async def run(self) -> None:
@@ -231,6 +248,11 @@ class CircuitExecutor:
             faulty = _listed((*seen.missing, *seen.lingering, *seen.untuned))
             raise OutcomeUnknown(f"verified as done, then shown otherwise: {faulty}", device=operation.switch)
         return seen.dark
+
+    def _forget_unwanted(self) -> None:
+        for id, outcome in list(self._unwanted.items()):
+            self._close(outcome)
+            del self._unwanted[id]
 
     def _of(self, switch: str) -> tuple[CircuitOperation, ...]:
         return tuple(operation for operation in self.open if operation.switch == switch)

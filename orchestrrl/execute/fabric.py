@@ -3,83 +3,47 @@
 announced -> materialised (what circuits, which ports, in which stages) -> prepared (written down, all but sent) ->
 committed when a window opens that covers it, verified, routed. Where none opens by the deadline, or anything is amiss
 before the first command, what is up stays up. Section 5.3 and algorithm 2 of the paper. Deciding is
-planner/fabric/materialize.py, transition.py and windows.py; sending is circuits.py and steering.py.
+planner/fabric/materialize.py, transition.py and windows.py; sending is fabric_commit.py, circuits.py and steering.py.
 """
 
 import asyncio
 import itertools
 import logging
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import Any
 
-from ocs_drivers.errors import DriverError
 from orchestrrl.clock import Clock
-from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
-from orchestrrl.execute.circuits import CircuitExecutor, CircuitOperation, CircuitOutcome
+from orchestrrl.errors import OrchestrRLError, ProblemFaults
+from orchestrrl.execute.circuits import CircuitExecutor
+from orchestrrl.execute.fabric_book import PeriodBook
+from orchestrrl.execute.fabric_commit import Amiss, Port, Routing, Rules, StageCommitter, StageOrder, Watch, Windows
 from orchestrrl.execute.fabric_control import OperatorsWord
 from orchestrrl.execute.fabric_glass import Glance, Glass
-from orchestrrl.fabric_intents import intent_to_json, parse_intent
+from orchestrrl.execute.fabric_queue import Announced, PeriodQueue, lane_of
+from orchestrrl.fabric_intents import parse_intent
 from orchestrrl.holds import HoldBook, Part
-from orchestrrl.journal import Journal, Kind
-from orchestrrl.periods import PERIOD, CommitReport, ControlState, FabricControl, PeriodReport, PeriodState
+from orchestrrl.journal import Journal
+from orchestrrl.periods import ControlState, FabricControl, PeriodReport, PeriodState
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Stage
-from planner.fabric.model import Cabling, OcsId, Pair, PortPair
-from planner.fabric.plan import FabricPlan, FabricState
+from planner.fabric.model import OcsId, Pair, PortPair
+from planner.fabric.plan import FabricPlan, FabricState, Failures
 from planner.fabric.topology import Site
 from planner.fabric.transition import Transition, TransitionProblem, TransitionStage, transition
-from planner.fabric.windows import CommitNeed, Window, may_commit
-from planner.model import Act, Hold, Mode
+from planner.model import Hold, Mode
+
+__all__ = ["Coordinator", "Routing", "Rules", "Watch", "Windows"]
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED = 1024
 ATTEMPTS = 3  # at materialising, when the world has changed between looking and acting
+LOOK_EVERY_S = 10.0  # at the switches, while nothing else is to be done
+SUSPECT_S = 60.0  # a port at which nothing came up, whatever its switch says, is left out for so long
+LISTED = 8
 
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """See the section `fabric` of the configuration."""
-
-    margin_s: float = 0.005
-    within_s: float = 30.0  # how long a period waits for its windows
-    boundary_within_s: float = 60.0
-    min_fraction: float = 0.5  # of its circuits, that an endpoint keeps at every point
-    max_moves_per_stage: int = 1024
-    route_s: float = 0.0  # where nobody here steers
-
-
-class Watch(Protocol):
-    """What is known of a job's traffic, while somebody waits for it to pause."""
-
-    changed: asyncio.Event
-
-    def window(self) -> Window | Hold: ...
-
-    def close(self) -> None: ...
-
-
-class Windows(Protocol):
-    def watch(self, job: str, ranks: frozenset[int], need_s: float) -> Watch:
-        """Of a job's traced ranks; these are among them, or there is no window."""
-        ...
-
-
-class Routing(Protocol):
-    """Takes packets off circuits before they go, and onto those that have come."""
-
-    async def drain(self, going: Iterable[PortPair]) -> None:
-        """Raises OrchestrRLError where packets still take them."""
-        ...
-
-    async def steer(self, usable: Iterable[PortPair]) -> str:
-        """What is not as it should be; empty: all is."""
-        ...
-
-
-_Timed = tuple[CircuitOutcome, float, float]
 Materialise = Callable[[Intent, FabricState], FabricPlan | Hold]
 Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -88,20 +52,12 @@ async def inline(work: Callable[[], Any]) -> Any:
     return work()
 
 
-class _Overtaken(Exception):
-    """The world is no longer as it was when this was planned."""
+class _Restated(Exception):
+    """An operator has had a word since this was planned."""
 
 
-@dataclass(eq=False)
-class _Period:
-    """One announced period under way."""
-
-    intent: Intent
-    deadline_s: float
-    boundary: bool
-    report: PeriodReport
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    superseded: asyncio.Event = field(default_factory=asyncio.Event)
+class _PutOff(Exception):
+    """Somebody stands still for another period, and this one only waits."""
 
 
 class Coordinator:
@@ -129,93 +85,86 @@ class Coordinator:
         self.word = word
         self.times = times
         self.rules = rules or Rules()
-        self.glance = Glance()  # as the switches were last seen
-        self.period = ""  # whose circuits are up, as far as it is known
-        self.counts: Counter[tuple[str, str]] = Counter()  # of periods that are over, by state and code
+        self.glance = Glance()  # as the switches were last seen, or left
+        self.period = ""  # whose circuits came up last, as far as it is known
         self._glass = glass
-        self._circuits = circuits
-        self._windows = windows
         self._holds = holds
-        self._journal = journal
         self._clock = clock
         self._materialise = materialise
         self._mode = mode
         self._routing = routing
         self._offload = offload
-        self._cabling = Cabling(
-            {
-                **site.core_cabling.ports,
-                **{id: ports for pod in site.pods for id, ports in site.agg_cabling(pod.id).ports.items()},
-            }
-        )
-        self._intents: dict[str, Intent] = {}
+        self._generation = journal.generation
         self._numbers = itertools.count(1)
-        self._next: _Period | None = None
-        self._now: _Period | None = None
-        self._wake = asyncio.Event()
-        self._over: deque[PeriodReport] = deque(maxlen=REMEMBERED)
+        self._book = PeriodBook(journal)
+        self._queue = PeriodQueue()
+        self._now: Announced | None = None
+        self._up: dict[tuple[str, Stage], str] = {}  # names of the periods whose circuits are up
+        self._left: frozenset[PortPair] = frozenset()  # what was up when it was last seen to
+        self._suspects: dict[Port, float] = {}  # until when
+        self._committer = StageCommitter(glass, circuits, windows, times, clock, self.rules, routing)
         self._recover()
+        word.changed = self._restated
 
     # --- asked from outside
 
     def announce(
         self, period: str, intent_json: str = "", within_s: float = 0.0, *, boundary: bool = False
-    ) -> "_Period":
-        """A period that is about to come; the one that waits is superseded. `boundary`: the caller stands still until
-        it is over, so it needs no window. Raises ProblemFaults, and Permanent for a name that nobody has given an
-        intent to."""
-        if within_s < 0 or within_s == float("inf"):
+    ) -> Announced:
+        """A period that is about to come; the one of its job that waits is superseded. `boundary`: the caller stands
+        still until it is over, so it needs no window; circuits of training are changed in windows all the same. Raises
+        ProblemFaults, and Permanent for a name that nobody has given an intent to."""
+        if not (isfinite(within_s) and within_s >= 0):
             raise ProblemFaults([f"within_s: must be >= 0 (0: as configured), got {within_s}"])
-        intent = parse_intent(period, intent_json) if intent_json else self._known(period)
+        intent = parse_intent(period, intent_json) if intent_json else self._book.intent(period)
         return self.expect(intent, within_s, boundary=boundary)
 
-    def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> "_Period":
+    def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> Announced:
         """The same, for who has an intent."""
-        if self._intents.get(intent.period) != intent:
-            self._write(Kind.PERIOD_INTENT, intent.period, {"intent": intent_to_json(intent)})
-            self._intents[intent.period] = intent
         now_s = self._clock.now_s()
-        id = f"c{self._journal.generation}-{next(self._numbers)}"
+        self._book.know(intent, now_s)
+        id = f"c{self._generation}-{next(self._numbers)}"
         report = PeriodReport(id, intent.period, intent.stage, PeriodState.ANNOUNCED, now_s)
         limit_s = within_s or (self.rules.boundary_within_s if boundary else self.rules.within_s)
-        made = _Period(intent, now_s + limit_s, boundary, report)
-        if self._next is not None:
-            self._end(self._next, PeriodState.SUPERSEDED, "superseded", f"{intent.period} was announced")
-        elif self._now is not None:
-            self._now.superseded.set()
-        self._next = made
-        self._wake.set()
+        made = Announced(intent, now_s + limit_s, boundary, report)
+        superseded = Hold("superseded", f"{intent.period} was announced")
+        if (before := self._queue.put(made)) is not None:
+            self._end(before, PeriodState.SUPERSEDED, superseded.code, superseded.detail)
+        if self._now is not None:
+            if self._now.lane == made.lane:
+                self._now.call_off(superseded)
+            elif boundary:
+                self._now.poked.set()
         return made
 
-    async def follow(self, period: "_Period") -> AsyncIterator[PeriodReport]:
-        """What becomes of it, whenever that changes; ends after the last."""
-        seen: PeriodReport | None = None
-        while seen is None or not seen.over:
-            if period.report == seen:
-                period.changed.clear()
-                await period.changed.wait()
-                continue
-            seen = period.report
-            yield seen
+    def withdraw(self, period: Announced, why: str) -> None:
+        """Its caller goes on: what is not yet changed stays as it is. Harmless when it is over."""
+        hold = Hold("withdrawn", why)
+        if self._queue.remove(period):
+            self._keep(period, hold)
+        elif not period.report.over:
+            period.call_off(hold)
 
-    async def until_over(self, period: "_Period") -> PeriodReport:
-        async for report in self.follow(period):
+    def follow(self, period: Announced) -> AsyncIterator[PeriodReport]:
+        """What becomes of it, whenever that changes; ends after the last."""
+        return period.follow()
+
+    async def until_over(self, period: Announced) -> PeriodReport:
+        async for report in period.follow():
             last = report
         return last
 
     def override(self, period: str, reason: str, ttl_s: float) -> FabricControl:
         """Circuits of this period from now on. Raises Permanent for one without an intent, ProblemFaults."""
-        intent = self._known(period)
+        intent = self._book.intent(period)
         control = self.word.override(period, reason, ttl_s)
         self.expect(intent)
         return control
 
     def mask(self, masked: Sequence[str], reason: str) -> None:
-        """What is not to be used from now on; circuits go around it at once, or in the next window. Raises
-        ProblemFaults."""
+        """What is not to be used from now on; circuits go around it in the next window. Raises ProblemFaults."""
         self.word.mask(masked, reason)
-        if self.period in self._intents:
-            self.expect(self._intents[self.period])
+        self._reallocate()
 
     def times_of_switches(self) -> list[tuple[OcsId, float, int]]:
         """Of each: what its next change is expected to take in seconds, and from how many changes that is known."""
@@ -226,12 +175,17 @@ class Coordinator:
 
     def reports(self, limit: int) -> list[PeriodReport]:
         """Newest first: those under way, then those that are over."""
-        under_way = [each.report for each in (self._next, self._now) if each is not None]
-        return [*under_way, *reversed(self._over)][:limit]
+        now = [] if self._now is None else [self._now]
+        return [*(each.report for each in (*reversed(list(self._queue)), *now)), *reversed(self._book.over)][:limit]
+
+    @property
+    def counts(self) -> Counter[tuple[str, str]]:
+        """Of periods that ended since the start, by state and code."""
+        return self._book.counts
 
     def ends(self, cross_connect: PortPair) -> Pair | None:
         """The endpoints that it joins; None: it is none of the site's."""
-        return self._cabling.ends(cross_connect)
+        return self._glass.cabling.ends(cross_connect)
 
     async def look(self) -> Glance:
         self.glance = await self._glass.look()
@@ -241,33 +195,77 @@ class Coordinator:
 
     async def run(self) -> None:
         """Never returns. A period that fails is told of and logged, and the next one has its turn."""
-        await self.look()
+        try:
+            await self.look()
+            self._left = self.glance.of_site
+            while True:
+                self._now = await self._turn()
+                await self._safely(self._now)
+                self._now = None
+        finally:
+            for period in [*self._queue, *([] if self._now is None else [self._now])]:
+                self._queue.remove(period)
+                if not period.report.over:
+                    self._keep(period, Hold("stopped", "the daemon stops"))
+            self._now = None
+
+    async def _turn(self) -> Announced:
+        """The next period. While there is none, the switches are looked at now and then."""
         while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._next is not None:
-                self._now, self._next = self._next, None
-                try:
-                    await self._bring_about(self._now)
-                except OrchestrRLError as error:  # the journal's: without a record nothing is done
-                    self._end(self._now, PeriodState.FAILED, "not_recorded", str(error))
-                finally:
-                    self._now = None
-
-    async def _bring_about(self, period: _Period) -> None:
-        for attempt in range(ATTEMPTS):
+            self._queue.news.clear()
+            if (period := self._queue.take()) is not None:
+                return period
+            news = asyncio.ensure_future(self._queue.news.wait())
+            alarm = asyncio.ensure_future(self._clock.sleep(LOOK_EVERY_S))
             try:
-                await self._attempt(period)
-                return
-            except _Overtaken as overtaken:
-                logger.warning("period %s: %s", period.report.period, overtaken)
-                if attempt == ATTEMPTS - 1:
-                    self._end(period, PeriodState.KEPT, "overtaken", str(overtaken))
-            except DriverError as error:
-                self._end(period, PeriodState.FAILED, "switch_failed", str(error))
-                return
+                await asyncio.wait({news, alarm}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
+                alarm.cancel()
+            if not news.done():
+                await self._look_after()
 
-    async def _attempt(self, period: _Period) -> None:
+    async def _look_after(self) -> None:
+        """What was up and is not, or has a port that failed since, is to be replaced."""
+        before, glance = self.glance.failures, await self.look()
+        if self.glance.unread:
+            return  # what it has up is not known
+        failed = glance.failures.ports - before.ports
+        lost = {pair for pair in self._left if pair not in glance.of_site or not _ports([pair]).isdisjoint(failed)}
+        self._left = glance.of_site
+        if lost:
+            logger.warning("lost: %s", _listed(lost))
+            self._reallocate()
+
+    async def _safely(self, period: Announced) -> None:
+        try:
+            await self._bring_about(period)
+        except OrchestrRLError as error:  # the journal's: without a record nothing is done
+            self._end(period, PeriodState.FAILED, "not_recorded", str(error))
+        except Exception as error:
+            # A fault of ours in one plan is no reason to leave all circuits to themselves.
+            logger.exception("period %s", period.report.period)
+            self._end(period, PeriodState.FAILED, "internal", f"{type(error).__name__}: {error}")
+
+    async def _bring_about(self, period: Announced) -> None:
+        attempt = 1
+        while True:
+            try:
+                return await self._attempt(period)
+            except _Restated:
+                continue
+            except _PutOff:
+                if not self._queue.put_back(period):
+                    self._keep(period, Hold("superseded", "a newer one was announced"))
+                return None
+            except Amiss as amiss:
+                logger.warning("period %s: %s: %s", period.report.period, amiss.code, amiss)
+                if attempt == ATTEMPTS:
+                    return self._end(period, amiss.state, amiss.code, amiss.detail)
+                attempt += 1
+
+    async def _attempt(self, period: Announced) -> None:
+        said = self.word.said
         intent = self._bound(period.intent)
         if isinstance(intent, Hold):
             return self._keep(period, intent)
@@ -277,190 +275,126 @@ class Coordinator:
             return self._keep(period, plan)
         stages = await self._stages(period, plan, glance)
         if not stages:
-            self.period = intent.period
-            return self._end(period, PeriodState.COMMITTED, "was_so", "its circuits were up already")
+            return self._committed(period, intent, "was_so", "its circuits were up already")
         if hold := self._restraint(intent):
             return self._keep(period, hold)
+        if self._routing is not None:
+            await self._routing.prepare(glance.of_site, stages)
         for number, stage in enumerate(stages):
-            hold = await self._carry_out(period, intent, stage)
+            hold = self._objection(period, intent, said) or await self._carry_out(period, intent, stage, said, plan)
             if hold is not None:
                 rest = f"; stages {number + 1} to {len(stages)} were left undone" if number else ""
                 return self._keep(period, replace(hold, detail=hold.detail + rest))
-        self.period = intent.period
-        return self._end(period, PeriodState.COMMITTED, "committed", "")
+        return self._committed(period, intent, "committed", "")
 
-    async def _stages(self, period: _Period, plan: FabricPlan, glance: Glance) -> Sequence[TransitionStage]:
+    async def _stages(self, period: Announced, plan: FabricPlan, glance: Glance) -> Sequence[TransitionStage]:
         problem = TransitionProblem(
-            self._cabling,
-            self._of_site(glance.cross_connects),
-            plan.cross_connects,
+            self._glass.cabling,
+            glance.of_site,
+            self._glass.of_site(plan.cross_connects),
             self.rules.max_moves_per_stage,
             self.rules.min_fraction,
         )
         steps: Transition = await self._offload(lambda: transition(problem))
+        removed = [pair for stage in steps.stages for pair in stage.remove]
+        added = [pair for stage in steps.stages for pair in stage.add]
         notes = [*plan.notes]
         if steps.dark_pairs:
             notes.append(f"dark for a moment: {', '.join(f'{a} - {b}' for a, b in steps.dark_pairs)}")
         if steps.thin_endpoints:
             notes.append(f"below {self.rules.min_fraction:.0%} for a moment: {', '.join(steps.thin_endpoints)}")
-        self._tell(
-            period,
+        if self._mode() is not Mode.ACT and steps.stages:
+            notes.append(f"would take down {_listed(removed) or 'nothing'}, and put up {_listed(added) or 'nothing'}")
+        before = period.report
+        period.tell(
             state=PeriodState.MATERIALISED,
-            stages=len(steps.stages),
-            moves=sum(len(stage.remove) + len(stage.add) for stage in steps.stages),
+            stages=before.stages_done + len(steps.stages),
+            moves=sum(commit.moves for commit in before.commits) + len(removed) + len(added),
             completion_s=plan.completion_s,
-            notes=tuple(notes),
+            # What was told before something was sent stays told.
+            notes=tuple(dict.fromkeys((*(before.notes if before.commits else ()), *notes))),
         )
         return steps.stages
 
-    async def _carry_out(self, period: _Period, intent: Intent, stage: TransitionStage) -> Hold | None:
-        """One stage in one window; why not, where it is not to be. Raises _Overtaken and DriverError."""
-        operations = await self._prepare(stage, period)
-        sent = False
-        try:
-            need = self._need(stage)
-            window = await self._window(period, intent, need)
-            if isinstance(window, Hold):
-                return window
-            sent = True
-            await self._commit(period, stage, operations, window, need)
-            return None
-        finally:
-            if not sent:
-                for operation in operations:
-                    self._circuits.abandon(operation, "no window came, or it was called off")
-
-    async def _prepare(self, stage: TransitionStage, period: _Period) -> list[CircuitOperation]:
-        changes: dict[OcsId, tuple[list[PortPair], list[PortPair]]] = {}
-        for which, pairs in enumerate((stage.remove, stage.add)):
-            for pair in pairs:
-                changes.setdefault(pair.switch, ([], []))[which].append(pair)
-        # Until the deadline, and as long again as a commit may take.
-        valid_s = max(0.0, period.deadline_s - self._clock.now_s()) + self.rules.boundary_within_s
-        made: list[CircuitOperation] = []
-        try:
-            for switch, (remove, add) in sorted(changes.items()):
-                change = await self._glass.change_of(switch, remove, add)
-                made.append(await self._circuits.prepare(switch, change, valid_s))
-        except DriverError as error:
-            for operation in made:
-                self._circuits.abandon(operation, f"another switch could not be prepared: {error}")
-            raise
-        return made
-
-    async def _window(self, period: _Period, intent: Intent, need: CommitNeed) -> Window | Hold | None:
-        """Wait for one that covers the need: None where none is needed, a Hold where none came."""
-        if period.boundary or intent.stage is not Stage.TRAIN:
-            verdict = may_commit(intent.stage, None, need, self._clock.now_s(), period.boundary)
-            if isinstance(verdict, Hold):
-                return verdict
-            return self._restraint(intent)
-        watch = self._windows.watch(intent.job, intent.ranks, need.total_s)
-        alarm = asyncio.ensure_future(self._clock.sleep(max(0.0, period.deadline_s - self._clock.now_s())))
-        overtaken = asyncio.ensure_future(period.superseded.wait())
-        self._tell(period, state=PeriodState.WAITING)
-        try:
-            while True:
-                watch.changed.clear()
-                window = watch.window()
-                verdict = may_commit(intent.stage, window, need, self._clock.now_s(), boundary=False)
-                if isinstance(verdict, Act):
-                    # Looked at last: an operator may have had a word meanwhile.
-                    return self._restraint(intent) or window
-                if (period.report.code, period.report.detail) != (verdict.code, verdict.detail):
-                    period.report = replace(period.report, code=verdict.code, detail=verdict.detail)
-                news = asyncio.ensure_future(watch.changed.wait())
-                try:
-                    await asyncio.wait({news, alarm, overtaken}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    news.cancel()
-                if overtaken.done():
-                    return Hold("superseded", "another period was announced before a window came")
-                if alarm.done():
-                    return Hold("no_window", f"none by the deadline: {verdict.code}: {verdict.detail}")
-        finally:
-            watch.close()
-            alarm.cancel()
-            overtaken.cancel()
-
-    async def _commit(
-        self,
-        period: _Period,
-        stage: TransitionStage,
-        operations: Sequence[CircuitOperation],
-        window: Window | None,
-        need: CommitNeed,
-    ) -> None:
-        commanded_s = self._clock.now_s()
-        if self._routing is not None and stage.remove:
-            try:
-                await self._routing.drain(stage.remove)
-            except OrchestrRLError as error:
-                for operation in operations:
-                    self._circuits.abandon(operation, f"packets could not be taken off: {error}")
-                raise _Overtaken(f"packets could not be taken off what was to go: {error}") from error
-        drained_s = self._clock.now_s()
-        outcomes = await asyncio.gather(*(self._timed(operation) for operation in operations), return_exceptions=True)
-        detail = "; ".join(filter(None, (_amiss(outcome) for outcome in outcomes)))
-        switched_s, routed = self._clock.now_s(), ""
-        if self._routing is not None:
-            glance = await self.look()
-            routed = await self._routing.steer(self._of_site(glance.cross_connects))
-        usable_s = self._clock.now_s()
-        route_s = usable_s - switched_s + drained_s - commanded_s
-        for outcome in outcomes:
-            if isinstance(outcome, tuple) and outcome[0].done:
-                self.times.measured(
-                    OcsId(outcome[0].switch), control_s=outcome[2], device_s=outcome[1], route_s=route_s
-                )
-        moves = len(stage.remove) + len(stage.add)
-        done = not any(_failed(outcome) for outcome in outcomes)
-        report = CommitReport(
-            None if window is None else window.opened_s,
-            None if window is None else window.until_s,
-            need.total_s,
-            commanded_s,
-            usable_s,
-            moves,
-            done,
-            "; ".join(filter(None, (detail, routed))),
+    async def _carry_out(
+        self, period: Announced, intent: Intent, stage: TransitionStage, said: object, plan: FabricPlan
+    ) -> Hold | None:
+        """One stage in one window; why not, where it is not to be. Raises Amiss."""
+        before = self.glance.of_site
+        order = StageOrder(
+            stage,
+            intent.stage,
+            intent.job,
+            intent.ranks,
+            period.deadline_s,
+            period.boundary,
+            period.poked,
+            objection=lambda: self._objection(period, intent, said),
+            waiting=lambda hold: self._waits(period, hold),
+            usable=before,
         )
-        self._tell(
-            period,
+        try:
+            done = await self._committer.carry_out(order)
+        except Amiss as amiss:
+            await self._note_amiss(period, amiss, before, plan)
+            raise
+        if isinstance(done, Hold):
+            return done
+        after = self.glance.cross_connects - set(stage.remove) | set(stage.add)
+        self.glance = replace(self.glance, cross_connects=after, of_site=self._glass.of_site(after))
+        self._left, self.period = self.glance.of_site, ""
+        period.tell(
             state=PeriodState.COMMITTING,
             code="",
-            detail=report.detail,
-            stages_done=period.report.stages_done + done,
-            commits=(*period.report.commits, report),
+            detail=done.detail,
+            stages_done=period.report.stages_done + 1,
+            commits=(*period.report.commits, done),
         )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, DriverError):
-                raise outcome
-        if not done:
-            raise _Overtaken(f"a switch did not do as it was told: {detail}")
+        return None
 
-    async def _timed(self, operation: CircuitOperation) -> _Timed:
-        """How it came out, how long the device took, and how long all the rest."""
-        began_s = self._clock.now_s()
-        outcome = await self._circuits.commit(operation)
-        took_s = self._clock.now_s() - began_s
-        items = outcome.items
-        ready_s = max((item.link_up_s or item.tuned_s or item.commanded_s or 0.0 for item in items), default=0.0)
-        commanded_s = min((item.commanded_s for item in items if item.commanded_s is not None), default=0.0)
-        device_s = max(0.0, ready_s - commanded_s)
-        return outcome, device_s, max(0.0, took_s - device_s)
+    async def _note_amiss(self, period: Announced, amiss: Amiss, before: frozenset[PortPair], plan: FabricPlan) -> None:
+        """What was sent, and where that leaves pairs that were to stay alight."""
+        until_s = self._clock.now_s() + SUSPECT_S
+        self._suspects |= dict.fromkeys(amiss.suspects, until_s)
+        if amiss.report is None:
+            return
+        self.period = ""
+        glance = await self.look()
+        self._left = glance.of_site
+        dark = (self._pairs(before) & self._pairs(plan.cross_connects)) - self._pairs(glance.of_site)
+        notes = [f"dark until the next change: {a} - {b}" for a, b in sorted(dark)]
+        if amiss.suspects:
+            ports = ", ".join(f"{switch}:{port}" for switch, port in sorted(amiss.suspects))
+            notes.append(f"not used for {SUSPECT_S:.0f} s, nothing came up there: {ports}")
+        period.tell(
+            state=PeriodState.COMMITTING,
+            detail=amiss.report.detail,
+            commits=(*period.report.commits, amiss.report),
+            notes=tuple(dict.fromkeys((*period.report.notes, *notes))),
+        )
 
     # --- what binds it
+
+    def _objection(self, period: Announced, intent: Intent, said: object) -> Hold | None:
+        """Why nothing more is to be sent for it. Raises _PutOff and _Restated."""
+        if period.stop is not None:
+            return period.stop
+        if not period.boundary and self._queue.urgent:
+            raise _PutOff
+        if self.word.said != said:
+            raise _Restated
+        return self._restraint(intent)
 
     def _bound(self, intent: Intent) -> Intent | Hold:
         """The intent that is to be met: an operator's override goes first."""
         control = self.word.control
-        if control.state is ControlState.OVERRIDDEN and control.period != intent.period:
-            wanted = self._intents.get(control.period)
-            if wanted is None:
-                return Hold("overridden", f"an operator wants {control.period}, which was never announced")
-            return wanted
-        return intent
+        if control.state is not ControlState.OVERRIDDEN or control.period == intent.period:
+            return intent
+        wanted = self._book.get(control.period)
+        if wanted is None:
+            return Hold("overridden", f"an operator wants {control.period}, which was never announced")
+        # Of other PoDs, it is left to those who ask for it.
+        return wanted if lane_of(wanted) == lane_of(intent) else intent
 
     def _restraint(self, intent: Intent) -> Hold | None:
         """Why nothing is to be changed now."""
@@ -476,64 +410,66 @@ class Coordinator:
         return None
 
     def _state(self, glance: Glance) -> FabricState:
-        return FabricState(self._of_site(glance.cross_connects), glance.failures | self.word.failures, self.word.pinned)
+        now_s = self._clock.now_s()
+        self._suspects = {port: until_s for port, until_s in self._suspects.items() if until_s > now_s}
+        failures = glance.failures | self.word.failures | Failures(ports=frozenset(self._suspects))
+        return FabricState(glance.of_site, failures, self.word.pinned)
 
-    def _need(self, stage: TransitionStage) -> CommitNeed:
-        switches = {pair.switch for pair in (*stage.remove, *stage.add)}
-        need = self.times.need(switches, self.rules.margin_s)
-        # Who routes by himself, as links come and go, is trusted to take no longer than the operator says.
-        return need if self._routing is not None else replace(need, route_s=self.rules.route_s)
+    def _restated(self) -> None:
+        if self._now is not None:
+            self._now.poked.set()
 
-    def _of_site(self, cross_connects: Iterable[PortPair]) -> frozenset[PortPair]:
-        """Between fibres of the site: what else somebody has patched is left alone."""
-        return frozenset(pair for pair in cross_connects if self.ends(pair) is not None)
+    def _reallocate(self) -> None:
+        """Bring what is up about again, under what is left; a period that is to come anyway sees to it itself."""
+        coming = {each.lane for each in self._queue} | ({self._now.lane} if self._now is not None else set())
+        for (_, stage), period in list(self._up.items()):
+            intent = self._book.get(period)
+            if stage is not Stage.WEIGHT_SYNC and intent is not None and lane_of(intent) not in coming:
+                self.expect(intent)
 
-    def _known(self, period: str) -> Intent:
-        if period not in self._intents:
-            known = ", ".join(sorted(self._intents)) or "none yet"
-            raise Permanent(f"period {period!r} was never announced with an intent (known: {known})")
-        return self._intents[period]
+    def _pairs(self, cross_connects: Iterable[PortPair]) -> set[Pair]:
+        return {ends for pair in cross_connects if (ends := self.ends(pair)) is not None}
 
     # --- told and written down
 
-    def _keep(self, period: _Period, hold: Hold) -> None:
+    def _waits(self, period: Announced, hold: Hold) -> None:
+        if period.report.state is not PeriodState.WAITING:
+            period.tell(state=PeriodState.WAITING, code=hold.code, detail=hold.detail)
+        else:  # several times in each iteration: nobody is woken for it
+            period.report = replace(period.report, code=hold.code, detail=hold.detail)
+
+    def _committed(self, period: Announced, intent: Intent, code: str, detail: str) -> None:
+        self.period = intent.period
+        self._up[intent.job, intent.stage] = intent.period
+        self._left = self.glance.of_site
+        return self._end(period, PeriodState.COMMITTED, code, detail)
+
+    def _keep(self, period: Announced, hold: Hold) -> None:
         state = PeriodState.SUPERSEDED if hold.code == "superseded" else PeriodState.KEPT
         self._end(period, state, hold.code, hold.detail)
 
-    def _tell(self, period: _Period, **changes: Any) -> None:
-        period.report = replace(period.report, **changes)
-        period.changed.set()
-
-    def _end(self, period: _Period, state: PeriodState, code: str, detail: str) -> None:
+    def _end(self, period: Announced, state: PeriodState, code: str, detail: str) -> None:
+        now_s = self._clock.now_s()
         told = "; ".join(filter(None, (detail, period.report.detail if state is PeriodState.COMMITTED else "")))
-        self._tell(period, state=state, code=code, detail=told, ended_s=self._clock.now_s())
-        self._over.append(period.report)
-        self.counts[state, code] += 1
+        period.tell(state=state, code=code, detail=told, ended_s=now_s)
         logger.info("period %s: %s %s %s", period.report.period, state, code, told)
-        try:
-            self._write(Kind.PERIOD, period.report.id, PERIOD.dump_python(period.report, mode="json"))
-        except OrchestrRLError as error:  # it is over all the same
-            logger.error("period %s cannot be written down: %s", period.report.id, error)
+        self._book.ended(period.report, now_s)
 
     def _recover(self) -> None:
-        for entry in self._journal.tail(REMEMBERED, (Kind.PERIOD_INTENT,)):
-            try:
-                self._intents[entry.subject] = parse_intent(entry.subject, entry.body["intent"])
-            except ProblemFaults as error:
-                logger.warning("the intent of %s is left out: %s", entry.subject, error)
-        self._over.extend(
-            PERIOD.validate_python(entry.body) for entry in self._journal.tail(REMEMBERED, (Kind.PERIOD,))
-        )
-
-    def _write(self, kind: Kind, subject: str, body: Mapping[str, Any]) -> None:
-        self._journal.append(self._clock.now_s(), kind, subject, dict(body))
+        for took in self._book.took():
+            if OcsId(took.switch) in self.site.switch:
+                self.times.measured(
+                    OcsId(took.switch), control_s=took.control_s, device_s=took.device_s, route_s=took.route_s
+                )
+        for intent in self._book.up():
+            self._up[intent.job, intent.stage] = self.period = intent.period
 
 
-def _failed(outcome: _Timed | BaseException) -> bool:
-    return isinstance(outcome, BaseException) or not outcome[0].done
+def _ports(cross_connects: Iterable[PortPair]) -> frozenset[Port]:
+    return frozenset((pair.switch, port) for pair in cross_connects for port in pair.ports)
 
 
-def _amiss(outcome: _Timed | BaseException) -> str:
-    if isinstance(outcome, BaseException):
-        return str(outcome)
-    return "" if outcome[0].done and not outcome[0].detail else f"{outcome[0].switch}: {outcome[0].detail}"
+def _listed(pairs: Iterable[PortPair]) -> str:
+    ordered = [str(pair) for pair in sorted(pairs)]
+    more = f" and {len(ordered) - LISTED} more" if len(ordered) > LISTED else ""
+    return ", ".join(ordered[:LISTED]) + more

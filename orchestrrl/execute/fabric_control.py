@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from pydantic import TypeAdapter
 
@@ -29,6 +30,7 @@ class OperatorsWord:
         self._clock = clock
         self._control = FabricControl()
         self.masked: tuple[str, ...] = ()
+        self.changed: Callable[[], None] = lambda: None  # called after each change
         latest = journal.latest(Kind.FABRIC_CONTROL)
         if latest is not None:
             self._control = _CONTROL.validate_python(latest.body["control"])
@@ -41,6 +43,11 @@ class OperatorsWord:
     @property
     def control(self) -> FabricControl:
         return self._control.at(self._clock.now_s())
+
+    @property
+    def said(self) -> tuple[FabricControl, tuple[str, ...]]:
+        """All of it; two are equal where they bind alike."""
+        return self.control, self.masked
 
     @property
     def pinned(self) -> frozenset[PortPair]:
@@ -58,7 +65,16 @@ class OperatorsWord:
             for fault in self._pin_faults(text)
         ]
         self._check([*faults, *_ttl_faults(ttl_s)])
-        names = tuple(str(each) for each in sorted({_cross_connect(text) for text in cross_connects}))
+        pins = sorted({_cross_connect(text) for text in cross_connects})
+        times = Counter((each.switch, port) for each in pins for port in each.ports)
+        self._check(
+            [
+                f"cross_connects: port {port} of {switch} must be pinned once, got {count} times"
+                for (switch, port), count in sorted(times.items())
+                if count > 1
+            ]
+        )
+        names = tuple(map(str, pins))
         return self._set(FabricControl(ControlState.PINNED, names, "", reason, self._expiry_s(ttl_s)))
 
     def override(self, period: str, reason: str, ttl_s: float) -> FabricControl:
@@ -80,6 +96,7 @@ class OperatorsWord:
         except BaseException:
             self.masked = before
             raise
+        self.changed()
 
     def _set(self, control: FabricControl) -> FabricControl:
         before, self._control = self._control, control
@@ -88,6 +105,7 @@ class OperatorsWord:
         except BaseException:
             self._control = before
             raise
+        self.changed()
         return control
 
     def _write(self, reason: str) -> None:
@@ -111,7 +129,11 @@ class OperatorsWord:
         if not ports:
             return [f"is on no switch of the site, got {text!r}"]
         unknown = sorted({int(match["one"]), int(match["other"])} - ports)
-        return [f"ends at ports without a fibre ({', '.join(map(str, unknown))}), got {text!r}"] if unknown else []
+        if unknown:
+            return [f"ends at ports without a fibre ({', '.join(map(str, unknown))}), got {text!r}"]
+        pod = self._site.switch[OcsId(match["switch"])].pod
+        cabling = self._site.core_cabling if pod is None else self._site.agg_cabling(pod)
+        return [] if cabling.ends(_cross_connect(text)) else [f"joins one endpoint with itself, got {text!r}"]
 
     def _mask_faults(self, text: str) -> list[str]:
         kind, _, what = text.partition(" ")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.errors import DriverError
 from ocs_drivers.model import Change, Connectivity, CrossConnect, Facts, PortStatus
-from planner.fabric.model import OcsId, PortPair, port_pair
+from planner.fabric.model import Cabling, OcsId, PortPair, port_pair
 from planner.fabric.plan import Failures
 from planner.fabric.topology import Site
 
@@ -47,12 +47,15 @@ def site_pairs(switch: OcsId, facts: Facts, present: Iterable[CrossConnect]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """All switches at one instant. `unread`: why one did not answer; what it has up is not known."""
+    """All switches at one instant. `of_site`: those of `cross_connects` that join two endpoints of the site; what else
+    somebody has patched is left alone, its ports count as failed, and so do those of what is up `odd`, one way only.
+    `unread`: why a switch did not answer; what it has up is not known."""
 
     cross_connects: frozenset[PortPair] = frozenset()
     failures: Failures = field(default_factory=Failures)
     odd: Mapping[OcsId, frozenset[CrossConnect]] = field(default_factory=dict)
     unread: Mapping[OcsId, str] = field(default_factory=dict)
+    of_site: frozenset[PortPair] = frozenset()
 
 
 class Glass:
@@ -62,6 +65,19 @@ class Glass:
         self._site = site
         self._drivers = drivers
         self._facts: dict[OcsId, Facts] = {}
+        self.cabling = Cabling(
+            {
+                **site.core_cabling.ports,
+                **{id: ports for pod in site.pods for id, ports in site.agg_cabling(pod.id).ports.items()},
+            }
+        )
+
+    def of_site(self, cross_connects: Iterable[PortPair]) -> frozenset[PortPair]:
+        return frozenset(pair for pair in cross_connects if self.cabling.ends(pair) is not None)
+
+    def device_pairs(self, wanted: PortPair) -> tuple[CrossConnect, ...]:
+        """Once the switch has been seen."""
+        return device_pairs(self._facts[wanted.switch], wanted)
 
     async def look(self) -> Glance:
         """A switch that does not answer counts as failed: nothing is planned on it, and what it has stays."""
@@ -80,8 +96,10 @@ class Glass:
             failed_ports |= {(switch, port) for port in ports}
             if strange:
                 odd[switch] = frozenset(strange)
+        of_site = self.of_site(cross_connects)
+        failed_ports |= {(pair.switch, port) for pair in cross_connects - of_site for port in pair.ports}
         failures = Failures(ports=frozenset(failed_ports), switches=frozenset(unread))
-        return Glance(frozenset(cross_connects), failures, odd, unread)
+        return Glance(frozenset(cross_connects), failures, odd, unread, of_site)
 
     async def change_of(self, switch: OcsId, remove: Iterable[PortPair], add: Iterable[PortPair]) -> Change:
         """The same in the device's terms. Raises DriverError where the device does not answer."""

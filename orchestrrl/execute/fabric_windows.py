@@ -10,12 +10,13 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from orchestrrl.clock import Clock
 from planner.fabric.clocks import Exchange, OffsetEstimator
 from planner.fabric.slack import Remaining
-from planner.fabric.windows import HostWindows, Window, intersect
+from planner.fabric.windows import CLOSED, HostWindows, Window, intersect
 from planner.model import Hold
 
 logger = logging.getLogger(__name__)
@@ -94,8 +95,15 @@ class Stream:
             self.put(Ping(self._hub.clock.now_s()))
             await self._hub.clock.sleep(PING_EVERY_S if number >= FIRST_PINGS else FIRST_PINGS_EVERY_S)
 
+    @property
+    def _is_the_hosts(self) -> bool:
+        """Not once another agent of the host has come, or this one has gone: what was under way then is void."""
+        return self._host.stream is self
+
     def traces(self, jobs: Jobs) -> None:
         """These are all that the agent reads now."""
+        if not self._is_the_hosts:
+            return
         self._host.jobs = jobs
         for job in self._host.said.keys() - jobs.keys():
             del self._host.said[job]
@@ -103,14 +111,18 @@ class Stream:
         self._hub.news(None)
 
     def says(self, job: str, said_s: float, rank: int, word: Remaining | Hold) -> None:
-        self._host.said[job] = said_s, rank, word
-        self._hub.news(job)
+        if self._is_the_hosts:
+            self._host.said[job] = said_s, rank, word
+            self._hub.news(job)
 
     def answers(self, exchange: Exchange) -> None:
-        self._host.clock.add(exchange)
+        if self._is_the_hosts:
+            self._host.clock.add(exchange)
+            self._hub.news(None)  # a clock that was not known may be now
 
     def knows(self, slack_json: str) -> None:
-        self._host.slack_json = slack_json
+        if self._is_the_hosts:
+            self._host.slack_json = slack_json
         self._host.slack_told.set()
 
     def end(self) -> None:
@@ -128,12 +140,29 @@ class JobWatch:
         self.changed = asyncio.Event()
         self._ranks = ranks
         self._hub = hub
+        self._opening: asyncio.Task[None] | None = None
 
     def window(self) -> Window | Hold:
-        return self._hub.window(self.arm.job, self._ranks)
+        """One that clocks allow to open a moment later only is looked at again then."""
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+        window = self._hub.window(self.arm.job, self._ranks)
+        if isinstance(window, Hold) and window.code == CLOSED:
+            opens_in_s = self._hub.opens_s(self.arm.job) - self._hub.clock.now_s()
+            if opens_in_s > 0:
+                self._opening = asyncio.ensure_future(self._open_in(opens_in_s))
+        return window
 
     def close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
         self._hub.forget(self)
+
+    async def _open_in(self, duration_s: float) -> None:
+        await self._hub.clock.sleep(duration_s)
+        self._opening = None
+        self.changed.set()
 
 
 class TraceHub:
@@ -183,6 +212,16 @@ class TraceHub:
                 return Hold(word.code, f"{host.name}: {word.detail}")
             told.append(HostWindows(host.name, said_s, ((rank, word),), host.clock.offset(now_s)))
         return intersect(told, now_s)
+
+    def opens_s(self, job: str) -> float:
+        """When the job's quiet has begun by all clocks, at the latest; -inf where nothing is known of it."""
+        now_s, latest_s = self.clock.now_s(), -inf
+        for host in self.known():
+            offset = host.clock.offset(now_s)
+            _, _, word = host.said.get(job, (0.0, 0, None))
+            if offset is not None and isinstance(word, Remaining):
+                latest_s = max(latest_s, offset.ours(word.opened_s)[1])
+        return latest_s
 
     async def slack_json(self) -> str:
         """What every host knows of its ranks' iterations. It is work for agents: not asked for but for people."""

@@ -1,0 +1,205 @@
+"""Two processes that write rings, an agent that reads them, and a daemon with a small optical fabric of its own."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import orchestrrl.instrument
+from ocs_drivers.model import CircuitState
+from orchestrrl.demo.stack import Process
+from orchestrrl.instrument.rings import Reader, list_rings
+from orchestrrl.journal import JournalReader, Kind
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.ocs_client import GrpcSwitch
+from orchestrrl.rpc.pb import fabric_pb2
+from orchestrrl.rpc.plain import plain
+
+RANK = Path(__file__).with_name("ringing_rank.py")
+VIRTUAL_PROCESS = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
+RANKS = 2
+SERVERS = 4
+PORTS = 2 * SERVERS
+DEVICE_S = 0.005
+SWITCH = "train0/agg"
+WITHIN_S = 120.0
+
+SITE: dict[str, Any] = {
+    "link_gbps": 200,
+    "nic_gbps": 200,
+    "devices": {"small": {"reconfiguration_s": DEVICE_S, "ports": PORTS}},
+    "pods": [{"id": "train0", "role": "train"}],
+    "tors": [{"id": f"train0/t{index}", "pod": "train0"} for index in range(SERVERS)],
+    "servers": [
+        {"id": f"train0/s{index}", "pod": "train0", "gpus": str(index), "tors": [f"train0/t{index}"]}
+        for index in range(SERVERS)
+    ],
+    "switches": [
+        {
+            "id": SWITCH,
+            "tier": "agg",
+            "pod": "train0",
+            "device": "small",
+            "ports": {f"train0/t{index}": f"{2 * index + 1}-{2 * index + 2}" for index in range(SERVERS)},
+        }
+    ],
+}
+
+
+class RingingHouse:
+    """`folder` is its own. Nothing runs before it is started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rings = folder / "rings"
+        self.journal = folder / "journal.sqlite"
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.daemon: Process | None = None
+        self.agent: Process | None = None
+        self.switch: subprocess.Popen[str] | None = None
+        self.target = ""
+        self.address = f"unix:{folder}/d.sock"
+
+    def start_switch(self, device_s: float) -> None:
+        """A device that outlives the daemon; without it, the daemon has one of its own."""
+        options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": device_s}
+        self.switch = subprocess.Popen(
+            [sys.executable, str(VIRTUAL_PROCESS), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.switch.stdout is not None
+        self.target = f"127.0.0.1:{self.switch.stdout.readline().strip()}"
+
+    async def start_daemon(self, **fabric: Any) -> None:
+        (self.folder / "site.yaml").write_text(yaml.safe_dump(SITE, sort_keys=False))
+        options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": DEVICE_S}
+        ours = {"id": SWITCH, "driver": "virtual", "options": options}
+        apart = {"id": SWITCH, "driver": "grpc", "options": {"target": self.target}}
+        document = {
+            "mode": "act",
+            "listen": {"address": "127.0.0.1:0", "socket": str(self.folder / "d.sock")},
+            "journal": {"path": str(self.journal)},
+            "fabric": {"site": "site.yaml", "min_fraction": 0.0, **fabric},
+            "ocs": [apart if self.target else ours],
+        }
+        path = self.folder / "orchestrrl.yaml"
+        path.write_text(yaml.safe_dump(document, sort_keys=False))
+        self.daemon = Process("daemon", ["daemon", "-c", str(path)], self.folder)
+        await self.daemon.address()
+
+    def start_agent(self) -> None:
+        words = ["agent", "--rings", str(self.rings), "--host", "host0", "--daemon", self.address]
+        self.agent = Process("agent", words, self.folder)
+
+    def start_rank(self, rank: int, *, announces: bool = False) -> None:
+        words = [str(self.rings), str(rank), str(RANKS), str(self._progress(rank)), *["--announce"] * announces]
+        folder = Path(orchestrrl.instrument.__file__).parent
+        self.ranks.append(
+            subprocess.Popen([sys.executable, str(RANK), *words], env={**os.environ, "PYTHONPATH": str(folder)})
+        )
+
+    def iterations(self, rank: int) -> int:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return int(self._progress(rank).read_text())
+        return 0
+
+    def kill_in_a_collective(self, rank: int) -> None:
+        """SIGKILL, while its ring says that one is in flight."""
+        process = self.ranks[rank]
+        path = next(path for path in list_rings(self.rings) if f"-{process.pid}-" in path.name)
+        with Reader(path) as reader:
+            deadline_s = time.monotonic() + WITHIN_S
+            while True:
+                while not reader.in_flight:
+                    assert time.monotonic() < deadline_s
+                    time.sleep(0.002)
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(0.01)
+                if reader.in_flight:
+                    break
+                process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait()
+
+    async def fabric(self, limit: int = 1000) -> dict[str, Any]:
+        async with ControlClient(self.address) as client:
+            return plain(await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=limit)))
+
+    async def counts(self) -> Counter[tuple[str, str]]:
+        seen = await self.fabric(0)
+        return Counter({(each["state"], each["code"]): each["count"] for each in seen["counts"]})
+
+    async def commits(self) -> list[dict[str, Any]]:
+        """Those made in windows."""
+        seen = await self.fabric()
+        made = [commit for period in seen["periods"] for commit in period["commits"]]
+        return [commit for commit in made if commit["done"] and commit["window_until_unix_s"]]
+
+    async def announce(self, period: str) -> dict[str, Any]:
+        """One that was announced with its intent before; what became of it."""
+        async with ControlClient(self.address) as client:
+            order = fabric_pb2.AnnouncePeriodRequest(period=period)
+            return [plain(report) async for report in client.watch(client.fabric.AnnouncePeriod, order)][-1]
+
+    async def while_it_switches(self) -> None:
+        """Returns in the middle of a change of circuits, by the switch's word."""
+        switch = GrpcSwitch("watched", target=self.target)
+        deadline_s = time.monotonic() + WITHIN_S
+        try:
+            while not any(circuit.state is CircuitState.TUNING for circuit in (await switch.cross_connects()).circuits):
+                assert time.monotonic() < deadline_s
+        finally:
+            await switch.close()
+
+    def unsettled(self, generation: int) -> list[str]:
+        """Changes of daemons before that one, of which the journal does not say how they ended."""
+        reader = JournalReader(self.journal)
+        try:
+            entries = reader.since(0, (Kind.CIRCUITS_INTENT, Kind.CIRCUITS_RESULT), limit=100_000)
+        finally:
+            reader.close()
+        ended = {entry.subject for entry in entries if entry.kind == Kind.CIRCUITS_RESULT}
+        begun = [each for each in entries if each.kind == Kind.CIRCUITS_INTENT and each.generation < generation]
+        return [entry.subject for entry in begun if entry.subject not in ended]
+
+    async def stop(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.wait()
+        for ours in (self.agent, self.daemon):
+            if ours is not None:
+                await ours.stop()
+        if self.switch is not None:
+            self.switch.communicate()
+
+    def _progress(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}"
+
+
+@contextlib.asynccontextmanager
+async def ringing_house(folder: Path) -> AsyncIterator[RingingHouse]:
+    house = RingingHouse(folder)
+    try:
+        yield house
+    finally:
+        await house.stop()
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for what other processes do; the deadline is for what never happens."""
+    deadline_s = time.monotonic() + WITHIN_S
+    while not await condition():
+        assert time.monotonic() < deadline_s, f"not within {WITHIN_S:g} s"
+        await asyncio.sleep(0.1)

@@ -1,0 +1,55 @@
+"""A traced process in small: writes its ring as the recorder does, with sleeps in the place of collectives.
+
+`python ringing_rank.py RINGS RANK RANKS PROGRESS [--announce]`, with orchestrrl/instrument on PYTHONPATH. Ranks keep
+step by the clock that they share. PROGRESS holds the number of iterations so far.
+"""
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+from rings import Writer  # type: ignore[import-not-found]  # of the folder on PYTHONPATH
+
+ITERATION_NS = 400_000_000
+BUSY_S = 0.03
+PERIODS = {"near": {"0": 0, "1": 1}, "far": {"0": 0, "1": 2}}  # on which GPUs the two ranks are
+
+
+def wait_for_turn() -> None:
+    """The next multiple of an iteration's length."""
+    time.sleep((ITERATION_NS - time.monotonic_ns() % ITERATION_NS) * 1e-9)
+
+
+def announce(writer: Writer, iteration: int, ranks: int) -> None:
+    """Alternately, each time with its intent: nobody may have been there to hear of it before."""
+    name = list(PERIODS)[iteration % 2]
+    traffic = {
+        "operation": "DP",
+        "primitive": "ring_all_reduce",
+        "groups": [list(range(ranks))],
+        "bytes_per_rank": 1e9,
+    }
+    body = {"stage": "train", "job": "small", "traffic": [traffic], "gpus": PERIODS[name]}
+    writer.announce("announce", json.dumps({"period": name, "body": body}).encode())
+
+
+def main(rings: str, rank: int, ranks: int, progress: Path, announces: bool) -> None:
+    writer = Writer(Path(rings), job="small")
+    writer.place(rank, ranks)
+    group, reduce = writer.group(range(ranks), "all"), writer.op("all_reduce")
+    for iteration in itertools.count():
+        wait_for_turn()
+        writer.iteration(iteration)
+        if announces:
+            announce(writer, iteration, ranks)
+        collective = writer.begin(reduce, group, 4096)
+        time.sleep(BUSY_S)
+        writer.end(collective)
+        progress.write_text(f"{iteration + 1}\n")
+
+
+if __name__ == "__main__":
+    folder, number, count, told = sys.argv[1:5]
+    main(folder, int(number), int(count), Path(told), "--announce" in sys.argv)

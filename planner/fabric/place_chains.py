@@ -2,16 +2,21 @@
 
 A circuit is put on a switch where one of its ends has no port left; one of that end's other circuits moves to a switch
 where the end has a port, which may be one too many at its far end, and so on until a far end has room. With two
-switches these are the Kempe chains of edge colouring. The chain that gives up fewest kept circuits is looked for first.
+switches these are the Kempe chains of edge colouring. Where these do not do, a chain may also leave a circuit out and
+put one that is missing in its place, an augmenting path of a matching if that is all it does. The chain that gives up
+fewest kept circuits is looked for first.
 """
 
 import heapq
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 from planner.fabric.place_counts import Layout
 
 NOWHERE = -1
 Move = tuple[int, int, int]  # pair, from switch, to switch; NOWHERE is a circuit that is not placed
+_State = tuple[int, int, int]  # an endpoint, the switch on which it is one port short, one that it has just left
+_Came = dict[_State, tuple[_State | None, tuple[Move, ...]]]
 LOSS = 1 << 12  # a kept circuit given up, in moves: always worse than a longer chain
 MOST_LOST = (0, 1, 2, 1 << 20)  # kept circuits that one chain may give up: as few as do, so tried in turn
 
@@ -22,7 +27,9 @@ class Chains:
     def __init__(self, layout: Layout, work: int) -> None:
         self.layout = layout
         self.work_left = work
+        self.most_placed = layout.counting.most_placed()
         self._most_lost = MOST_LOST[0]
+        self._swapping = False
 
     def keep(self) -> None:
         """What is up and wanted stays; where more is up than is wanted, the switches on which least else goes on."""
@@ -46,18 +53,20 @@ class Chains:
     def refill(self, pairs: Iterable[int], most_lost: Sequence[int] = MOST_LOST) -> None:
         """What these pairs miss, by chains that give up at most as many kept ones, tried in turn."""
         short = [pair for pair in pairs if self.layout.missing[pair]]
-        for self._most_lost in most_lost:
+        for self._swapping, self._most_lost in product((False, True), most_lost):
             found = True
-            while found and self.work_left > 0:
+            while found:
                 found = False
                 for pair in short:
-                    if self.layout.missing[pair] and self.work_left > 0:
+                    if self.layout.total >= self.most_placed or self.work_left <= 0:
+                        return
+                    if self.layout.missing[pair]:
                         found |= self._insert(pair)
 
     def bring_home(self) -> bool:
         """Circuits that could be kept elsewhere move there where that costs no other. Whether any did."""
         moved = False
-        layout, self._most_lost = self.layout, 0
+        layout, self._most_lost, self._swapping = self.layout, 0, True
         for pair, up in enumerate(layout.counting.up):
             row = layout.placed[pair]
             for home, there in enumerate(up):
@@ -104,7 +113,7 @@ class Chains:
 
     def _open(self, pair: int, source: int, full: int, starts: Iterable[int]) -> bool:
         """Put a circuit on one of the switches `starts`, where only `full` has no port, and find it one."""
-        chain = self._chain(full, starts, source)
+        chain = self._chain(full, starts, source, pair)
         return chain is not None and self._apply([(pair, source, chain[0]), *chain[1]], None)
 
     def _carry(self, pair: int, source: int, target: int) -> bool:
@@ -123,7 +132,7 @@ class Chains:
         for endpoint in self.layout.counting.ends[pair]:
             if self.layout.free[endpoint][target] >= 0:
                 continue
-            chain = self._chain(endpoint, (target,), NOWHERE)
+            chain = self._chain(endpoint, (target,))
             if chain is None or not self._apply(chain[1], done):
                 self._undo(done)
                 return False
@@ -132,17 +141,20 @@ class Chains:
             return False
         return True
 
-    def _chain(self, endpoint: int, starts: Iterable[int], vacated: int) -> tuple[int, list[Move]] | None:
-        """The cheapest chain that gives `endpoint` a port on one of `starts`; which one, and the moves in order."""
+    def _chain(
+        self, endpoint: int, starts: Iterable[int], vacated: int = NOWHERE, inserted: int = NOWHERE
+    ) -> tuple[int, list[Move]] | None:
+        """The cheapest chain that gives `endpoint` a port on one of `starts`, for a circuit of the pair `inserted`: on
+        which, and the moves in order."""
         layout = self.layout
         ends, free, there, ports = layout.counting.ends, layout.free, layout.there, layout.counting.ports
         queue: list[tuple[int, int, int, int, int]] = []
-        came: dict[tuple[int, int, int], tuple[tuple[int, int, int] | None, Move | None]] = {}
+        came: _Came = {}
         cost: dict[tuple[int, int, int], int] = {}
         pushed = 0
         for switch in starts:
             state = (endpoint, switch, vacated)
-            cost[state], came[state] = 0, (None, None)
+            cost[state], came[state] = 0, (None, ())
             heapq.heappush(queue, (0, pushed, *state))
             pushed += 1
         while queue and self.work_left > 0:
@@ -166,22 +178,36 @@ class Chains:
                     # Solved where the far end has a port; otherwise it is one short on that switch.
                     then = (NOWHERE, pair, switch) if free[far][switch] > 0 else (far, switch, full)
                     if next_cost < min(cost.get(then, 1 << 60), LOSS * (self._most_lost + 1)):
-                        cost[then], came[then] = next_cost, (state, (pair, full, switch))
+                        cost[then], came[then] = next_cost, (state, ((pair, full, switch),))
+                        heapq.heappush(queue, (next_cost, pushed, *then))
+                        pushed += 1
+                # Or it stays out, and a circuit that its far end misses has its place.
+                for other in layout.short[far] if self._swapping else ():
+                    self.work_left -= 1
+                    one, last = ends[other]
+                    last = one if last == far else last
+                    if other == pair or not ports[last][full] or layout.missing[other] <= (other == inserted):
+                        continue
+                    next_cost = spent + 2 + LOSS * max(0, layout.lost_by_swap(pair, other, full))
+                    then = (NOWHERE, other, full) if free[last][full] > 0 else (last, full, NOWHERE)
+                    if next_cost < min(cost.get(then, 1 << 60), LOSS * (self._most_lost + 1)):
+                        cost[then] = next_cost
+                        came[then] = (state, ((pair, full, NOWHERE), (other, NOWHERE, full)))
                         heapq.heappush(queue, (next_cost, pushed, *then))
                         pushed += 1
         return None
 
     def _trace(
         self,
-        came: dict[tuple[int, int, int], tuple[tuple[int, int, int] | None, Move | None]],
+        came: _Came,
         state: tuple[int, int, int],
     ) -> tuple[int, list[Move]]:
         moves: list[Move] = []
         while True:
-            before, move = came[state]
-            if before is None or move is None:
+            before, step = came[state]
+            if before is None:
                 return state[1], moves[::-1]
-            moves.append(move)
+            moves += reversed(step)
             state = before
 
     def _apply(self, moves: list[Move], done: list[Move] | None) -> bool:
@@ -193,7 +219,8 @@ class Chains:
                 return False
             self._do(move, made)
         for pair, _, target in moves if done is None else moves[1:]:
-            if min(self.layout.free[endpoint][target] for endpoint in self.layout.counting.ends[pair]) < 0:
+            ends = self.layout.counting.ends[pair] if target != NOWHERE else ()
+            if self.layout.missing[pair] < 0 or any(self.layout.free[endpoint][target] < 0 for endpoint in ends):
                 self._undo(made)
                 return False
         if done is not None:

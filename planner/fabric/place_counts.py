@@ -59,6 +59,10 @@ class Layout:
         self.free = [list(row) for row in counting.ports]  # [endpoint][switch], ports; below 0 while one is being made
         # [endpoint][switch], the pairs there in the order in which they came
         self.there: list[list[dict[int, None]]] = [[{} for _ in row] for row in counting.ports]
+        self.short: list[dict[int, None]] = [{} for _ in counting.ports]  # [endpoint], pairs that miss a circuit
+        for pair, ends in enumerate(counting.ends):
+            for endpoint in ends:
+                self.short[endpoint][pair] = None
         self.kept = 0
         self.total = 0
         self.moves: list[tuple[int, int, bool]] = []  # pair, switch and whether it came, since somebody emptied it
@@ -79,6 +83,8 @@ class Layout:
         for endpoint in self.counting.ends[pair]:
             self.free[endpoint][switch] -= 1
             self.there[endpoint][switch][pair] = None
+            if not self.missing[pair]:
+                del self.short[endpoint][pair]
 
     def take(self, pair: int, switch: int) -> None:
         row = self.placed[pair]
@@ -88,6 +94,8 @@ class Layout:
         self.moves.append((pair, switch, False))
         self.total -= 1
         for endpoint in self.counting.ends[pair]:
+            if self.missing[pair] > 0:
+                self.short[endpoint][pair] = None
             self.free[endpoint][switch] += 1
             if not row[switch]:
                 del self.there[endpoint][switch][pair]
@@ -96,3 +104,8 @@ class Layout:
         """Kept circuits fewer once one of the pair moves: -1, 0 or 1."""
         row, up = self.placed[pair], self.counting.up[pair]
         return (row[source] <= up[source]) - (row[target] < up[target])
+
+    def lost_by_swap(self, pair: int, other: int, switch: int) -> int:
+        """Kept circuits fewer once one of the pair gives its place to another: -1, 0 or 1."""
+        up = self.counting.up
+        return (self.placed[pair][switch] <= up[pair][switch]) - (self.placed[other][switch] < up[other][switch])

@@ -15,7 +15,7 @@ from pydantic import Field
 from ocs_drivers.base import OcsDriver
 from orchestrrl.clock import Clock, WallClock
 from orchestrrl.documents import Name, NonNegativeFloat, PositiveFloat, PositiveInt, Section
-from orchestrrl.errors import ProblemFaults, shorten
+from orchestrrl.errors import ProblemFaults
 
 if TYPE_CHECKING:  # heavy, and most configurations have none of it
     from orchestrrl.config import Config
@@ -113,7 +113,7 @@ def _interface_faults(path: str, entry: dict[Any, Any], site: "Site") -> list[st
     if isinstance(names, list) and isinstance(tor, str) and tor in site.tor:
         fibres = fibres_of(site, EndpointId(tor))
         if len(names) != len(fibres):
-            ends = shorten(", ".join(f"{switch}:{port}" for switch, port in fibres))
+            ends = ", ".join(f"{switch}:{port}" for switch, port in fibres[:8]) + (", ..." if len(fibres) > 8 else "")
             faults.append(f"{path}.interfaces: must name those of its {len(fibres)} fibres ({ends}), got {len(names)}")
     return faults
 

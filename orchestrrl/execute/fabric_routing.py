@@ -7,18 +7,18 @@ seen to by `tend`. Changing the routers is steering.py.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError
 from orchestrrl.execute.fabric_glass import Glance
-from orchestrrl.execute.steering import Steered, Steering
+from orchestrrl.execute.steering import NotDrained, Steered, Steering
 from orchestrrl.journal import Journal, Kind
 from planner.fabric.light import Interface, Lit, links_up
 from planner.fabric.masks import Port
-from planner.fabric.model import EndpointId, PortPair
+from planner.fabric.model import EndpointId, OcsId, PortPair
 from planner.fabric.steering import Link
 from planner.fabric.topology import Site
 from planner.fabric.transition import TransitionStage
@@ -76,15 +76,12 @@ class FabricRouting:
         self._look_again_s = look_again_s
         self._offload = offload
         self._turn = asyncio.Lock()
-        self._up: frozenset[PortPair] = frozenset()  # that switches have, as far as it is known
         self._lit: tuple[Lit, ...] = ()
         self._is_changing = False  # drained, and not yet steered again
         self._tried: tuple[frozenset[Link], float] = (frozenset(), 0.0)  # what `tend` tried last, and its next pause
         self._again_s = 0.0
-        self._written: frozenset[PortPair] | None = None
         latest = journal.latest(Kind.STEERED)
-        if latest is not None:  # counts for switches that do not answer, and for those alone
-            self._up = self._written = frozenset(PortPair(*each) for each in latest.body["cross_connects"])
+        self._recorded = frozenset(PortPair(*each) for each in (latest.body["cross_connects"] if latest else ()))
 
     # --- asked by the coordinator
 
@@ -107,14 +104,17 @@ class FabricRouting:
         """Take packets off the links that go over these. Raises OrchestrRLError where some still take one: `steer`
         brings back what was moved off, and so does `tend`."""
         going = frozenset(going)
+        await self._begin()
         async with self._turn:
-            if self.routed is None:
-                await self._begin()
             leaving = [lit.link for lit in self._lit if lit.goes_over(going)]
             if leaving:
-                await self._steering.drain(leaving)
+                try:
+                    await self._steering.drain(leaving)
+                except NotDrained as error:
+                    assert self.routed is not None
+                    self.routed = replace(self.routed, failed=error.routers)
+                    raise
             self._is_changing = True
-            self._up -= going
             self._lit = tuple(lit for lit in self._lit if not lit.goes_over(going))
 
     async def steer(self, usable: Iterable[PortPair]) -> str:
@@ -122,22 +122,12 @@ class FabricRouting:
         where its switch does not answer: its light says more."""
         async with self._turn:
             wanted = frozenset(usable)
-            gone = self._up - wanted
-            unread = (await self._look()).unread if gone else ()
-            routed = await self._steer(wanted | {pair for pair in gone if pair.switch in unread})
+            gone = self._over - wanted
+            self._lit = await self._find(wanted | _on(gone, (await self._look()).unread if gone else ()))
+            self._tried = (frozenset(), 0.0)
+            routed = await self._route(lit.link for lit in self._lit)
             self._is_changing = False
             return routed.amiss
-
-    async def _begin(self) -> None:
-        """Route over what there is. A switch that does not answer has what it had when it last did."""
-        glance = await self._look()
-        await self._steer(glance.cross_connects | {pair for pair in self._up if pair.switch in glance.unread})
-
-    async def _steer(self, up: frozenset[PortPair]) -> Routed:
-        self._up = up
-        self._lit = await self._offload(lambda: links_up(self._site, up, self._interfaces))
-        self._tried = (frozenset(), 0.0)
-        return await self._route(lit.link for lit in self._lit)
 
     # --- between commits
 
@@ -145,34 +135,55 @@ class FabricRouting:
         """Never returns. Begins with what is up."""
         while True:
             try:
-                async with self._turn:
-                    if self.routed is None:
-                        await self._begin()
+                await self._begin()
                 await self._look_again()
                 self._write_down()
             except OrchestrRLError as error:
                 logger.warning("routes could not be looked after: %s", error)
             await self._clock.sleep(self._look_again_s)
 
+    async def _begin(self) -> None:
+        """Route over what there is, unless somebody has begun."""
+        async with self._turn:
+            if self.routed is None:
+                self._lit = await self._find(await self._seen())
+                await self._route(lit.link for lit in self._lit)
+
     async def _look_again(self) -> None:
         if self._is_changing or self.routed is None:
             return
-        lit = self._lit
+        before = self._lit
+        lit = await self._find(await self._seen())
         dark = await self._steering.dark([each.link for each in lit])
         usable = frozenset(each.link for each in lit if each.link not in dark)
-        if usable == set(self.routed.links) and not self.routed.failed:
-            self.routed = replace(self.routed, left_out=dark)
-            return
         tried, pause_s = self._tried
         if tried == usable and self._clock.now_s() < self._again_s:
             return
-        pause_s = min(max(2 * pause_s, self._look_again_s), LONGEST_PAUSE_S) if tried == usable else self._look_again_s
         async with self._turn:
-            if self._is_changing or self._lit is not lit:  # a commit was faster
+            if self._is_changing or self._lit is not before:  # a commit was faster
+                return
+            self._lit = lit
+            if usable == set(self.routed.links) and not self.routed.failed:
+                self.routed = replace(self.routed, left_out=dark)
                 return
             routed = await self._route(usable, dark)
-        self._tried, self._again_s = (usable, pause_s), self._clock.now_s() + pause_s
-        logger.warning("packets go over %d of %d links: %s", len(routed.links), len(lit), routed.amiss or "all again")
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if tried == usable else self._look_again_s
+            self._tried, self._again_s = (usable, pause_s), self._clock.now_s() + pause_s
+        logger.warning("packets go over %d of %d links: %s", len(routed.links), len(lit), routed.amiss or "as wanted")
+
+    async def _seen(self) -> frozenset[PortPair]:
+        """What is up. A switch that does not answer has what it had when it last did."""
+        known = self._over or self._recorded
+        glance = await self._look()
+        return glance.cross_connects | _on(known, glance.unread)
+
+    @property
+    def _over(self) -> frozenset[PortPair]:
+        return frozenset(pair for lit in self._lit for pair in lit.over)
+
+    async def _find(self, up: frozenset[PortPair]) -> tuple[Lit, ...]:
+        found: tuple[Lit, ...] = await self._offload(lambda: links_up(self._site, up, self._interfaces))
+        return found
 
     async def _route(self, links: Iterable[Link], dark: Mapping[Link, str] | None = None) -> Routed:
         links = tuple(links)
@@ -182,10 +193,14 @@ class FabricRouting:
 
     def _write_down(self) -> None:
         """For a daemon that starts while a switch does not answer."""
-        if self._written != self._up and not self._is_changing:
-            body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._up)]}
+        if self._recorded != self._over and not self._is_changing and self.routed is not None:
+            self._recorded = self._over
+            body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._recorded)]}
             self._journal.append(self._clock.now_s(), Kind.STEERED, "", body)
-            self._written = self._up
+
+
+def _on(pairs: Iterable[PortPair], switches: Collection[OcsId]) -> frozenset[PortPair]:
+    return frozenset(pair for pair in pairs if pair.switch in switches)
 
 
 def _routed(steered: Steered, dark: Mapping[Link, str], at_s: float) -> Routed:

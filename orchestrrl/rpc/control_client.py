@@ -1,6 +1,6 @@
 """A client of the daemon's Control, Switches and Fabric services, with our errors in place of gRPC's."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -59,7 +59,7 @@ class ControlClient:
 
     async def watch(
         self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Response], request: _Request
-    ) -> AsyncIterator[_Response]:
+    ) -> AsyncGenerator[_Response, None]:
         """One request, answers until the daemon ends the stream or the caller stops iterating."""
         call = method(request)
         connected = False

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from orchestrrl.execute.fabric_glass import Glance
 from orchestrrl.execute.fabric_windows import Arm, Disarm, Host, Jobs, Order, Ping, Summarise, TraceHub
-from orchestrrl.periods import CommitReport, FabricControl, PeriodReport
+from orchestrrl.periods import CommitReport, FabricControl, PeriodReport, PeriodState
 from orchestrrl.rpc.pb import fabric_pb2 as pb
+from planner.fabric.intent import Stage
 from planner.fabric.model import Pair
 from planner.fabric.slack import Remaining
 from planner.model import Hold
@@ -49,6 +50,40 @@ def _commit_to_pb(commit: CommitReport) -> pb.CommitReport:
         moves=commit.moves,
         done=commit.done,
         detail=commit.detail,
+    )
+
+
+def period_from_pb(message: pb.PeriodReport) -> PeriodReport:
+    """Raises ValueError for a stage or state of a newer daemon."""
+    return PeriodReport(
+        message.id,
+        message.period,
+        Stage(message.stage),
+        PeriodState(message.state),
+        message.announced_unix_s,
+        message.code,
+        message.detail,
+        message.ended_unix_s if message.HasField("ended_unix_s") else None,
+        message.stages,
+        message.stages_done,
+        message.moves,
+        message.completion_s,
+        tuple(message.notes),
+        tuple(_commit_from_pb(commit) for commit in message.commits),
+    )
+
+
+def _commit_from_pb(message: pb.CommitReport) -> CommitReport:
+    windowed = message.window_until_unix_s > 0
+    return CommitReport(
+        message.window_opened_unix_s if windowed else None,
+        message.window_until_unix_s if windowed else None,
+        message.needed_s,
+        message.commanded_unix_s,
+        message.usable_unix_s,
+        message.moves,
+        message.done,
+        message.detail,
     )
 
 

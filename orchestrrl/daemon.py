@@ -12,6 +12,7 @@ from orchestrrl.config import Config, Reloadable
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.deploying import switching_of
 from orchestrrl.errors import ProblemFaults
+from orchestrrl.execute.fabric_found import FoundFleet
 from orchestrrl.execute.fabric_windows import QUANTILE, TraceHub
 from orchestrrl.execute.watching import DeployedWatch
 from orchestrrl.fabric_routers import routing_of
@@ -74,6 +75,8 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
                 tasks.create_task(plane.fabric.run())
             if plane.routing is not None:
                 tasks.create_task(plane.routing.tend())
+            if plane.gen_circuits is not None and switching is not None:
+                tasks.create_task(plane.gen_circuits.begin(FoundFleet(plane, switching)))
 
 
 def _with_mode(config: Config, mode: Mode | None) -> Config:

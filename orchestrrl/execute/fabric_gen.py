@@ -1,7 +1,8 @@
 """Circuits of Gen follow the deployment: when engines are about to serve, their traffic becomes the next period.
 
 At that boundary the engines that left are empty and those that come have no requests yet, so no window is needed;
-engines that stay keep what they need at every stage of the transition. Section 5.2 of the paper.
+engines that stay keep what they need at every stage of the transition. Section 5.2 of the paper. A daemon that finds
+engines running has missed their boundary: where nobody has a request it may do then what it would have done.
 """
 
 import asyncio
@@ -22,6 +23,9 @@ from planner.models import Model
 logger = logging.getLogger(__name__)
 
 PERIOD = "generation"
+HEARD_WITHIN_S = 30.0  # of a daemon's start, from every engine that it has found
+LOOK_S = 0.25
+WORDS_CHARACTERS = 160
 
 
 class Serving(Protocol):
@@ -35,6 +39,22 @@ class Serving(Protocol):
 
     @property
     def gpus(self) -> tuple[GpuId, ...]: ...
+
+
+class Fleet(Protocol):
+    """The engines as a daemon that starts comes to know them."""
+
+    def serving(self) -> Sequence[Serving]:
+        """Whoever has been found to run."""
+        ...
+
+    def switching(self) -> bool:
+        """A switch is under way: its end is a boundary."""
+        ...
+
+    def idle(self) -> bool | None:
+        """Nobody has a request. None: not every engine has been heard of yet."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +80,33 @@ class GenCircuits:
         self._volumes = volumes
         self._clock = clock
         self._within_s = within_s
+        self._gpus_per_server = _gpus_per_server(fabric.site)
+        self._followed = False
+
+    async def begin(self, fleet: Fleet) -> str:
+        """Circuits for engines that run already, once it is known whether they stand still; what became of it, in
+        words. Where they do not, their traffic is announced all the same: an operator may have its circuits later."""
+        limit_s = self._clock.now_s() + HEARD_WITHIN_S
+        while not fleet.switching() and fleet.idle() is None and self._clock.now_s() < limit_s:
+            await self._clock.sleep(LOOK_S)
+        engines = fleet.serving()
+        if self._followed or fleet.switching() or not engines:
+            return ""
+        words = await self._announce(engines, boundary=fleet.idle() is True)
+        logger.info("engines were found running: %s", words)
+        return words
 
     async def follow(self, engines: Iterable[Serving]) -> str:
         """Give these engines their circuits; what became of it, in words. Whatever happens, they may serve then."""
+        self._followed = True
+        return await self._announce(list(engines), boundary=True)
+
+    async def _announce(self, engines: Sequence[Serving], *, boundary: bool) -> str:
         try:
-            intent = self.intent(list(engines))
+            intent = self.intent(engines)
             if not intent.traffic:
                 return "no traffic beyond a GPU"
-            period = self._fabric.expect(intent, boundary=True)
+            period = self._fabric.expect(intent, boundary=boundary)
         except (OrchestrRLError, ValueError) as error:
             logger.error("the circuits of the deployment cannot be chosen: %s", error)
             return f"circuits stay as they are: {error}"
@@ -80,9 +119,12 @@ class GenCircuits:
             over.cancel()
         report = period.report
         if not report.over:
+            # What was begun comes to its end; nothing more is begun among requests.
+            self._fabric.withdraw(period, f"engines serve after {self._within_s:g} s")
             return f"circuits are still being changed after {self._within_s:g} s: {report.state}"
-        words = f"circuits {report.state}: {report.moves} cross-connects changed"
-        return f"{words} ({report.code}: {report.detail})" if report.detail else words
+        changed = sum(commit.moves for commit in report.commits if commit.done)  # not all that were planned, maybe
+        words = f"circuits {report.state}: {changed} cross-connects changed"
+        return f"{words} ({_shorten(f'{report.code}: {report.detail}')})" if report.detail else words
 
     def intent(self, engines: Sequence[Serving]) -> Intent:
         """What they will say to each other, and to those that train. Raises ValueError for a layout that does not
@@ -98,7 +140,23 @@ class GenCircuits:
             )
             for each in engines
         ]
-        return deployment_intent(self._volumes.model, deployed, period=PERIOD, trainers=_trainers(self._fabric.site))
+        return deployment_intent(
+            self._volumes.model,
+            deployed,
+            period=PERIOD,
+            trainers=_trainers(self._fabric.site),
+            per_node=self._gpus_per_server,
+        )
+
+
+def _shorten(text: str) -> str:
+    """The report of the period has all of it."""
+    return text if len(text) <= WORDS_CHARACTERS else f"{text[: WORDS_CHARACTERS - 3]}..."
+
+
+def _gpus_per_server(site: Site) -> int:
+    """Beyond which an engine's ranks sum up in two levels: of the servers that generate, the largest."""
+    return max((len(server.gpus) for server in site.servers if site.pod[server.pod].role is Role.GEN), default=1)
 
 
 def _trainers(site: Site) -> list[GpuId]:

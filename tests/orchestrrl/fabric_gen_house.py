@@ -1,5 +1,5 @@
-"""The house of switches under an optical fabric of virtual switches: four servers of one GPU generate, each below a ToR of
-its own. Virtual time."""
+"""The house of switches under an optical fabric of virtual switches: four servers of one GPU generate, each below a
+ToR of its own. Virtual time."""
 
 import asyncio
 from collections import Counter

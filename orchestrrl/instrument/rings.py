@@ -6,15 +6,23 @@ library only. Times are `time.monotonic_ns`, the same clock for all processes of
 
     page 0      header words (the constants below), then a JSON object that says who writes
     slots       `capacity` slots of 8 words, the newest overwrite the oldest: sequence s is in s mod capacity
-                sequence + 1 | kind, flags, op, thread | group | bytes | start_ns | end_ns, 0 while it runs | value |
-                sequence + 1
+                sequence + 1 | kind, flags, op, thread | group | bytes | start_ns | end_ns, 0 while it runs | value | 0
     dictionary  append-only lines of JSON: {"op": 3, "name": "all_reduce"}, {"group": 77, "ranks": [0, 2], "name": "1"}
     payloads    a few slots for what a trainer announces: sequence + 1 | length | bytes
 
-A word is stored at once, and the words of a slot one after the other: a reader that reads the last, then the slot, then
-the first, and finds the same sequence in both, has read one whole event. The state in the header (how many are in
-flight, since when) is framed in the same way. That stores are seen in their order is what x86 promises; on other
-processors it may fail, once in a very long time, for a single reading.
+Torn readings. `struct.pack_into` first fills with zeros, in an order of its own, then stores word after word, so:
+- The state in the header (how many are in flight and queued, since when, the next sequence) lies between two equal
+  numbers and has no word that may be 0: counts are stored plus one. A reader takes the last, the words, then the
+  first; equal numbers and no 0 are one state. Where it finds none, it says that something is in flight.
+- A slot is overwritten before the header says so. What a reader has taken counts if by the header it looks at then the
+  slot was not yet next, nor the one of the next few threads: so a few slots less than `capacity` can be read.
+That stores are seen in their order is what x86 promises; on other processors it may fail, once in a very long time.
+
+Threads and signals. A collective pays no lock. CPython hands the GIL over, and runs handlers of signals, only where a
+function is entered, a loop turns or a call returns; collecting garbage, which may run anything, needs an object made
+that can hold others. `begin`, `end` and what they share therefore count, and store what they counted by one call into
+C, with nothing of that between: no other thread sees half of it, and whoever comes between two such steps stores later
+numbers, which the next step reads anew. Where Python has no GIL, a lock is put around them.
 """
 
 import contextlib
@@ -26,6 +34,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,17 +53,19 @@ PAYLOAD_BYTES = 3584
 _PAYLOAD_SLOT_BYTES = 4096
 _PAGE_BYTES = 4096
 _SLOT_BYTES = 64
+_SPARE_SLOTS = 16
+_END_AT = 40  # in a slot
 _ABOUT_OFFSET = 512
 
 MAGIC = int.from_bytes(b"ORRLRING", "little", signed=True)
-VERSION = 1
+VERSION = 2
 
 # Header words. First what never changes, then what the writer stores, then what a reader stores.
 _MAGIC, _VERSION, _TOTAL, _CAPACITY, _SLOTS, _DICTIONARY, _DICTIONARY_BYTES, _PAYLOADS, _PAYLOAD_SLOTS = range(9)
 _PID, _PROCESS_START, _PID_NAMESPACE, _CREATED, _ABOUT_BYTES = range(10, 15)
-_STATE_BEGUN, _IN_FLIGHT, _CHANGED, _STATE_DONE, _HEAD, _QUEUED, _ITERATION, _RANK, _WORLD_SIZE = range(16, 25)
+_STATE_BEGUN, _IN_FLIGHT, _QUEUED, _CHANGED, _HEAD, _STATE_DONE, _ITERATION, _RANK, _WORLD_SIZE = range(16, 25)
 _DICTIONARY_USED, _DICTIONARY_DROPPED, _PAYLOAD_HEAD, _LATE_ENDS, _CLOSED, _LAG = range(25, 31)
-_ARMED = 32
+_ARMED = 32  # 0 or 1
 
 # What a slot's second word says: kind | flags << 8 | op << 16 | thread << 32.
 COLLECTIVE, MARK = 1, 2
@@ -67,16 +78,18 @@ PAYLOAD = 16  # a mark whose value is the number of a payload
 UNKNOWN = -1
 
 _RING = struct.Struct("<QQqQ")  # the datagram: pid, process start, collectives in flight, changed_ns
-_STATE = struct.Struct("@4q")
+_STATE = struct.Struct("@6q")
 _STATE_OFFSET = _STATE_BEGUN * 8
 _SLOT = struct.Struct("@8q")
 # The second word in its parts, which saves arithmetic; in this order on little-endian processors, which all are here.
 _PARTS = struct.Struct("@qBBHIqqqqqq")
-_pack_slot, _pack_state = _PARTS.pack_into, _STATE.pack_into
+_WORD = struct.Struct("@q")
+_pack_slot, _pack_state, _pack_word = _PARTS.pack_into, _STATE.pack_into, _WORD.pack_into
+_ARMED_OFFSET = 32 * 8
 _thread = threading.get_ident
 _THREAD_BITS = 0x7FFFFFFF
 _MOST_OPS = 0xFFFF
-_STATE_TRIES = 100  # a writer that was killed in the middle leaves its state unfinished
+_STATE_TRIES = 100  # a writer may be killed, or the processor taken from it, in the middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +156,11 @@ def group_id(ranks: Iterable[int], name: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 or 1
 
 
+def readable(capacity: int) -> int:
+    """How many of the newest events a reader can have: of the oldest slots, some may be being overwritten."""
+    return capacity - max(1, min(_SPARE_SLOTS, capacity // 8))
+
+
 class Writer:
     """The traced process's side. Raises OSError where the ring cannot be had; afterwards nothing raises.
 
@@ -170,10 +188,10 @@ class Writer:
         self._slots_at, self._dictionary_at, self._payloads_at = slots, dictionary, payloads
         self._doorbell = str(directory / DOORBELL)
         self._identity = (pid, start)
-        self._head = self._in_flight = self._queued = self._state = self._payload_head = 0
+        self._head = self._in_flight = self._queued = self._state = self._payload_head = self._changed_ns = 0
         self._ops: dict[str, int] = {}
         self._groups: set[int] = set()
-        # A handler of a signal may communicate while its thread is in here.
+        # For what is rare. A handler of a signal may communicate while its thread is in here.
         self._lock = threading.RLock()
         about = json.dumps({"host": socket.gethostname(), "job": job[:200]}).encode()
         self._file = _allocate(self.path.with_suffix(".tmp"), total)
@@ -196,12 +214,12 @@ class Writer:
                 _PID_NAMESPACE: _pid_namespace(),
                 _CREATED: clock_ns(),
                 _ABOUT_BYTES: len(about),
-                _CHANGED: clock_ns(),
             }
             for word, value in constant.items():
                 self._words[word] = value
             for word in (_ITERATION, _RANK, _WORLD_SIZE):
                 self._words[word] = UNKNOWN
+            self._changed(0, 0, clock_ns())
             self._map[_ABOUT_OFFSET : _ABOUT_OFFSET + len(about)] = about
             self.path.with_suffix(".tmp").rename(self.path)
         except BaseException:
@@ -210,6 +228,9 @@ class Writer:
             raise
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():
+            for name in ("begin", "end", "_write", "_finish", "_changed"):
+                setattr(self, name, _locked(self._lock, getattr(self, name)))
 
     def op(self, name: str) -> int:
         """The number of an operation or a mark, for `begin`."""
@@ -232,95 +253,93 @@ class Writer:
 
     def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
         """A collective begins. Returns its sequence, for `end`. Written out, as `end` is: tracing costs this."""
-        thread = _thread() & _THREAD_BITS
-        with self._lock:
-            now_ns = self._clock_ns()
-            sequence = self._head
-            self._head = number = sequence + 1
-            at = self._slots_at + (sequence & self._mask) * _SLOT_BYTES
-            _pack_slot(self._map, at, number, COLLECTIVE, flags, op, thread, group, n_bytes, now_ns, 0, value, number)
-            self._words[_HEAD] = number
-            self._in_flight = in_flight = self._in_flight + 1
-            self._state = state = self._state + 1
-            _pack_state(self._map, _STATE_OFFSET, state, in_flight, now_ns, state)
-        if in_flight == 1 and self._words[_ARMED]:
+        thread, now_ns = _thread() & _THREAD_BITS, self._clock_ns()
+        sequence = self._head
+        self._head = number = sequence + 1
+        self._in_flight = in_flight = self._in_flight + 1
+        at = _PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES
+        _pack_slot(self._map, at, number, COLLECTIVE, flags, op, thread, group, n_bytes, now_ns, 0, value, 0)
+        if now_ns > self._changed_ns:
+            self._changed_ns = now_ns
+        self._state = state = self._state + 1
+        _pack_state(
+            self._map,
+            _STATE_OFFSET,
+            state,
+            self._in_flight + 1,
+            self._queued + 1,
+            self._changed_ns,
+            self._head + 1,
+            state,
+        )
+        if in_flight == 1 and self._map[_ARMED_OFFSET]:
             self._ring()
         return sequence
 
     def end(self, sequence: int) -> None:
         """The collective of that sequence has ended."""
-        with self._lock:
-            now_ns = self._clock_ns()
-            words = self._words
-            at = (self._slots_at + (sequence & self._mask) * _SLOT_BYTES) >> 3
-            if words[at] == sequence + 1:
-                words[at + 5] = now_ns
-            else:
-                words[_LATE_ENDS] += 1
-            self._in_flight = in_flight = self._in_flight - 1
-            self._state = state = self._state + 1
-            _pack_state(self._map, _STATE_OFFSET, state, in_flight, now_ns, state)
-        if in_flight == 0 and self._words[_ARMED]:
+        now_ns = self._clock_ns()
+        if self._head - sequence <= self._capacity:
+            _pack_word(self._map, _PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES + _END_AT, now_ns)
+        else:
+            self._words[_LATE_ENDS] += 1
+        if now_ns > self._changed_ns:
+            self._changed_ns = now_ns
+        self._in_flight = in_flight = self._in_flight - 1
+        self._state = state = self._state + 1
+        _pack_state(
+            self._map,
+            _STATE_OFFSET,
+            state,
+            in_flight + 1,
+            self._queued + 1,
+            self._changed_ns,
+            self._head + 1,
+            state,
+        )
+        if in_flight == 0 and self._map[_ARMED_OFFSET]:
             self._ring()
 
     def flag(self, sequence: int, flags: int) -> None:
         """Something more is known of how a collective runs."""
         with self._lock:
-            at = (self._slots_at + (sequence & self._mask) * _SLOT_BYTES) >> 3
-            if self._words[at] == sequence + 1:
-                self._words[at + 1] |= flags << 8
+            if self._head - sequence <= self._capacity:
+                self._words[self._word(sequence) + 1] |= flags << 8
 
     def issue(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
         """A collective is given to a device, which begins it later: `started`, then `ended` tell when."""
-        with self._lock:
-            flags |= DEVICE | QUEUED
-            now_ns = self._clock_ns()
-            sequence = self._write(COLLECTIVE, flags, op, group, n_bytes, now_ns, 0, value)
-            self._queued += 1
-            self._words[_QUEUED] = self._queued
+        now_ns = self._clock_ns()
+        sequence = self._write(COLLECTIVE, flags | DEVICE | QUEUED, op, group, n_bytes, now_ns, 0, value)
+        self._changed(0, 1, 0)
         return sequence
 
     def started(self, sequence: int, start_ns: int) -> None:
         """A device began what was issued to it."""
         with self._lock:
-            at = (self._slots_at + (sequence & self._mask) * _SLOT_BYTES) >> 3
-            if self._words[at] == sequence + 1:
+            if self._head - sequence <= self._capacity:
+                at = self._word(sequence)
                 self._words[at + 4] = start_ns
                 self._words[at + 1] &= ~(QUEUED << 8)
-            self._queued -= 1
-            self._words[_QUEUED] = self._queued
-            self._in_flight += 1
-            self._changed(start_ns)
-            rose = self._in_flight == 1
-        if rose and self._words[_ARMED]:
+        if self._changed(1, -1, start_ns) == 1 and self._words[_ARMED]:
             self._ring()
 
     def ended(self, sequence: int, end_ns: int) -> None:
         """A device ended what it had `started`."""
-        with self._lock:
-            self._finish(sequence, end_ns)
-            self._in_flight -= 1
-            self._changed(end_ns)
-            fell = self._in_flight == 0
-        if fell and self._words[_ARMED]:
+        self._finish(sequence, end_ns)
+        if self._changed(-1, 0, end_ns) == 0 and self._words[_ARMED]:
             self._ring()
 
     def mark(self, name: str, value: int = UNKNOWN) -> int:
         """A mark that lasts until `end_mark`."""
-        op = self.op(name)
-        with self._lock:
-            return self._write(MARK, 0, op, 0, 0, self._clock_ns(), 0, value)
+        return self._write(MARK, 0, self.op(name), 0, 0, self._clock_ns(), 0, value)
 
     def end_mark(self, sequence: int) -> None:
-        with self._lock:
-            self._finish(sequence, self._clock_ns())
+        self._finish(sequence, self._clock_ns())
 
     def moment(self, name: str, value: int = UNKNOWN) -> None:
         """A mark of one moment."""
-        op = self.op(name)
-        with self._lock:
-            now_ns = self._clock_ns()
-            self._write(MARK, 0, op, 0, 0, now_ns, now_ns, value)
+        now_ns = self._clock_ns()
+        self._write(MARK, 0, self.op(name), 0, 0, now_ns, now_ns, value)
 
     def announce(self, name: str, payload: bytes) -> None:
         """A mark that carries at most PAYLOAD_BYTES. Raises ValueError for more."""
@@ -337,8 +356,7 @@ class Writer:
             self._payload_head = self._words[_PAYLOAD_HEAD] = number + 1
             now_ns = self._clock_ns()
             self._write(MARK, PAYLOAD, op, 0, len(payload), now_ns, now_ns, number)
-        if self._words[_ARMED]:
-            self._ring()
+        self._ring()  # armed or not: it is rare, and what is announced is prepared before the next pause
 
     def iteration(self, number: int) -> None:
         self._words[_ITERATION] = number
@@ -368,14 +386,15 @@ class Writer:
         """From now on nobody sees what is written: a collective may end after the recorder."""
         if self._file < 0:
             return
-        total = len(self._map)
-        self._words.release()
-        self._map.close()
+        map_, words = self._map, self._words
+        # First the other memory, then this one's end: a thread may be about to write.
+        self._map = mmap.mmap(-1, len(map_))
+        self._words = memoryview(self._map).cast("q")
+        words.release()
+        map_.close()
         os.close(self._file)
         self._file = -1
         self._socket.close()
-        self._map = mmap.mmap(-1, total)
-        self._words = memoryview(self._map).cast("q")
 
     def _write(
         self, kind: int, flags: int, op: int, group: int, n_bytes: int, start_ns: int, end_ns: int, value: int
@@ -383,21 +402,29 @@ class Writer:
         thread = _thread() & _THREAD_BITS
         sequence = self._head
         self._head = number = sequence + 1
-        at = self._slots_at + (sequence & self._mask) * _SLOT_BYTES
-        _pack_slot(self._map, at, number, kind, flags, op, thread, group, n_bytes, start_ns, end_ns, value, number)
-        self._words[_HEAD] = number
+        at = _PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES
+        _pack_slot(self._map, at, number, kind, flags, op, thread, group, n_bytes, start_ns, end_ns, value, 0)
+        self._changed(0, 0, 0)
         return sequence
 
     def _finish(self, sequence: int, end_ns: int) -> None:
-        at = (self._slots_at + (sequence & self._mask) * _SLOT_BYTES) >> 3
-        if self._words[at] == sequence + 1:
-            self._words[at + 5] = end_ns
+        if self._head - sequence <= self._capacity:
+            _pack_word(self._map, _PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES + _END_AT, end_ns)
         else:
             self._words[_LATE_ENDS] += 1
 
-    def _changed(self, now_ns: int) -> None:
+    def _changed(self, more_in_flight: int, more_queued: int, now_ns: int) -> int:
+        """Tell the state. Returns how many are in flight; `now_ns`: 0 where that has not changed."""
+        if now_ns > self._changed_ns:
+            self._changed_ns = now_ns
+        self._in_flight = in_flight = self._in_flight + more_in_flight
+        self._queued = queued = self._queued + more_queued
         self._state = state = self._state + 1
-        _pack_state(self._map, _STATE_OFFSET, state, self._in_flight, now_ns, state)
+        _pack_state(self._map, _STATE_OFFSET, state, in_flight + 1, queued + 1, self._changed_ns, self._head + 1, state)
+        return in_flight
+
+    def _word(self, sequence: int) -> int:
+        return (_PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES) >> 3
 
     def _tell(self, entry: Mapping[str, Any]) -> None:
         line = json.dumps(entry).encode() + b"\n"
@@ -412,7 +439,7 @@ class Writer:
     def _ring(self) -> None:
         # Nobody there, or nobody who empties the socket: whoever wants to know looks into the ring itself.
         with contextlib.suppress(OSError):
-            message = _RING.pack(*self._identity, self._in_flight, self._words[_CHANGED])
+            message = _RING.pack(*self._identity, self._in_flight, self._changed_ns)
             self._socket.sendto(message, self._doorbell)
 
 
@@ -434,9 +461,11 @@ class Reader:
             os.close(self._file)
             raise
         self._capacity = self._words[_CAPACITY]
+        self._readable = readable(self._capacity)
         about = json.loads(self._map[_ABOUT_OFFSET : _ABOUT_OFFSET + self._words[_ABOUT_BYTES]])
         self._host, self._job = str(about["host"]), str(about["job"])
         self._next = 0
+        self._known_head = 0
         self._running: dict[int, int] = {}  # sequence -> its second word; given out before they had ended
         self._ops: dict[int, str] = {}
         self._groups: dict[int, Group] = {}
@@ -444,7 +473,7 @@ class Reader:
 
     def header(self) -> Header:
         words = self._words
-        in_flight, changed_ns = self._state()
+        in_flight, queued, changed_ns, head = self._state()
         return Header(
             pid=words[_PID],
             process_start=words[_PROCESS_START],
@@ -454,9 +483,9 @@ class Reader:
             world_size=words[_WORLD_SIZE],
             capacity=self._capacity,
             created_ns=words[_CREATED],
-            head=words[_HEAD],
+            head=head,
             in_flight=in_flight,
-            queued=words[_QUEUED],
+            queued=queued,
             changed_ns=changed_ns,
             iteration=words[_ITERATION],
             late_ends=words[_LATE_ENDS],
@@ -471,8 +500,8 @@ class Reader:
 
         An event that runs is given out when it is first seen and once more when it has ended.
         """
-        head = self._words[_HEAD]
-        oldest = max(head - self._capacity, 0)
+        head = self._state()[3]
+        oldest = max(head - self._readable, 0)
         lost = max(oldest - self._next, 0)
         found: list[Event] = []
         for sequence in (*sorted(self._running), *range(max(self._next, oldest), head)):
@@ -493,12 +522,12 @@ class Reader:
 
     @property
     def in_flight(self) -> int:
-        return self._words[_IN_FLIGHT]
+        return self._state()[0]
 
     @property
     def queued(self) -> int:
         """Issued to a device and not begun."""
-        return self._words[_QUEUED]
+        return self._state()[1]
 
     @property
     def groups(self) -> Mapping[int, Group]:
@@ -507,12 +536,12 @@ class Reader:
         return self._groups
 
     def quiet_since_ns(self) -> int | None:
-        """Since when nothing is in flight; None while something is."""
-        in_flight, changed_ns = self._state()
-        return changed_ns if in_flight == 0 else None
+        """Since when nothing is in flight; None while something is, or is issued to a device."""
+        in_flight, queued, changed_ns, _ = self._state()
+        return changed_ns if in_flight == queued == 0 else None
 
     def arm(self, armed: bool) -> None:
-        """Whether the process rings the doorbell when it goes quiet, when it is no longer, and when it announces."""
+        """Whether the process rings the doorbell when it goes quiet and when it is no longer, not only when it announces."""
         self._words[_ARMED] = int(armed)
 
     @property
@@ -541,20 +570,21 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _state(self) -> tuple[int, int]:
+    def _state(self) -> tuple[int, int, int, int]:
+        """In flight, queued, changed_ns, head."""
         words = self._words
         for _ in range(_STATE_TRIES):
             done = words[_STATE_DONE]
-            state = words[_IN_FLIGHT], words[_CHANGED]
-            if words[_STATE_BEGUN] == done:
-                break
-        return state
+            in_flight, queued, changed_ns, head = found = tuple(words[_IN_FLIGHT:_STATE_DONE])
+            if words[_STATE_BEGUN] == done and done and all(found):
+                self._known_head = head - 1
+                return in_flight - 1, queued - 1, changed_ns, head - 1
+        return max(in_flight - 1, 1), max(queued - 1, 0), changed_ns, self._known_head
 
     def _slot(self, sequence: int) -> tuple[int, ...] | None:
         at = self._words[_SLOTS] + sequence % self._capacity * _SLOT_BYTES
-        last = self._words[at // 8 + 7]
         slot = _SLOT.unpack_from(self._map, at)
-        return slot if last == self._words[at // 8] == sequence + 1 else None
+        return slot if slot[0] == sequence + 1 and 0 < self._state()[3] - sequence <= self._readable else None
 
     def _event(self, sequence: int, slot: tuple[int, ...]) -> Event:
         _, code, group, n_bytes, start_ns, end_ns, value, _ = slot
@@ -635,6 +665,14 @@ class Rung:
     process_start: int
     in_flight: int
     changed_ns: int
+
+
+def _locked(lock: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def under_lock(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return call(*args, **kwargs)
+
+    return under_lock
 
 
 def list_rings(directory: Path = DEFAULT_DIRECTORY) -> list[Path]:

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import struct
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from orchestrrl.instrument import rings
 from orchestrrl.instrument.rings import Doorbell, Event, Reader, Writer, group_id, list_rings, remove_dead
 
 CAPACITY = 8
+READABLE = rings.readable(CAPACITY)
 
 
 class Clock:
@@ -79,8 +83,8 @@ def test_a_full_ring_drops_the_oldest_and_counts(writer: Writer, reader: Reader)
     for _ in range(20):
         writer.end(writer.begin(op))
     events, lost = reader.events()
-    assert [event.sequence for event in events] == list(range(21 - CAPACITY, 21))
-    assert lost == 21 - CAPACITY
+    assert [event.sequence for event in events] == list(range(21 - READABLE, 21))
+    assert lost == 21 - READABLE
     writer.end(long_one)
     assert reader.header().late_ends == 1
     assert reader.in_flight == 0
@@ -93,7 +97,7 @@ def test_an_event_that_was_seen_to_begin_and_is_overwritten_counts_as_lost(write
     for _ in range(CAPACITY):
         writer.end(writer.begin(op))
     events, lost = reader.events()
-    assert (len(events), lost) == (CAPACITY, 1)
+    assert (len(events), lost) == (READABLE, 2)
 
 
 Step = tuple[str, int]
@@ -139,33 +143,17 @@ def test_what_is_read_and_what_is_lost_is_what_was_written(steps: list[Step], tm
     writer.close()
 
 
-class Interrupted:
-    """Words of shared memory that call out before and after each that is stored."""
-
-    def __init__(self, words: Any, call: Callable[[], None]) -> None:
-        self._words, self._call = words, call
-
-    def __getitem__(self, index: int) -> int:
-        found: int = self._words[index]
-        return found
-
-    def __setitem__(self, index: int, value: int) -> None:
-        self._call()
-        self._words[index] = value
-        self._call()
-
-    def release(self) -> None:
-        self._words.release()
-
-
-@given(kinds=st.lists(st.sampled_from(["both", "left"]), min_size=1, max_size=20))
+@given(
+    kinds=st.lists(st.sampled_from(["both", "left", "queued"]), min_size=1, max_size=20),
+    order=st.randoms(use_true_random=False),
+)
 def test_a_reader_that_looks_between_two_stores_never_sees_a_torn_event(
-    kinds: list[str], tmp_path_factory: Any
+    kinds: list[str], order: Any, tmp_path_factory: Any
 ) -> None:
-    """Each word of an event carries its sequence, so one of another event would show."""
+    """Each word of an event carries its sequence, so one of another event would show; as does each word of a state."""
     writer = Writer(tmp_path_factory.mktemp("rings"), capacity=2, clock_ns=Clock())
     reader = Reader(writer.path)
-    states: list[tuple[int, int]] = []
+    told: list[tuple[int, ...]] = [reader._state()]  # in flight, queued, changed_ns, head: as they were meant
 
     def look() -> None:
         for sequence in range(len(kinds)):
@@ -173,34 +161,101 @@ def test_a_reader_that_looks_between_two_stores_never_sees_a_torn_event(
             if slot is not None:
                 assert slot[2:4] == (sequence + 1, sequence + 1)
                 assert slot[6] == sequence + 1
-        states.append(reader._state())
+        in_flight, _, changed_ns, _ = state = reader._state()
+        # One of the last two, or none that says that it is quiet.
+        assert state in told[-2:] or in_flight > 0
+        assert reader.quiet_since_ns() in (None, changed_ns)
 
-    def pack(width: int) -> Callable[..., None]:
+    def pack(layout: struct.Struct) -> Callable[..., None]:
         def one_by_one(memory: Any, at: int, *values: int) -> None:
-            if width == 8:  # the second word comes in parts
-                number, kind, flags, op, thread, *rest = values
-                values = (number, kind | flags << 8 | op << 16 | thread << 32, *rest)
-            assert len(values) == width
-            for index, value in enumerate(values):
-                words[at // 8 + index] = value
+            """As struct.pack_into does it: zeros, in any order, then the words."""
+            if layout is rings._STATE:
+                told.append((values[1] - 1, values[2] - 1, values[3], values[4] - 1))
+            packed = layout.pack(*values)
+            words = [slice(i, i + 8) for i in range(0, len(packed), 8)]
+            shuffled = order.sample(words, len(words))
+            for word, stored in [(word, bytes(8)) for word in shuffled] + [(word, packed[word]) for word in words]:
+                memory[at + word.start : at + word.stop] = stored
+                look()
 
         return one_by_one
 
-    words = Interrupted(writer._words, look)
-    writer._words = words  # type: ignore[assignment]
-    before = rings._pack_slot, rings._pack_state
-    rings._pack_slot, rings._pack_state = pack(8), pack(4)  # type: ignore[assignment]
+    before = rings._pack_slot, rings._pack_state, rings._pack_word
+    rings._pack_slot, rings._pack_state, rings._pack_word = map(pack, (rings._PARTS, rings._STATE, rings._WORD))
     try:
         op = writer.op("x")
         for sequence, kind in enumerate(kinds):
-            assert writer.begin(op, sequence + 1, sequence + 1, value=sequence + 1) == sequence
+            make = writer.issue if kind == "queued" else writer.begin
+            assert make(op, sequence + 1, sequence + 1, value=sequence + 1) == sequence
             if kind == "both":
                 writer.end(sequence)
     finally:
-        rings._pack_slot, rings._pack_state = before
-    # The state of a moment, never of two: a torn one is only given where the writer is never done.
-    assert reader._state() == (kinds.count("left"), writer._clock_ns.now_ns)  # type: ignore[attr-defined]
+        rings._pack_slot, rings._pack_state, rings._pack_word = before
+    assert reader._state() == told[-1]
+    assert reader._state()[:2] == (kinds.count("left"), kinds.count("queued"))
     reader.close()
+
+
+def test_a_state_that_is_never_whole_is_not_quiet(writer: Writer, reader: Reader) -> None:
+    """Its writer was killed, or the processor taken from it, between two words."""
+    writer.end(writer.begin(writer.op("x")))
+    assert reader.quiet_since_ns() is not None
+    writer._words[rings._STATE_BEGUN] = 0
+    assert reader.quiet_since_ns() is None
+    assert reader.in_flight == 1
+    assert reader.header().head == 1
+
+
+def test_threads_that_write_at_once_take_nothing_from_each_other(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, capacity=16384)
+    op, before = writer.op("x"), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def write() -> None:
+        for number in range(500):
+            sequence = writer.begin(op, number + 1, number + 1)
+            writer.end(sequence)
+
+    threads = [threading.Thread(target=write) for _ in range(8)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    with Reader(writer.path) as reader:
+        events, lost = reader.events()
+        assert (len(events), lost, reader.in_flight, reader.header().late_ends) == (4000, 0, 0, 0)
+        assert all(event.group == event.n_bytes and event.end_ns for event in events)
+        assert reader.quiet_since_ns() == max(event.end_ns or 0 for event in events)
+        per_thread = Counter(event.thread for event in events)
+        assert sum(per_thread.values()) == 4000
+
+
+def test_a_signal_amid_a_collective_may_communicate_too(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    op = writer.op("x")
+    handled = 0
+
+    def handle(*_: object) -> None:
+        nonlocal handled
+        handled += 1
+        writer.end(writer.begin(op, 7))
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        made = 0
+        while handled < 50:
+            writer.end(writer.begin(op, 5))
+            made += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with Reader(writer.path) as reader:
+        assert (reader.header().head, reader.in_flight) == (made + handled, 0)
+        assert all(event.end_ns for event in reader.events()[0])
 
 
 def test_a_half_written_slot_is_not_given_out(writer: Writer, reader: Reader) -> None:
@@ -216,8 +271,8 @@ def test_what_is_announced_is_read_until_it_is_overwritten(writer: Writer, reade
     writer._words[writer._payloads_at // 8 + 512 * 2] = 0  # the third is being overwritten
     events, _ = reader.events()
     payloads = [event.payload for event in events]
-    # Nine events in eight slots: the first is gone with its payload.
-    assert payloads == [b"1", None, b"3", b"4", b"5", b"6", b"7", b"8"]
+    # Nine events, seven that can be read: the first two are gone with their payloads.
+    assert payloads == [None, b"3", b"4", b"5", b"6", b"7", b"8"]
     writer.announce("announce", b"x" * rings.PAYLOAD_BYTES)
     with pytest.raises(ValueError, match="at most 3584 bytes, got 3585"):
         writer.announce("announce", b"x" * (rings.PAYLOAD_BYTES + 1))

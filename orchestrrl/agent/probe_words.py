@@ -55,7 +55,7 @@ class Words:
         jobs = {watched.job for watched in self._watched.values()}
         # A rank alone does not make a window: the others are looked at before anything is read.
         busy = {job for job in jobs if self._traces.busy(job)}
-        if len(busy) < len(jobs):
+        if len(busy) < len(jobs) or not jobs:  # something was announced
             self.read()
         else:
             self._assess(busy)

@@ -1,14 +1,14 @@
-"""A daemon with virtual switches, an agent, and two small training jobs on this machine: one recorded, one left alone.
+"""A daemon with a small site, its switches in a process of their own, and an agent that reads this machine's rings.
 
-The two take turns, so that their iterations can be compared in pairs. Afterwards every commit is held against what the
-recorders of all ranks have: whether any collective was in flight between its order and its end.
+What became of each period is read from the daemon's journal afterwards.
 """
 
 import asyncio
 import json
-import os
 import socket
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,207 +16,176 @@ from typing import Any
 
 import yaml
 
-import orchestrrl.instrument
+from orchestrrl.demo.fabric_jobs import RANKS
 from orchestrrl.errors import Permanent
-from orchestrrl.instrument.rings import Reader, list_rings
+from orchestrrl.journal import JournalReader, Kind
+from orchestrrl.periods import PERIOD, CommitReport, PeriodReport
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import fabric_pb2
-from planner.fabric.windows import Interval
 
-RANKS = 8
 PORTS = 12
-JOB = Path(__file__).parent / "fabric_job.py"
-INSTRUMENT = Path(orchestrrl.instrument.__file__).parent
-READY_WITHIN_S = 180.0
-TURN_WITHIN_S = 600.0
-PERIODS_ASKED = 1024
+READY_WITHIN_S = 60.0
+LOOK_EVERY_S = 0.1
+ENTRIES = 1_000_000
+CLOCKS_AGREE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A change of circuits as the daemon tells of it, by the monotonic clock of this host."""
+    """A change of circuits, all in seconds of this host's monotonic clock.
 
-    opened_s: float
-    until_s: float
+    `armed_s`: it was ready, and waited for a window. `received_s`: the first switch was asked, and `set_s`: the first
+    mirror was told to move, by the switches' own word.
+    """
+
+    period: str
+    armed_s: float
     commanded_s: float
     usable_s: float
+    has_window: bool
     done: bool
-
-    def overlaps(self, busy: Sequence[Interval]) -> float:
-        """For how many seconds of it traffic was in flight."""
-        return sum(max(0.0, min(end_s, self.usable_s) - max(start_s, self.commanded_s)) for start_s, end_s in busy)
+    received_s: float | None
+    set_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Periods by state and code, and every commit of theirs."""
+    """Of all periods so far, in the order of their ends; `counts` is by state and code as the daemon counts them."""
 
-    counts: dict[tuple[str, str], int]
-    commits: list[Commit]
-    clock_bound_s: float
-
-
-class TrainingJob:
-    """Eight ranks that wait for their turn."""
-
-    def __init__(self, python: Path, folder: Path, name: str, window_s: float, rings: Path | None) -> None:
-        self._python = python
-        self._folder = folder
-        self._name = name
-        self._window_s = window_s
-        self._rings = rings
-        self._ranks: list[asyncio.subprocess.Process] = []
-
-    async def start(self) -> None:
-        port = _free_port()
-        for rank in range(RANKS):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(RANKS),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(INSTRUMENT),
-            }
-            environment.pop("ORCHESTRRL_RECORDER", None)
-            if self._rings is not None:
-                environment["ORCHESTRRL_RECORDER"] = str(self._rings)
-            with (self._folder / f"{self._name}-{rank}.log").open("ab") as log:
-                self._ranks.append(
-                    await asyncio.create_subprocess_exec(
-                        str(self._python),
-                        str(JOB),
-                        "--window-s",
-                        str(self._window_s),
-                        stdin=asyncio.subprocess.PIPE,
-                        stdout=asyncio.subprocess.PIPE,
-                        stderr=log,
-                        env=environment,
-                        cwd=self._folder,
-                    )
-                )
-        await asyncio.wait_for(asyncio.gather(*(self._line(rank) for rank in range(RANKS))), READY_WITHIN_S)
-
-    async def turn(self, iterations: int) -> list[float]:
-        """Seconds of each iteration: of its slowest rank."""
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(f"go {iterations}\n".encode())
-        lines = await asyncio.wait_for(asyncio.gather(*(self._line(rank) for rank in range(RANKS))), TURN_WITHIN_S)
-        return [max(times) for times in zip(*(json.loads(line) for line in lines), strict=True)]
-
-    async def stop(self) -> None:
-        for rank in self._ranks:
-            if rank.stdin is not None:
-                rank.stdin.close()
-        done, _ = await asyncio.wait([asyncio.ensure_future(rank.wait()) for rank in self._ranks], timeout=20)
-        if len(done) < len(self._ranks):
-            await _kill(self._ranks)
-
-    async def _line(self, rank: int) -> str:
-        process = self._ranks[rank]
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        if not line:
-            said = (self._folder / f"{self._name}-{rank}.log").read_text()[-2000:]
-            raise Permanent(f"rank {rank} of {self._name} has ended: {said}")
-        return line.decode().strip()
+    periods: Sequence[PeriodReport]
+    counts: Counter[tuple[str, str]]
+    commits: Sequence[Commit]
+    ranks: Sequence[int]  # whose recorders the daemon knows to be read
 
 
 class FabricHouse:
-    """Use as `async with`. `folder` is its own."""
+    """Use as `async with`; `folder` is its own. Jobs are recorded in `rings`."""
 
-    def __init__(self, folder: Path, python: Path, *, window_s: float, device_s: float, within_s: float = 10.0) -> None:
+    def __init__(self, folder: Path, *, device_s: float, within_s: float = 10.0) -> None:
         self.folder = folder
         self.rings = folder / "rings"
-        self._window_s = window_s
         self._device_s = device_s
         self._within_s = within_s
         self.address = f"127.0.0.1:{_free_port()}"
-        self.watched = TrainingJob(python, folder, "watched", window_s, self.rings)
-        self.alone = TrainingJob(python, folder, "alone", window_s, None)
         self._ours: list[asyncio.subprocess.Process] = []
 
     async def __aenter__(self) -> "FabricHouse":
         try:
-            self._write_configuration()
-            self._ours.append(await self._command("daemon", "-c", "orchestrrl.yaml"))
-            assert self._ours[0].stdout is not None
-            if not await asyncio.wait_for(self._ours[0].stdout.readline(), READY_WITHIN_S):
-                raise Permanent((self.folder / "daemon.log").read_text()[-2000:])
-            self._ours.append(await self._command("agent", "--rings", str(self.rings), "--daemon", self.address))
+            site = _site(self._device_s)
+            options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": self._device_s}
+            ids = [switch["id"] for switch in site["switches"]]
+            module = ("-m", "orchestrrl.demo.fabric_switches")
+            self._switches = await self._run("switches", *module, json.dumps(options), *ids)
+            self._write_configuration(site, json.loads(await _line(self._switches)))
+            await _line(await self._run("daemon", "-m", "orchestrrl", "daemon", "-c", "orchestrrl.yaml"))
+            await self._run("agent", "-m", "orchestrrl", "agent", "--rings", str(self.rings), "--daemon", self.address)
         except BaseException:
             await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.watched.stop()
-        await self.alone.stop()
         for process in reversed(self._ours):
             if process.returncode is None:
                 process.terminate()
         await asyncio.gather(*(process.wait() for process in self._ours))
 
-    async def outcome(self) -> Outcome:
-        """What the daemon made of all periods so far."""
+    @property
+    def running(self) -> bool:
+        """Whether all processes of the house do."""
+        return all(process.returncode is None for process in self._ours)
+
+    async def settled(self) -> fabric_pb2.FabricStatus:
+        """What the daemon says when no period is under way any more."""
         async with ControlClient(self.address) as client:
-            seen = await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=PERIODS_ASKED))
-        (host,) = seen.hosts
+            while True:
+                status = await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=2))
+                if all(period.HasField("ended_unix_s") for period in status.periods):
+                    return status
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def outcome(self) -> Outcome:
+        """Once it is settled."""
+        status = await self.settled()
+        (host,) = status.hosts
+        offset_s = time.monotonic() - time.time()  # nothing but the daemon's clock is ever in Unix time
+        if abs(offset_s - host.offset_s) > CLOCKS_AGREE_S:
+            raise Permanent(f"this host's clock was set meanwhile, by {offset_s - host.offset_s:g} s")
+        noted = await self._noted()
+        reader = JournalReader(self.folder / "journal.sqlite")
+        try:
+            armed_s = [entry.at_s for entry in reader.since(0, (Kind.CIRCUITS_INTENT,), ENTRIES)]
+            periods = [PERIOD.validate_python(entry.body) for entry in reader.since(0, (Kind.PERIOD,), ENTRIES)]
+        finally:
+            reader.close()
         commits = [
-            Commit(
-                commit.window_opened_unix_s + host.offset_s,
-                commit.window_until_unix_s + host.offset_s,
-                commit.commanded_unix_s + host.offset_s,
-                commit.usable_unix_s + host.offset_s,
-                commit.done,
-            )
-            for period in seen.periods
-            for commit in period.commits
+            _commit(period.period, report, armed_s, offset_s, noted) for period in periods for report in period.commits
         ]
-        counts = {(each.state, each.code): each.count for each in seen.counts}
-        return Outcome(counts, commits, host.bound_s)
+        counts = Counter({(each.state, each.code): each.count for each in status.counts})
+        ranks = [rank for job in host.jobs for rank in job.ranks]
+        return Outcome(periods, counts, sorted(commits, key=lambda commit: commit.commanded_s), ranks)
 
-    def busy(self) -> list[Interval]:
-        """Every collective that any rank has recorded: seconds of the monotonic clock."""
-        found: list[Interval] = []
-        for path in list_rings(self.rings):
-            with Reader(path) as reader:
-                events, lost = reader.events()
-                if lost:
-                    raise Permanent(f"{path} has lost {lost} events: fewer iterations, or larger rings")
-            found += [
-                (event.start_ns * 1e-9, (event.end_ns or 2**62) * 1e-9) for event in events if event.is_collective
-            ]
-        return sorted(found)
+    async def _noted(self) -> dict[str, list[float]]:
+        """What came to any of the switches, in order."""
+        assert self._switches.stdin is not None
+        self._switches.stdin.write(b"\n")
+        said = json.loads(await _line(self._switches))
+        return {what: sorted(at_s for each in said.values() for at_s in each[what]) for what in ("received_s", "set_s")}
 
-    async def _command(self, *words: str) -> asyncio.subprocess.Process:
-        with (self.folder / f"{words[0]}.log").open("ab") as log:
-            return await asyncio.create_subprocess_exec(
+    async def _run(self, name: str, *words: str) -> asyncio.subprocess.Process:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            started = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-m",
-                "orchestrrl",
                 *words,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 cwd=self.folder,
+                limit=1 << 24,
             )
+        self._ours.append(started)
+        return started
 
-    def _write_configuration(self) -> None:
-        site = _site(self._device_s)
+    def _write_configuration(self, site: dict[str, Any], ports: dict[str, int]) -> None:
         (self.folder / "site.yaml").write_text(yaml.safe_dump(site, sort_keys=False))
-        options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": self._device_s}
         document: dict[str, Any] = {
             "mode": "act",
             "listen": {"address": self.address},
             "journal": {"path": "journal.sqlite"},
             "fabric": {"site": "site.yaml", "within_s": self._within_s, "min_fraction": 0.0},
-            "ocs": [{"id": switch["id"], "driver": "virtual", "options": options} for switch in site["switches"]],
+            "ocs": [
+                {"id": id, "driver": "grpc", "options": {"target": f"127.0.0.1:{port}"}} for id, port in ports.items()
+            ],
         }
         (self.folder / "orchestrrl.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+
+
+def _commit(
+    period: str, report: CommitReport, armed_s: Sequence[float], offset_s: float, noted: dict[str, list[float]]
+) -> Commit:
+    commanded_s, usable_s = report.commanded_s + offset_s, report.usable_s + offset_s
+
+    def first(what: str) -> float | None:
+        return next((at_s for at_s in noted[what] if commanded_s <= at_s <= usable_s), None)
+
+    return Commit(
+        period,
+        max(at_s for at_s in armed_s if at_s <= report.commanded_s) + offset_s,
+        commanded_s,
+        usable_s,
+        report.window_opened_s is not None,
+        report.done,
+        first("received_s"),
+        first("set_s"),
+    )
+
+
+async def _line(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(process.stdout.readline(), READY_WITHIN_S)
+    if not line:
+        raise Permanent("a process has ended at once: see its log")
+    return line.decode()
 
 
 def _site(device_s: float) -> dict[str, Any]:
@@ -262,13 +231,6 @@ def _site(device_s: float) -> dict[str, Any]:
             },
         ],
     }
-
-
-async def _kill(processes: Sequence[asyncio.subprocess.Process]) -> None:
-    for process in processes:
-        if process.returncode is None:
-            process.kill()
-    await asyncio.gather(*(process.wait() for process in processes))
 
 
 def _free_port() -> int:

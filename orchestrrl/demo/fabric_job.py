@@ -1,21 +1,32 @@
-"""A training job in small, for showing windows: `python fabric_job.py`, one process per rank, torch and gloo.
+"""Training jobs in small, for showing windows: torch and gloo, ranks forked from a process that has imported torch.
 
 Compute is sleeping. An iteration: forward with an EP all-to-all per layer, a pause without traffic, backward with
 buckets of gradients that are all-reduced over DP meanwhile, the optimizer's pause; now and then weights are sent.
-Reads `go N` on its standard input, runs N iterations, and answers with one line of JSON: how long each took, seconds.
 
-With ORCHESTRRL_RECORDER set, and this package's folder `instrument` on PYTHONPATH, collectives are recorded, and rank 0
-announces what comes next. Standard library and torch only: it runs where OrchestrRL is not installed.
+`python fabric_job.py` reads orders on its standard input and answers each with one line of JSON:
+
+    {"start": NAME, "ranks": 8, "window_s": 0.12, "store": FILE, "rings": FOLDER or null, "stamps": FILE or null}
+    {"turn": NAME, "iterations": N}     how long each took for its slowest rank, in seconds
+    {"stop": NAME}                      its ranks' exit statuses
+
+A job with rings has its collectives recorded (this package's folder `instrument` is on PYTHONPATH), and its rank 0
+announces what comes next. One with stamps stores the moment at which each rank's pauses begin. Standard library and
+torch only: it runs where OrchestrRL is not installed.
 """
 
-import argparse
 import contextlib
 import datetime
 import json
+import mmap
+import multiprocessing
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,17 +38,31 @@ BUCKETS = 3
 LAYER_S = 0.01
 SEND_WEIGHTS_EVERY = 10
 ELEMENTS = 4096
+FORK = multiprocessing.get_context("fork")
 
 
-class Job:
-    """One rank. EP groups are the halves of the job, one in each PoD; DP groups have a rank of either."""
+class Stamps:
+    """In shared memory, two words per rank: how many of its pauses have begun, and when the latest did, nanoseconds."""
 
-    def __init__(self, window_s: float, recorder: ModuleType | None) -> None:
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        half = self._ranks // 2
-        self._window_s = window_s
+    def __init__(self, path: Path, rank: int) -> None:
+        with path.open("r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        self._at = 2 * rank
+
+    def pause(self) -> None:
+        self._words[self._at + 1] = time.monotonic_ns()
+        self._words[self._at] += 1
+
+
+class Rank:
+    """One process of a job. EP groups are the halves of the job, one in each PoD; DP groups have a rank of either."""
+
+    def __init__(self, order: "Order", recorder: ModuleType | None, stamps: Stamps | None) -> None:
+        self._rank, half = dist.get_rank(), order.ranks // 2
+        self._order = order
         self._recorder = recorder
-        self.experts = [list(range(half)), list(range(half, self._ranks))]
+        self._stamps = stamps
+        self.experts = [list(range(half)), list(range(half, order.ranks))]
         self.replicas = [[rank, rank + half] for rank in range(half)]
         # Every rank makes all groups, as torch wants it.
         self._expert_group = self._mine(self.experts)
@@ -59,7 +84,7 @@ class Job:
                 time.sleep(LAYER_S)
                 received = torch.empty_like(self._tokens)
                 dist.all_to_all_single(received, self._tokens, group=self._expert_group)
-        time.sleep(self._window_s)
+        self._pause()
         self._announce("experts", "EP", "all_to_all", self.experts, 1e9)
         with self._mark("backward"):
             pending = []
@@ -69,12 +94,17 @@ class Job:
             for work in pending:
                 work.wait()
         with self._mark("optimizer"):
-            time.sleep(self._window_s)
+            self._pause()
         self._iteration += 1
         if self._iteration % SEND_WEIGHTS_EVERY == 0:
             with self._mark("weight_send"):
                 dist.broadcast(self._weights, src=0)
         return time.perf_counter() - began_s
+
+    def _pause(self) -> None:
+        if self._stamps is not None:
+            self._stamps.pause()
+        time.sleep(self._order.window_s)
 
     def _mine(self, groups: list[list[int]]) -> Any:
         made = [dist.new_group(ranks) for ranks in groups]
@@ -90,40 +120,100 @@ class Job:
         if self._recorder is None or self._rank != 0:
             return
         traffic = {"operation": operation, "primitive": primitive, "groups": groups, "bytes_per_rank": size}
-        self._recorder.announce(period, {"stage": "train", "traffic": [traffic]} if self._iteration == 0 else {})
+        intent = {"stage": "train", "traffic": [traffic], "job": self._order.start}
+        self._recorder.announce(period, intent if self._iteration == 0 else {})
 
 
-def turns() -> Iterator[int]:
-    """Of how many iterations each, until the input ends."""
-    for line in sys.stdin:
-        word, _, count = line.strip().partition(" ")
-        if word == "go":
-            yield int(count)
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How a job is to be; `start` is its name."""
+
+    start: str
+    ranks: int
+    window_s: float
+    store: str
+    rings: str | None
+    stamps: str | None
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+def run_rank(order: Order, rank: int, line: Connection) -> None:
+    """A forked process, until it is told to run no iterations, or the other end of its line is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started the job ends it
+    torch.set_num_threads(1)
+    recorder: ModuleType | None = None
+    if order.rings is not None:
+        import recorder as here  # type: ignore[import-not-found]  # of the folder on PYTHONPATH
+
+        here.start(order.rings, job=order.start)
+        recorder = here
+    stamps = None if order.stamps is None else Stamps(Path(order.stamps), rank)
+    store = dist.FileStore(order.store, order.ranks)
+    patience = datetime.timedelta(seconds=300)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=order.ranks, timeout=patience)
+    made = Rank(order, recorder, stamps)
+    dist.barrier()
+    line.send(None)
+    with contextlib.suppress(EOFError):
+        while iterations := line.recv():
+            line.send([made.iterate() for _ in range(iterations)])
+    dist.destroy_process_group()
+
+
+class Job:
+    """The launcher's side of one job. Raises EOFError where a rank has ended of itself."""
+
+    def __init__(self, order: Order) -> None:
+        self._lines: list[Connection] = []
+        self._processes: list[ForkProcess] = []
+        for rank in range(order.ranks):
+            ours, theirs = FORK.Pipe()
+            # A rank holds the lines of those before it: when this process is gone, they end from the last to the first.
+            process = FORK.Process(target=_forked, args=(order, rank, ours, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._lines.append(ours)
+            self._processes.append(process)
+        for line in self._lines:
+            line.recv()
+
+    def turn(self, iterations: int) -> list[float]:
+        for line in self._lines:
+            line.send(iterations)
+        return [max(times) for times in zip(*(line.recv() for line in self._lines), strict=True)]
+
+    def stop(self) -> list[int | None]:
+        for line in self._lines:
+            with contextlib.suppress(OSError):  # one that has ended already
+                line.send(0)
+        for process in self._processes:
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return [process.exitcode for process in self._processes]
+
+
+def _forked(order: Order, rank: int, ours: Connection, theirs: Connection) -> None:
+    ours.close()
+    run_rank(order, rank, theirs)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--window-s", type=float, default=0.12, help="of each of an iteration's two pauses")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    recorder: ModuleType | None = None
-    if os.environ.get("ORCHESTRRL_RECORDER"):
-        import recorder as here  # type: ignore[import-not-found]  # of the folder on PYTHONPATH
-
-        here.start()
-        recorder = here
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
-    job = Job(arguments.window_s, recorder)
-    dist.barrier()
-    _say("ready")
-    for count in turns():
-        _say(json.dumps([job.iterate() for _ in range(count)]))
-    dist.destroy_process_group()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    jobs: dict[str, Job] = {}
+    for text in sys.stdin:
+        match json.loads(text):
+            case {"start": name}:
+                jobs[name] = Job(Order(**json.loads(text)))
+                answer: Any = name
+            case {"turn": name, "iterations": iterations}:
+                answer = jobs[name].turn(iterations)
+            case {"stop": name}:
+                answer = jobs.pop(name).stop()
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    for job in jobs.values():
+        job.stop()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ fewest kept circuits is looked for first.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from planner.fabric.place_counts import Layout
@@ -52,16 +52,20 @@ class Chains:
 
     def refill(self, pairs: Iterable[int], most_lost: Sequence[int] = MOST_LOST) -> None:
         """What these pairs miss, by chains that give up at most as many kept ones, tried in turn."""
-        short = [pair for pair in pairs if self.layout.missing[pair]]
         for self._swapping, self._most_lost in product((False, True), most_lost):
-            found = True
-            while found:
-                found = False
-                for pair in short:
-                    if self.layout.total >= self.most_placed or self.work_left <= 0:
-                        return
-                    if self.layout.missing[pair]:
-                        found |= self._insert(pair)
+            while self._insert_each(pairs, self._insert) or self._insert_each(pairs, self._insert_between, once=True):
+                pass
+
+    def _insert_each(self, pairs: Iterable[int], insert: Callable[[int], bool], once: bool = False) -> bool:
+        found = False
+        for pair in pairs:
+            if self.layout.total >= self.most_placed or self.work_left <= 0:
+                return False
+            if once and found:
+                return True
+            if self.layout.missing[pair] > 0:
+                found |= insert(pair)
+        return found
 
     def bring_home(self) -> bool:
         """Circuits that could be kept elsewhere move there where that costs no other. Whether any did."""
@@ -95,7 +99,7 @@ class Chains:
         return True
 
     def _insert(self, pair: int) -> bool:
-        """One circuit of the pair, on a switch where one end has a port and the other is given one; or both are."""
+        """One circuit of the pair, on a switch where both ends have a port, or one and the other is given one."""
         if self._put(pair):
             return True
         layout = self.layout
@@ -108,7 +112,12 @@ class Chains:
             ]
             if self._open(pair, NOWHERE, full, starts):
                 return True
-        both = map(min, layout.counting.ports[one], layout.counting.ports[other])
+        return False
+
+    def _insert_between(self, pair: int) -> bool:
+        """One circuit of the pair, on a switch where neither end has a port and both are given one."""
+        one, other = self.layout.counting.ends[pair]
+        both = map(min, self.layout.counting.ports[one], self.layout.counting.ports[other])
         return any(some and self._carry_open(pair, NOWHERE, switch) for switch, some in enumerate(both))
 
     def _open(self, pair: int, source: int, full: int, starts: Iterable[int]) -> bool:

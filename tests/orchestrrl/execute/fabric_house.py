@@ -6,14 +6,14 @@ Switches are virtual ones; agents say what a test has them say, each by a clock 
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from ocs_drivers.faults import Fault
-from ocs_drivers.model import Connectivity, CrossConnect
+from ocs_drivers.model import CircuitState, Connectivity, CrossConnect
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.clock import VirtualClock
 from orchestrrl.execute.circuits import CircuitExecutor
@@ -30,7 +30,7 @@ from planner.fabric.clocks import Exchange
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 from planner.fabric.materialize import materialize
-from planner.fabric.model import OcsId, PortPair
+from planner.fabric.model import OcsId, Pair, PortPair
 from planner.fabric.plan import FabricPlan, FabricState
 from planner.fabric.slack import Remaining
 from planner.fabric.topology import Site
@@ -261,6 +261,15 @@ class House:
             self.switches[id].commit = commit  # type: ignore[method-assign]
         self.journal.close()
 
+    async def until_killed(self, life: Coroutine[Any, Any, None], entries: int) -> bool:
+        """Whether it was, before its life was over."""
+        self.journal.kill_in = entries
+        try:
+            await life
+        except Killed:
+            return True
+        return self.journal.kill_in < 0
+
     async def stop(self) -> None:
         for agent in self.agents:
             agent.leave()
@@ -308,17 +317,24 @@ class House:
 
     # --- what is seen in it
 
-    def up(self) -> frozenset[PortPair]:
-        """By the glass itself; a cross-connect of which one way is missing raises."""
+    def up(self, lit: bool = False) -> frozenset[PortPair]:
+        """By the glass itself: all that is there, or that whose mirrors have come to rest. A cross-connect of which
+        one way is missing raises."""
         found: set[PortPair] = set()
         for id, switch in self.switches.items():
             facts = switch.glass.facts
-            shown = {circuit.cross_connect for circuit in switch.glass.circuits()}
+            circuits = switch.glass.circuits()
+            shown = {each.cross_connect for each in circuits if not lit or each.state is CircuitState.TUNED}
             for pair in shown:
                 whole = self._of_site(id, pair)
                 assert set(device_pairs(facts, whole)) <= shown, f"half of {whole}"
                 found.add(whole)
         return frozenset(found)
+
+    def pairs(self) -> set[Pair]:
+        """That light can pass between now."""
+        ends = {self.coordinator.ends(each) for each in self.up(lit=True)}
+        return {pair for pair in ends if pair is not None}
 
     def _of_site(self, id: OcsId, pair: CrossConnect) -> PortPair:
         facts = self.switches[id].glass.facts

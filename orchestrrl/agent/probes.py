@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrrl.instrument.rings import UNKNOWN, Event, Header, Reader, list_rings, remove_dead
+from orchestrrl.instrument.rings import PAYLOAD, UNKNOWN, Event, Header, Reader, list_rings, remove_dead
 from planner.fabric.slack import Remaining, Signature, SlackLearner
 from planner.fabric.slack_summary import summarize
 from planner.model import Hold
@@ -92,7 +92,7 @@ class Traced:
         if not event.is_collective:
             if event.op == ITERATION:
                 self.learner.iteration(event.value, at_s)
-            else:
+            elif not event.flags & PAYLOAD:  # what is announced is no phase of the iteration
                 self.learner.mark(event.op, at_s)
         elif which == 1:
             self.handles[event.sequence] = self.learner.started(Signature(event.op, event.group, event.n_bytes), at_s)

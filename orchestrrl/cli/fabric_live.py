@@ -7,9 +7,16 @@ import typer
 from rich.markup import escape
 
 from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.formats import duration, time_of_day
+from orchestrrl.cli.fabric_words import (
+    route_lines,
+    show_circuits,
+    show_counts,
+    show_hosts,
+    show_periods,
+    show_switch_times,
+)
 from orchestrrl.cli.groups import fabric_group
-from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_lines, print_table, stdout
+from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_lines, stdout
 from orchestrrl.cli.plan import Reason, TimeToLive
 from orchestrrl.cli.status import fabric_control_words, period_words
 from orchestrrl.documents import read_text
@@ -20,9 +27,7 @@ from orchestrrl.rpc.pb import fabric_pb2
 from orchestrrl.rpc.plain import plain
 
 NONE_HERE = "this daemon drives no optical fabric: name its site in fabric.site of its configuration"
-CIRCUITS_SHOWN = 40
 PERIODS_SHOWN = 20
-PAIRS_SHOWN = 6
 
 
 def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
@@ -42,19 +47,11 @@ def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> 
     if latest is not None:
         lines.append(f"last period: {escape(period_words(latest))}")
     lines += [f"[yellow]not used[/yellow]: {escape(what)}" for what in seen["masked"]]
-    lines += _route_lines(seen.get("routes"))
+    lines += route_lines(seen.get("routes"))
     print_lines(lines)
-    circuits = seen["circuits"]
-    rows = [(each["pod"] or "core", each["a"], each["b"], each["count"]) for each in circuits[:CIRCUITS_SHOWN]]
-    print_table(f"Circuits: {sum(each['count'] for each in circuits)}", ("where", "from", "to", "circuits"), rows)
-    if len(circuits) > CIRCUITS_SHOWN:
-        stdout.print(f"and between {len(circuits) - CIRCUITS_SHOWN} other pairs: --json has all")
-    print_table(
-        "What a change of circuits takes",
-        ("switch", "expected", "measured"),
-        [(each["switch_id"], duration(each["usable_s"]), f"{each['samples']} times") for each in seen["switch_times"]],
-    )
-    print_table("Traced hosts", ("host", "ranks", "clock", "state", "why no window"), map(_host_row, seen["hosts"]))
+    show_circuits(seen["circuits"])
+    show_switch_times(seen["switch_times"])
+    show_hosts(seen["hosts"])
 
 
 def periods(
@@ -70,10 +67,8 @@ def periods(
     if as_json:
         print_json({"periods": seen["periods"], "counts": seen["counts"]})
         return
-    columns = ("announced", "period", "stage", "state", "why", "stages", "moves", "waited", "window", "took")
-    print_table("Periods", columns, map(_period_row, seen["periods"]))
-    rows = [(each["state"], each["code"], each["count"]) for each in seen["counts"]]
-    print_table("Since the daemon started", ("state", "why", "periods"), rows)
+    show_periods(seen["periods"])
+    show_counts(seen["counts"])
 
 
 def announce(
@@ -92,11 +87,11 @@ def announce(
 ) -> None:
     """Announce a communication period, as a trainer does, and follow what becomes of its circuits.
 
-    Example: `orchestrrl fabric announce gradients --intent gradients.json --boundary`
+    Example: `orchestrrl fabric announce weights --intent weights.json --boundary`
     """
 
     async def conversation(client: ControlClient) -> dict[str, Any]:
-        text = "" if intent is None else read_text(intent)
+        text = _intent_text(period, intent, within_s)
         order = fabric_pb2.AnnouncePeriodRequest(period=period, intent_json=text, within_s=within_s, boundary=boundary)
         last: dict[str, Any] = {}
         async for report in client.watch(client.fabric.AnnouncePeriod, order):
@@ -128,7 +123,7 @@ def pin(
 
     Example: `orchestrrl fabric pin core0:1-5 --reason "measuring this link" --ttl-s 600`
     """
-    order = fabric_pb2.PinFabricRequest(cross_connects=cross_connects or [], reason=reason, ttl_s=_checked(ttl_s))
+    order = fabric_pb2.PinFabricRequest(cross_connects=cross_connects or [], reason=reason, ttl_s=ttl_s)
     _control(daemon, lambda client: answer(client, client.fabric.PinFabric, order), as_json)
 
 
@@ -143,7 +138,7 @@ def override(
 
     Example: `orchestrrl fabric override gradients --reason "comparing" --ttl-s 600`
     """
-    order = fabric_pb2.OverrideFabricRequest(period=period, reason=reason, ttl_s=_checked(ttl_s))
+    order = fabric_pb2.OverrideFabricRequest(period=period, reason=reason, ttl_s=ttl_s)
     _control(daemon, lambda client: answer(client, client.fabric.OverrideFabric, order), as_json)
 
 
@@ -192,63 +187,31 @@ def _fetch(daemon: str, limit: int) -> dict[str, Any]:
     return seen
 
 
+def _intent_text(period: str, source: Path | None, within_s: float) -> str:
+    """Raises ProblemFaults with all that is wrong with an announcement, before the daemon is asked."""
+    from orchestrrl.fabric_intents import parse_intent
+
+    faults = [] if 0 <= within_s < float("inf") else [f"--within-s: must be >= 0, got {within_s:g}"]
+    text = ""
+    try:
+        if source is not None:
+            text = read_text(source)
+            parse_intent(period, text)
+        elif not period:
+            faults.append("PERIOD: must be a name, got ''")
+    except ProblemFaults as error:
+        faults += error.faults
+    if faults:
+        raise ProblemFaults(faults)
+    return text
+
+
 def _control(daemon: str, conversation: Any, as_json: bool) -> None:
     control = ask(daemon, conversation)
     if as_json:
         print_json(control)
     else:
         stdout.print(escape(f"circuits: {fabric_control_words(control)}"))
-
-
-def _checked(ttl_s: float) -> float:
-    if not 0 <= ttl_s < float("inf"):
-        raise ProblemFaults([f"--ttl-s: must be >= 0, got {ttl_s:g}"])
-    return ttl_s
-
-
-def _route_lines(routes: dict[str, Any] | None) -> list[str]:
-    """How packets follow circuits, and all that is amiss."""
-    if routes is None:
-        return ["packets: routers follow links by themselves"]
-    if not routes["steered_unix_s"]:
-        return ["packets: not steered yet, not all is known of what is up"]
-    aside = (("without a way", routes["unreachable"]), ("over the packet side", routes["on_packet_side"]))
-    told = [f"packets: over {routes['links']} links since {time_of_day(routes['steered_unix_s'])}"]
-    for what, pairs in aside:
-        if pairs:
-            named = ", ".join(f"{each['from_tor']} -> {each['to_tor']}" for each in pairs[:PAIRS_SHOWN])
-            more = f" and {len(pairs) - PAIRS_SHOWN} more" if len(pairs) > PAIRS_SHOWN else ""
-            told.append(f"{what}: {escape(named)}{more}")
-    told += [
-        f"[yellow]no packets[/yellow] over {escape(each['what'])}: {escape(each['why'])}" for each in routes["left_out"]
-    ]
-    return told + [
-        f"[yellow]routes amiss[/yellow] on {escape(each['what'])}: {escape(each['why'])}" for each in routes["failed"]
-    ]
-
-
-def _host_row(host: dict[str, Any]) -> tuple[object, ...]:
-    ranks = ", ".join(f"{len(job['ranks'])}{' of ' + job['job'] if job['job'] else ''}" for job in host["jobs"])
-    clock = f"within {duration(host['bound_s'])}" if host["bound_s"] else None
-    return host["host"], ranks or None, clock, "attached" if host["attached"] else "gone", host["detail"] or None
-
-
-def _period_row(period: dict[str, Any]) -> tuple[object, ...]:
-    commits = period["commits"]
-    first = commits[0] if commits else None
-    windowed = first is not None and first["window_until_unix_s"] > 0
-    return (
-        time_of_day(period["announced_unix_s"]),
-        period["period"],
-        period["stage"],
-        period["state"],
-        ": ".join(filter(None, (period["code"], period["detail"]))) or None,
-        f"{period['stages_done']} of {period['stages']}",
-        period["moves"],
-        duration(first["commanded_unix_s"] - period["announced_unix_s"]) if first else None,
-        duration(first["window_until_unix_s"] - first["window_opened_unix_s"]) if first and windowed else None,
-        duration(sum(each["usable_unix_s"] - each["commanded_unix_s"] for each in commits)) if first else None,
-    )
 
 
 def register(app: typer.Typer) -> None:

@@ -1,13 +1,27 @@
 """`orchestrrl fabric slack`: how long it is quiet between collectives, and which switches fit in."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
+from orchestrrl.cli.control import DaemonOption, ask
 from orchestrrl.cli.formats import bar, count, duration, percent
 from orchestrrl.cli.groups import fabric_group
-from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors
+from orchestrrl.cli.output import (
+    EXIT_MALFORMED,
+    JsonFlag,
+    fail,
+    print_json,
+    print_lines,
+    print_table,
+    reporting_errors,
+)
+from orchestrrl.rpc.channel import DEFAULT_TARGET
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import fabric_pb2
 
 if TYPE_CHECKING:
     from orchestrrl.slack_traces import CommonQuiet
@@ -15,17 +29,21 @@ if TYPE_CHECKING:
 
 POSITIONS_SHOWN = 24  # the longest windows; all of them with --json
 BAR = 24
+RISK = 0.05
 PICTURES = (".png", ".svg", ".pdf")
 
-HELP = """Show how long it is quiet between the collectives of a recorded job, and which optical switches fit in.
+HELP = """Show how long it is quiet between the collectives of a job, and which optical switches fit in.
 
-Reads traces: one JSON object per line, a collective (`rank`, `op`, `group`, `bytes`, `start_s`, `end_s`, `async`), a
-mark (`rank`, `mark`, `at_s`) or the begin of an iteration (`rank`, `iteration`, `at_s`). Prints the slack before each
-operation, the windows of an iteration with what may be promised of them, and when it is quiet on all ranks together.
+Of jobs that run, as the agents of their hosts tell it, or of traces: one JSON object per line, a collective (`rank`,
+`op`, `group`, `bytes`, `start_s`, `end_s`, `async`), a mark (`rank`, `mark`, `at_s`) or the begin of an iteration
+(`rank`, `iteration`, `at_s`). Prints the slack before each operation and the windows of an iteration with what may be
+promised of them; of traces also when it is quiet on all ranks together.
 
 Example:
 
     orchestrrl fabric slack trace.jsonl
+
+    orchestrrl fabric slack --job trainer --plot slack.svg
 
     orchestrrl fabric slack rank0.jsonl rank1.jsonl --risk 0.01 --plot slack.svg
 """
@@ -36,32 +54,44 @@ def register(app: typer.Typer) -> None:
 
 
 def show_slack(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE.jsonl...", help="Recorded collectives.")],
-    risk: Annotated[float, typer.Option(help="How often a promised window may be broken, 0 to 1.")] = 0.05,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="TRACE.jsonl...", help="Recorded collectives; none: of jobs that run, by the daemon."),
+    ] = None,
+    risk: Annotated[
+        float | None, typer.Option(help="How often a promised window may be broken, 0 to 1.", show_default="0.05")
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="Only this one of the jobs that run.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the distributions: .png, .svg or .pdf.")] = None,
+    daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> None:
+    faults = []
+    if risk is not None and not 0 < risk < 1:
+        faults.append(f"--risk: must be > 0 and < 1, got {risk:g}")
+    if plot is not None and plot.suffix not in PICTURES:
+        faults.append(f"--plot: must end in {', '.join(PICTURES)}, got {str(plot)!r}")
+    if traces and job is not None:
+        faults.append(f"--job: is for jobs that run, a trace has none, got {job!r}")
+    if not traces and risk is not None:
+        faults.append(f"--risk: is for traces, the daemon's agents have their own, got {risk:g}")
+    if faults:
+        fail("\n".join(faults), EXIT_MALFORMED)
+    if traces:
+        _show_traces(traces, RISK if risk is None else risk, plot, as_json)
+    else:
+        _show_live(daemon, job, plot, as_json)
+
+
+def _show_traces(traces: list[Path], risk: float, plot: Path | None, as_json: bool) -> None:
     with reporting_errors():
-        from orchestrrl.errors import ProblemFaults
-
-        faults = []
-        if not 0 < risk < 1:
-            faults.append(f"--risk: must be > 0 and < 1, got {risk:g}")
-        if plot is not None and plot.suffix not in PICTURES:
-            faults.append(f"--plot: must end in {', '.join(PICTURES)}, got {str(plot)!r}")
-        if faults:
-            raise ProblemFaults(faults)
-
         from orchestrrl.slack_traces import read_traces, study
         from planner.fabric.slack_summary import merged
 
         summaries, common = study(read_traces(traces), risk)
         summary = merged(summaries)
         if plot is not None:
-            try:
-                draw(summary, plot)
-            except OSError as error:
-                fail(f"{plot}: cannot be written: {error.strerror}")
+            _draw(summary, plot)
     if as_json:
         print_json({"ranks": [each.to_json() for each in summaries], "common": _common_json(common)})
         return
@@ -69,6 +99,52 @@ def show_slack(
     show_common(common)
     others = [f"rank {each.ranks[0]}: {each.why_not}" for each in summaries[1:] if each.why_not]
     print_lines(others)
+
+
+def _show_live(daemon: str, job: str | None, plot: Path | None, as_json: bool) -> None:
+    async def conversation(client: ControlClient) -> list[dict[str, Any]]:
+        told = await client.ask(client.fabric.GetSlack, fabric_pb2.GetSlackRequest())
+        return list(json.loads(told.summary_json))
+
+    from planner.fabric.slack_summary import SlackSummary, merged
+
+    jobs: dict[str, list[SlackSummary]] = {}
+    hosts: dict[str, set[str]] = {}
+    for host in ask(daemon, conversation):
+        for rank in host["ranks"]:
+            if job in (None, rank["job"]):
+                jobs.setdefault(rank["job"], []).append(SlackSummary.from_json(rank["summary"]))
+                hosts.setdefault(rank["job"], set()).add(host["host"])
+    if not jobs:
+        of = "no job" if job is None else f"no job {job!r}"
+        fail(f"{of} is traced: `orchestrrl agent --rings FOLDER` on its hosts tells the daemon of it")
+    if plot is not None and len(jobs) > 1:
+        fail(f"--plot: draws one job, choose it with --job: {', '.join(map(repr, sorted(jobs)))}", EXIT_MALFORMED)
+    told = {name: sorted(ranks, key=lambda each: each.ranks) for name, ranks in sorted(jobs.items())}
+    if as_json:
+        print_json(
+            {
+                "jobs": [
+                    {"job": name, "hosts": sorted(hosts[name]), "ranks": [each.to_json() for each in ranks]}
+                    for name, ranks in told.items()
+                ]
+            }
+        )
+    for name, ranks in told.items():
+        summary = merged(ranks)
+        if plot is not None:
+            _draw(summary, plot)
+        if not as_json:
+            where = ", ".join(sorted(hosts[name]))
+            print_lines([f"[bold]job {escape(name or 'without a name')}[/bold], hosts: {escape(where)}", ""])
+            show(summary)
+
+
+def _draw(summary: "SlackSummary", target: Path) -> None:
+    try:
+        draw(summary, target)
+    except OSError as error:
+        fail(f"{target}: cannot be written: {error.strerror}")
 
 
 def show(summary: "SlackSummary") -> None:

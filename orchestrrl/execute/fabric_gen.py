@@ -2,7 +2,7 @@
 
 At that boundary the engines that left are empty and those that come have no requests yet, so no window is needed;
 engines that stay keep what they need at every stage of the transition. Section 5.2 of the paper. A daemon that finds
-engines running has missed their boundary: where nobody has a request it may do then what it would have done.
+engines running has missed their boundary: it does what it would have done once nobody has a request.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 PERIOD = "generation"
 HEARD_WITHIN_S = 30.0  # of a daemon's start, from every engine that it has found
 LOOK_S = 0.25
+RESTED_S = 2.0  # between two steps, not between two requests
 WORDS_CHARACTERS = 160
 
 
@@ -84,17 +85,28 @@ class GenCircuits:
         self._followed = False
 
     async def begin(self, fleet: Fleet) -> str:
-        """Circuits for engines that run already, once it is known whether they stand still; what became of it, in
-        words. Where they do not, their traffic is announced all the same: an operator may have its circuits later."""
+        """Circuits for engines that run already, as soon as nobody has a request; what became of it, in words. Until
+        then what is up stays, and says so in the list of periods. A switch of the deployment goes before."""
         limit_s = self._clock.now_s() + HEARD_WITHIN_S
         while not fleet.switching() and fleet.idle() is None and self._clock.now_s() < limit_s:
             await self._clock.sleep(LOOK_S)
-        engines = fleet.serving()
-        if self._followed or fleet.switching() or not engines:
-            return ""
-        words = await self._announce(engines, boundary=fleet.idle() is True)
-        logger.info("engines were found running: %s", words)
+        words, at_rest = "", fleet.idle() is True
+        while not self._followed and not fleet.switching() and (engines := fleet.serving()):
+            words = await self._announce(engines, boundary=at_rest)
+            logger.info("engines were found running: %s", words)
+            if at_rest:
+                break
+            at_rest = await self._rest(fleet)
         return words
+
+    async def _rest(self, fleet: Fleet) -> bool:
+        """True once nobody has had a request for a while."""
+        since_s = self._clock.now_s()
+        while not self._followed and not fleet.switching() and self._clock.now_s() < since_s + RESTED_S:
+            await self._clock.sleep(LOOK_S)
+            if fleet.idle() is not True:
+                since_s = self._clock.now_s()
+        return True
 
     async def follow(self, engines: Iterable[Serving]) -> str:
         """Give these engines their circuits; what became of it, in words. Whatever happens, they may serve then."""

@@ -1,7 +1,7 @@
 """Circuits follow the deployment, and whatever becomes of them, its switch goes on. Virtual time, virtual switches."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,9 +37,9 @@ def narrow(tmp_path: Path) -> House:
     return house
 
 
-async def during(house: FabricHouse, work: Coroutine[None, None, str], most_s: float = 10.0) -> str:
+async def during(house: FabricHouse, work: Awaitable[str], most_s: float = 10.0) -> str:
     """Its outcome, while time goes on."""
-    task = asyncio.create_task(work)
+    task = asyncio.ensure_future(work)
     await house.clock.advance(most_s)
     assert task.done()
     return await task
@@ -209,20 +209,37 @@ async def test_engines_that_stand_still_get_their_circuits_when_the_daemon_start
         assert "was_so" in await during(house, house.gen.begin(found))
 
 
-@pytest.mark.parametrize("idle", [(False,), (None,)], ids=["they are busy", "nobody has heard of them"])
-async def test_engines_at_work_keep_what_is_up_until_they_stand_still(
-    narrow: House, idle: Sequence[bool | None]
-) -> None:
+async def test_engines_at_work_keep_what_is_up_until_they_stand_still(narrow: House) -> None:
     house = FabricHouse(narrow)
     async with house.daemon():
-        said = await during(house, house.gen.begin(Found(specs(narrow), idle)), HEARD_WITHIN_S + 15)
-        assert said.startswith("circuits kept: 0 cross-connects changed (no_boundary: ")
+        found = Found(specs(narrow), (False,))
+        begun = asyncio.create_task(house.gen.begin(found))
+        await house.clock.advance(30.0)
+        assert not begun.done()
+        (kept,) = house.fabric.reports(5)
+        assert (kept.period, kept.state, kept.code) == (PERIOD, PeriodState.KEPT, "no_boundary")
         assert house.circuits() == {}
-        # Whoever knows that nobody sends may have them by name.
-        period = house.fabric.announce(PERIOD, boundary=True)
-        await house.clock.advance(5.0)
-        assert period.report.state is PeriodState.COMMITTED
+        found.idle_after = [False, True] * 20 + [True] * 20  # between requests, then between steps
+        found.looks = 0
+        await house.clock.advance(0.5 * 20)
+        assert house.circuits() == {}
+        assert (await during(house, begun)).startswith("circuits committed")
         assert house.circuits() == MESH
+
+
+async def test_engines_of_which_nobody_hears_are_not_taken_to_stand_still(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+        begun = asyncio.create_task(house.gen.begin(Found(specs(narrow), (None,))))
+        await house.clock.advance(HEARD_WITHIN_S - 5)
+        assert house.fabric.reports(5) == []
+        await house.clock.advance(100.0)
+        assert [report.code for report in house.fabric.reports(5)] == ["no_boundary"]
+        # Whoever knows that nobody sends may have them by name.
+        house.fabric.announce(PERIOD, boundary=True)
+        await house.clock.advance(5.0)
+        assert house.circuits() == MESH
+        begun.cancel()
 
 
 async def test_a_switch_of_the_deployment_goes_before_what_was_found(narrow: House) -> None:
@@ -230,10 +247,14 @@ async def test_a_switch_of_the_deployment_goes_before_what_was_found(narrow: Hou
     async with house.daemon() as switching:
         assert await during(house, house.gen.begin(Found(specs(narrow), busy=True))) == ""
         assert await during(house, house.gen.begin(Found([]))) == ""
-        old = specs(narrow)
+        old = Found(specs(narrow), (False,))
+        waiting = asyncio.create_task(house.gen.begin(old))
+        await house.clock.advance(1.0)
         switching.begin(TO_TP2)
         await narrow.until_ended()
-        assert await during(house, house.gen.begin(Found(old))) == ""
+        old.idle_after = (True,)
+        assert "no_boundary" in await during(house, waiting)
+        assert await during(house, house.gen.begin(old)) == ""
         assert house.circuits() == PAIRS
 
 

@@ -1,0 +1,121 @@
+"""Circuits follow the deployment of real processes, and nothing is lost. The switches are virtual and live in the
+daemon: one that starts finds them dark."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from front import until
+from switching_house import WIDE, House
+
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2, fabric_pb2
+from orchestrrl.site import site_text
+from planner.fabric.generate import regular_site
+from planner.fabric.model import EndpointId, port_pair
+from planner.fabric.shape import Shape
+from planner.fabric.topology import Device
+
+FOUR = (("tp1", 4),)
+PORTS = 32
+DEVICE = Device("tested", 0.025, PORTS)
+# Four servers of one GPU, each below a ToR of its own. The PoD that trains comes first.
+SITE = regular_site(
+    Shape(1, 1, 4, 1, 1, servers_per_tor=1, tor_uplinks=4, core_lanes=8, response_lanes=4, agg_device=DEVICE)
+)
+GEN_POD = EndpointId("gen0")
+TORS = tuple(f"gen0/b{server}-r0" for server in range(4))
+MESH = {(a, b): 1 for n, a in enumerate(TORS) for b in TORS[n + 1 :]}
+PAIRS = {TORS[:2]: 3, TORS[2:]: 3}  # engines of two GPUs
+LONG = 3000  # tokens
+
+
+class LitHouse(House):
+    """Its engines are under an optical fabric."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        (folder / "site.yaml").write_text(site_text(SITE))
+        path = folder / "orchestrrl.yaml"
+        document = yaml.safe_load(path.read_text())
+        options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": DEVICE.reconfiguration_s}
+        document["fabric"] = {"site": "site.yaml", "model": "qwen2.5-14b", "first_fleet_gpu": 4}
+        document["ocs"] = [{"id": str(each.id), "driver": "virtual", "options": options} for each in SITE.switches]
+        path.write_text(yaml.safe_dump(document, sort_keys=False))
+
+    async def circuits(self) -> dict[tuple[str, str], int]:
+        """Between ToRs of the PoD that generates, as its switches have them."""
+        found: Counter[tuple[str, str]] = Counter()
+        cabling = SITE.agg_cabling(GEN_POD)
+        async with ControlClient(self.daemon_address) as client:
+            for switch in (each for each in SITE.switches if each.pod == GEN_POD):
+                wanted = control_pb2.ShowSwitchRequest(switch_id=switch.id)
+                shown = await client.ask(client.switches.ShowSwitch, wanted)
+                for each in shown.cross_connects:
+                    ends = cabling.ends(port_pair(switch.id, each.ingress_port, each.egress_port))
+                    if ends is not None and set(ends) <= set(TORS):
+                        found[ends] += 1
+        return dict(found)
+
+    async def periods(self) -> list[str]:
+        """Those that are over, oldest first."""
+        async with ControlClient(self.daemon_address) as client:
+            told = await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=100))
+        over = [each for each in reversed(told.periods) if each.HasField("ended_unix_s")]
+        return [f"{each.period} {each.state} {each.code}" for each in over]
+
+
+@pytest.fixture(scope="module")
+def whole_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LitHouse]:
+    house = LitHouse(tmp_path_factory.mktemp("lit"))
+    try:
+        asyncio.run(house.open())
+        yield house
+    finally:
+        asyncio.run(house.close())
+
+
+@pytest.fixture
+async def house(whole_house: LitHouse) -> LitHouse:
+    whole_house.unmark()
+    await whole_house.become(FOUR)
+    return whole_house
+
+
+async def test_a_switch_of_parallelism_under_load_changes_circuits(house: LitHouse) -> None:
+    assert await house.circuits() == MESH
+    async with house.step():
+        report = await house.until_over(await house.begin(WIDE))
+    assert report.state == "done", report.detail
+    (said,) = (step.detail for step in report.steps if step.kind == "admit")
+    assert "circuits committed" in said
+    assert await house.circuits() == PAIRS
+
+
+async def test_a_switch_that_fails_leaves_the_circuits_of_before(house: LitHouse) -> None:
+    async with house.step():
+        report = await house.until_over(await house.begin((("fails", 2),)))
+    assert report.state == "rolled_back", report.detail
+    assert await house.circuits() == MESH
+
+
+async def test_a_daemon_that_starts_under_load_waits_until_nobody_has_a_request(house: LitHouse) -> None:
+    before = len(await house.periods())
+
+    async def told() -> list[str]:
+        return (await house.periods())[before:]
+
+    async with house.step(tokens=LONG):
+        house.daemon.kill()
+        await house.daemon.start()
+        assert await until(told, 0.1) == ["generation kept no_boundary"]
+        assert await house.circuits() == {}
+
+    async def again() -> list[str]:
+        return (await told())[1:]
+
+    assert await until(again, 0.1) == ["generation committed committed"]
+    assert await house.circuits() == MESH

@@ -50,8 +50,8 @@ def fabric_metrics(fabric: "Coordinator") -> Iterator[Metric]:
         "What a change of the switch is expected to take until packets may use it, margin excluded.",
         labels=["switch"],
     )
-    for switch, expected_s, _ in fabric.times_of_switches():
-        unread.add_metric([switch], float(switch in glance.unread))
-        failed.add_metric([switch], broken[switch])
-        expected.add_metric([switch], expected_s)
+    for id, expected_s, _ in fabric.times_of_switches():
+        unread.add_metric([id], float(id in glance.unread))
+        failed.add_metric([id], broken[id])
+        expected.add_metric([id], expected_s)
     yield from (unread, failed, expected)

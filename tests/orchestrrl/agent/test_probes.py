@@ -1,0 +1,299 @@
+"""What an agent makes of rings that real writers wrote, in a clock of the test's own."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.agent.probe_words import AGAIN_AFTER_S, Words
+from orchestrrl.agent.probes import HostTraces, Quiet
+from orchestrrl.instrument.rings import Reader, Writer, list_rings
+from orchestrrl.rpc.pb import fabric_pb2
+from planner.model import Hold
+
+BUSY_S = 0.002
+QUIET_S = 0.1
+Q = 0.05
+
+
+class Host:
+    """Ranks that work in step: an iteration is `collectives` of them, with a pause after each."""
+
+    def __init__(self, folder: Path, ranks: int = 2, job: str = "", capacity: int = 1024) -> None:
+        self.now_ns = 10**12
+        self.folder = folder
+        self.writers = [Writer(folder, job=job, capacity=capacity, clock_ns=lambda: self.now_ns) for _ in range(ranks)]
+        for rank, writer in enumerate(self.writers):
+            writer.place(rank, ranks)
+        self.traces = HostTraces(folder, lambda: self.now_s)
+        self.traces.look()
+
+    @property
+    def now_s(self) -> float:
+        return self.now_ns * 1e-9
+
+    def passes(self, duration_s: float) -> None:
+        self.now_ns += round(duration_s * 1e9)
+
+    def begin(self) -> list[int]:
+        return [each.begin(each.op("all_reduce"), each.group((0, 1), "all"), 64) for each in self.writers]
+
+    def end(self, sequences: list[int]) -> None:
+        for writer, sequence in zip(self.writers, sequences, strict=True):
+            writer.end(sequence)
+
+    def iterate(self, iteration: int, quiet_s: float = QUIET_S, collectives: int = 2) -> None:
+        for writer in self.writers:
+            writer.iteration(iteration)
+        for _ in range(collectives):
+            flying = self.begin()
+            self.passes(BUSY_S)
+            self.end(flying)
+            self.passes(quiet_s)
+
+    def learn(self, iterations: int = 30) -> None:
+        """Ends in the middle of one: the first pause has just begun."""
+        for iteration in range(iterations):
+            self.iterate(iteration)
+            self.traces.read()
+        for writer in self.writers:
+            writer.iteration(iterations)
+        flying = self.begin()
+        self.passes(BUSY_S)
+        self.end(flying)
+        self.traces.read()
+
+    def close(self) -> None:
+        self.traces.close()
+        for writer in self.writers:
+            writer.close()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path)
+    yield host
+    host.close()
+
+
+def code(found: Quiet | Hold) -> str:
+    return found.code if isinstance(found, Hold) else "quiet"
+
+
+def test_a_window_is_promised_for_as_long_as_pauses_were(host: Host) -> None:
+    host.learn()
+    found = host.traces.assess("", Q)
+    assert isinstance(found, Quiet)
+    assert found.since_s == pytest.approx(host.now_s)
+    assert found.until_s == pytest.approx(host.now_s + QUIET_S, rel=1e-3)
+    assert found.position == 1
+    assert 0 < found.risk <= 2 * Q + 1e-9  # of two ranks
+
+
+def test_one_rank_that_communicates_is_traffic(host: Host) -> None:
+    host.learn()
+    writer = host.writers[1]
+    flying = writer.begin(writer.op("send"))
+    assert host.traces.busy("")
+    found = host.traces.assess("", Q)
+    assert code(found) == "traffic"
+    assert "rank 1" in str(found)
+    writer.end(flying)
+    assert not host.traces.busy("")
+
+
+def test_what_is_given_to_a_device_is_traffic_before_it_begins(host: Host) -> None:
+    host.learn()
+    host.writers[0].issue(host.writers[0].op("all_reduce"))
+    assert host.traces.busy("")
+    assert code(host.traces.assess("", Q)) == "traffic"
+
+
+def test_nothing_is_promised_before_it_is_learnt(host: Host) -> None:
+    host.iterate(0)
+    host.traces.read()
+    assert code(host.traces.assess("", Q)) == "unlearnt"
+    assert code(host.traces.assess("another", Q)) == "untraced"
+
+
+def test_lost_events_leave_the_place_unknown_until_the_next_iteration(tmp_path: Path) -> None:
+    host = Host(tmp_path, capacity=16)
+    host.learn()
+    for _ in range(16):
+        host.end(host.begin())
+        host.passes(QUIET_S)
+    host.traces.read()
+    assert code(host.traces.assess("", Q)) == "place_unknown"
+    host.iterate(31, quiet_s=0.0, collectives=1)
+    host.traces.read()
+    assert code(host.traces.assess("", Q)) == "quiet"
+    host.close()
+
+
+def test_processes_come_and_go(host: Host) -> None:
+    assert host.traces.jobs() == {"": (0, 1)}
+    assert not host.traces.look()
+    other = Writer(host.folder, job="engine", clock_ns=lambda: host.now_ns)
+    assert not host.traces.look()  # it is in no group yet
+    assert host.traces.jobs() == {"": (0, 1)}
+    other.place(0, 1)
+    assert host.traces.look()
+    assert host.traces.jobs() == {"": (0, 1), "engine": (0,)}
+    other.close()
+    host.writers.pop().close()
+    assert host.traces.look()
+    assert host.traces.jobs() == {"": (0,)}
+    assert len(list_rings(host.folder)) <= 3
+
+
+def test_what_is_no_ring_is_left_alone(host: Host) -> None:
+    (host.folder / "strange.ring").write_bytes(b"not a ring" * 1000)
+    assert not host.traces.look()
+    assert host.traces.jobs() == {"": (0, 1)}
+
+
+def test_only_jobs_that_are_watched_ring(tmp_path: Path) -> None:
+    host = Host(tmp_path, job="watched")
+    other = Writer(tmp_path, job="other")
+    other.place(0, 1)
+    host.traces.look()
+
+    def armed() -> dict[str, bool]:
+        found = {}
+        for path in list_rings(tmp_path):
+            with Reader(path) as reader:
+                found[reader.header().job] = reader.header().armed
+        return found
+
+    host.traces.arm({"watched": frozenset({Q})})
+    assert armed() == {"watched": True, "other": False}
+    host.traces.look()
+    assert armed() == {"watched": True, "other": False}
+    host.traces.close()
+    assert armed() == {"watched": False, "other": False}
+    host.close()
+    other.close()
+
+
+def test_an_intent_is_remembered_for_a_period_that_is_only_named(host: Host) -> None:
+    intent = {"stage": "train", "traffic": []}
+    host.writers[0].announce("announce", json.dumps({"period": "gradients", "body": intent}).encode())
+    host.writers[0].announce("announce", json.dumps({"period": "gradients", "body": {}}).encode())
+    host.writers[1].announce("announce", json.dumps({"period": "unheard", "body": {}}).encode())
+    told = {(each.rank, each.period, each.intent_json) for each in host.traces.read()}
+    assert told == {(0, "gradients", json.dumps(intent)), (1, "unheard", "")}
+
+
+@pytest.mark.parametrize("payload", [b"", b"{", b"[]", b'{"period": 3, "body": {}}', b'{"period": "x", "body": []}'])
+def test_an_announcement_that_cannot_be_read_is_left_out(host: Host, payload: bytes) -> None:
+    host.writers[0].announce("announce", payload)
+    assert host.traces.read() == []
+
+
+def test_summaries_are_of_every_rank(host: Host) -> None:
+    host.learn()
+    summaries = list(host.traces.summaries(Q))
+    assert [each["summary"]["ranks"] for each in summaries] == [[0], [1]]
+    assert len(summaries[0]["summary"]["positions"]) == 2
+    json.dumps(summaries, allow_nan=False)
+
+
+class Told:
+    """What the daemon hears of one watch."""
+
+    def __init__(self, host: Host, need_s: float) -> None:
+        self.heard: list[fabric_pb2.TraceMessage] = []
+        self.words = Words(host.traces, self.heard.append, lambda: host.now_s)
+        self.words.watch(fabric_pb2.Arm(id=7, job="", need_s=need_s, quantile=Q))
+
+    def news(self) -> list[str]:
+        """Since last asked."""
+        found = [
+            "quiet" if message.WhichOneof("message") == "quiet" else message.traffic.why.partition(":")[0]
+            for message in self.heard
+        ]
+        self.heard.clear()
+        return found
+
+
+def test_each_change_is_told_once(host: Host) -> None:
+    host.learn()
+    told = Told(host, need_s=0.05)
+    quiet = told.heard[0].quiet
+    assert (quiet.armed, quiet.job, quiet.rank) == (7, "", 0)
+    assert quiet.until_s - quiet.told_s == pytest.approx(QUIET_S, rel=1e-3)
+    assert told.news() == ["quiet"]
+    told.words.read()
+    assert told.news() == []
+    host.passes(QUIET_S)
+    flying = host.begin()
+    assert told.words.rung()
+    assert told.news() == ["traffic"]
+    assert told.words.rung()
+    told.words.catch_up()
+    assert told.news() == []
+    host.passes(BUSY_S)
+    host.end(flying)
+    assert not told.words.rung()
+    assert told.news() == ["quiet"]
+
+
+def test_what_is_left_of_a_window_may_be_too_short(host: Host) -> None:
+    host.learn()
+    told = Told(host, need_s=0.05)
+    host.passes(0.06)
+    told.words.read()
+    assert told.news() == ["quiet", "short"]
+    assert Told(host, need_s=2 * QUIET_S).news() == ["short"]
+
+
+def test_a_window_that_lasts_is_told_again(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    for iteration in range(30):
+        host.iterate(iteration, quiet_s=10.0, collectives=1)
+        host.traces.read()
+    host.iterate(30, quiet_s=0.0, collectives=1)
+    told = Told(host, need_s=0.05)
+    host.passes(AGAIN_AFTER_S + 0.01)
+    told.words.read()
+    assert told.news() == ["quiet", "quiet"]
+    told.words.forget(7)
+    host.passes(AGAIN_AFTER_S + 0.01)
+    told.words.read()
+    assert told.news() == []
+    host.close()
+
+
+@given(lengths_s=st.lists(st.floats(0.02, 0.2), min_size=40, max_size=60), need_s=st.floats(0.005, 0.1))
+def test_nothing_is_told_as_quiet_while_a_rank_communicates(
+    tmp_path_factory: pytest.TempPathFactory, lengths_s: list[float], need_s: float
+) -> None:
+    """The oracle: who is in flight, kept by the test; and each window that is told covers the need, as promised."""
+    host = Host(tmp_path_factory.mktemp("rings"), capacity=64)
+    told = Told(host, need_s)
+    for iteration, length_s in enumerate(lengths_s):
+        for writer in host.writers:
+            writer.iteration(iteration)
+        flying: dict[int, int] = {}
+        for rank, writer in enumerate(host.writers):
+            flying[rank] = writer.begin(writer.op("all_reduce"), 0, 8)
+            told.words.rung()
+            assert all(message.WhichOneof("message") != "quiet" for message in told.heard)
+        told.words.catch_up()
+        host.passes(BUSY_S)
+        for rank, writer in enumerate(host.writers):
+            told.heard.clear()
+            writer.end(flying.pop(rank))
+            told.words.rung()
+            said = [message.quiet for message in told.heard if message.WhichOneof("message") == "quiet"]
+            assert not (said and flying)
+            for quiet in said:
+                assert quiet.until_s - quiet.told_s >= need_s
+                assert quiet.since_s <= quiet.told_s
+        host.passes(length_s)
+        told.words.read()
+        told.heard.clear()
+    host.close()

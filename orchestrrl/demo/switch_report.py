@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrrl.demo.switch_fabric import Fabric, Followed
+from orchestrrl.demo.switch_fabric_picture import draw_circuits
 from orchestrrl.demo.switch_run import Arm, Resumption, SwitchDemo, Switched, SwitchSeed
 
 if TYPE_CHECKING:
@@ -146,17 +147,23 @@ def write(demo: SwitchDemo, out_dir: Path) -> tuple[Path, Path]:
 
 
 def draw(demo: SwitchDemo, path: Path) -> None:
-    """Above, requests in flight in both runs; below, which engine has each GPU in the free one, and with how many."""
+    """Above, requests in flight in both runs; below, which engine has each GPU in the free one, with how many; then,
+    under a fabric, circuits before and after it."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     count, speed = len(demo.seeds), demo.scenario.speed
+    lit = any(outcome.free.fabric_after is not None for outcome in demo.seeds)
+    size, heights = (1.6 + 5.4 * count, 8.0 if lit else 5.6), [1.0, 1.0, 0.8] if lit else [1.0, 1.0]
     figure, axes = plt.subplots(
-        2, count, figsize=(1.6 + 5.4 * count, 5.6), sharex="col", squeeze=False, gridspec_kw={"height_ratios": [1, 1]}
+        len(heights), count, figsize=size, squeeze=False, gridspec_kw={"height_ratios": heights}
     )
     for column, outcome in enumerate(demo.seeds):
+        axes[0][column].sharex(axes[1][column])
+        if lit:
+            draw_circuits(axes[2][column], outcome.free.fabric_before, outcome.free.fabric_after)
         _draw_remaining(axes[0][column], outcome, speed)
         _draw_engines(axes[1][column], demo, outcome.free)
     axes[0][0].set_ylabel("requests that remain")

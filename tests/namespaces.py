@@ -3,6 +3,7 @@
 All are made and removed by the test that asks for them, under names of its own. Nothing outside them is touched.
 """
 
+import asyncio
 import ctypes
 import json
 import os
@@ -11,13 +12,15 @@ import shutil
 import socket
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 CLONE_NEWNET = 0x40000000
+PERIOD_S = 0.001  # between two packets of a stream
 
 
 class Lab:
@@ -59,14 +62,20 @@ class Lab:
 class Ocs:
     """An optical switch in a namespace: a port gives light while it is connected, and a bridge carries each circuit."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, name: str = "ocs") -> None:
         self.lab = lab
-        self.namespace = lab.add("ocs")
+        self.namespace = lab.add(name)
         self.circuits: dict[tuple[int, int], str] = {}
 
     def fibre(self, port: int, namespace: str, interface: str) -> None:
         self.lab.veth(namespace, interface, self.namespace, f"p{port}")
         self._ip("link", "set", f"p{port}", "down")
+
+    def lane(self, port: int, other: "Ocs", other_port: int) -> None:
+        """A fibre from switch to switch."""
+        self.lab.veth(self.namespace, f"p{port}", other.namespace, f"p{other_port}")
+        for switch, number in ((self, port), (other, other_port)):
+            switch._ip("link", "set", f"p{number}", "down")
 
     def connect(self, a: int, b: int) -> None:
         bridge = self.circuits[a, b] = f"br{a}x{b}"
@@ -145,3 +154,55 @@ def udp_socket(namespace: str, address: str, port: int = 0) -> socket.socket:
     if isinstance(made[0], OSError):
         raise made[0]
     return made[0]
+
+
+class Stream:
+    """Packets from an address in a namespace to another, one by one while it is open; each is counted where it
+    arrives."""
+
+    def __init__(self, source: tuple[str, str], sink: tuple[str, str], port: int = 7000) -> None:
+        self.sent = 0
+        self.arrived: Counter[int] = Counter()
+        self._source = udp_socket(*source)
+        self._sink = udp_socket(*sink, port)
+        self._to = (sink[1], port)
+
+    async def __aenter__(self) -> "Stream":
+        self._sending = asyncio.ensure_future(self._send())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._sending.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._sending
+        for _ in range(100):  # what is under way
+            self._receive()
+            if len(self.arrived) == self.sent:
+                break
+            await asyncio.sleep(0.01)
+        self._source.close()
+        self._sink.close()
+
+    @property
+    def lost(self) -> int:
+        return self.sent - len(self.arrived)
+
+    async def more(self, count: int) -> None:
+        """Returns once so many more have been sent."""
+        until = self.sent + count
+        while self.sent < until:
+            await asyncio.sleep(PERIOD_S)
+
+    async def _send(self) -> None:
+        while True:
+            # An unreachable network is an error of this very call: the packet counts as sent and lost.
+            with suppress(OSError):
+                self._source.sendto(self.sent.to_bytes(8), self._to)
+            self.sent += 1
+            self._receive()
+            await asyncio.sleep(PERIOD_S)
+
+    def _receive(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                self.arrived[int.from_bytes(self._sink.recv(64))] += 1

@@ -3,15 +3,12 @@
 UDP is counted before, while and after circuits change. Only traffic inside the namespaces.
 """
 
-import asyncio
 import itertools
 import socket
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 
 import pytest
-from namespaces import Lab, Ocs, laboratory, sent_packets, udp_socket
+from namespaces import Lab, Ocs, Stream, laboratory, sent_packets, udp_socket
 
 from orchestrrl.clock import WallClock
 from orchestrrl.execute.steering import NotDrained, Steering
@@ -21,7 +18,6 @@ from planner.fabric.steering import Domain, Link, PacketSide, Router, links_of
 
 OCS = OcsId("ocs")
 PORTS = 3  # of each ToR
-PERIOD_S = 0.001  # between two packets of a stream
 
 
 def tor(number: int) -> EndpointId:
@@ -84,55 +80,8 @@ def lab() -> Iterator[Lab]:
         yield lab
 
 
-class Stream:
-    """Packets from one ToR to another, one by one while it is open; each is counted where it arrives."""
-
-    def __init__(self, site: Site, source: int, sink: int) -> None:
-        self.sent = 0
-        self.arrived: Counter[int] = Counter()
-        self._source = udp_socket(site.namespace[tor(source)], f"10.0.{source}.1")
-        self._sink = udp_socket(site.namespace[tor(sink)], f"10.0.{sink}.1", 7000)
-        self._to = (f"10.0.{sink}.1", 7000)
-
-    async def __aenter__(self) -> "Stream":
-        self._sending = asyncio.ensure_future(self._send())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._sending.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._sending
-        for _ in range(100):  # what is under way
-            self._receive()
-            if len(self.arrived) == self.sent:
-                break
-            await asyncio.sleep(0.01)
-        self._source.close()
-        self._sink.close()
-
-    @property
-    def lost(self) -> int:
-        return self.sent - len(self.arrived)
-
-    async def more(self, count: int) -> None:
-        """Returns once so many more have been sent."""
-        until = self.sent + count
-        while self.sent < until:
-            await asyncio.sleep(PERIOD_S)
-
-    async def _send(self) -> None:
-        while True:
-            # An unreachable network is an error of this very call: the packet counts as sent and lost.
-            with suppress(OSError):
-                self._source.sendto(self.sent.to_bytes(8), self._to)
-            self.sent += 1
-            self._receive()
-            await asyncio.sleep(PERIOD_S)
-
-    def _receive(self) -> None:
-        with suppress(BlockingIOError):
-            while True:
-                self.arrived[int.from_bytes(self._sink.recv(64))] += 1
+def stream(site: Site, source: int, sink: int) -> Stream:
+    return Stream((site.namespace[tor(source)], f"10.0.{source}.1"), (site.namespace[tor(sink)], f"10.0.{sink}.1"))
 
 
 # Circuits as pairs of the switch's ports. 1-2 twice and 2-3 once; then one of 1-2 becomes 1-3.
@@ -147,28 +96,28 @@ async def test_nothing_is_lost_when_routes_are_drained_before_the_switch(lab: La
     site.connect(*before)
     steered = await site.steering.steer(site.links(*before))
     assert steered.done, steered.detail
-    async with Stream(site, 1, 2) as near, Stream(site, 1, 3) as far, Stream(site, 3, 1) as back:
+    async with stream(site, 1, 2) as near, stream(site, 1, 3) as far, stream(site, 3, 1) as back:
         await near.more(50)
         for _ in range(2):  # there and back, several times: neighbours learnt before are wrong after
             drained = await site.steering.drain(site.links(TWICE_1_2[1]))
             assert drained.dark == ()
             idle = sent_packets(site.namespace[tor(1)])["swp2"]
             await near.more(50)
-            assert sent_packets(site.namespace[tor(1)])["swp2"] == idle
+            assert sent_packets(site.namespace[tor(1)])["swp2"] < idle + 5  # the kernel's own, as of neighbours
             site.disconnect(TWICE_1_2[1])
             site.connect(THEN_1_3)
             steered = await site.steering.steer(site.links(TWICE_1_2[0], ONCE_2_3, THEN_1_3))
             assert steered.done, steered.detail
             await near.more(50)
-            assert sent_packets(site.namespace[tor(1)])["swp2"] > idle  # the way to 3 is direct now
+            assert sent_packets(site.namespace[tor(1)])["swp2"] >= idle + 50  # the way to 3 is direct now
             await site.steering.drain(site.links(THEN_1_3))
             site.disconnect(THEN_1_3)
             site.connect(TWICE_1_2[1])
             assert (await site.steering.steer(site.links(*before))).done
             await near.more(50)
-    for stream in (near, far, back):
-        assert stream.sent > 400
-        assert (stream.lost, max(stream.arrived.values())) == (0, 1)
+    for each in (near, far, back):
+        assert each.sent > 400
+        assert (each.lost, max(each.arrived.values())) == (0, 1)
 
 
 async def test_without_draining_packets_are_lost(lab: Lab) -> None:
@@ -177,7 +126,7 @@ async def test_without_draining_packets_are_lost(lab: Lab) -> None:
     before = (*TWICE_1_2, ONCE_2_3)
     site.connect(*before)
     await site.steering.steer(site.links(*before))
-    async with Stream(site, 1, 2) as near, Stream(site, 2, 1) as back:
+    async with stream(site, 1, 2) as near, stream(site, 2, 1) as back:
         await near.more(50)
         site.disconnect(*TWICE_1_2)
         await near.more(50)
@@ -223,8 +172,8 @@ async def test_a_circuit_that_fails_leaves_its_packets_to_the_packet_side(lab: L
     steered = await site.steering.steer(site.links(circuit))
     assert steered.done, steered.detail
     assert steered.on_packet_side == ()
-    async with Stream(site, 1, 2) as stream:
-        await stream.more(50)
+    async with stream(site, 1, 2) as near:
+        await near.more(50)
         on_packet_side = sent_packets(site.namespace[tor(1)])["eps"]
         site.disconnect(circuit)
         steered = await site.steering.steer(site.links(circuit))  # somebody believes that it is up
@@ -232,11 +181,11 @@ async def test_a_circuit_that_fails_leaves_its_packets_to_the_packet_side(lab: L
         assert tuple(out.link for out in steered.left_out) == site.links(circuit)
         assert "is down" in steered.detail
         assert steered.on_packet_side == ((tor(2), tor(1)), (tor(1), tor(2)))
-        sent = stream.sent
-        await stream.more(100)
+        sent = near.sent
+        await near.more(100)
         assert sent_packets(site.namespace[tor(1)])["eps"] >= on_packet_side + 100
-    assert set(range(sent, stream.sent)) <= set(stream.arrived)  # everything since
-    assert stream.lost > 0  # and not what went before anybody knew
+    assert set(range(sent, near.sent)) <= set(near.arrived)  # everything since
+    assert near.lost > 0  # and not what went before anybody knew
 
 
 async def test_light_from_somebody_else_is_not_routed_to(lab: Lab) -> None:

@@ -224,7 +224,7 @@ class TraceHub:
         return latest_s
 
     async def slack_json(self) -> str:
-        """What every host knows of its ranks' iterations. It is work for agents: not asked for but for people."""
+        """What hosts know of their ranks' iterations. It is work for agents: not asked for but for people."""
         asked = [host for host in self.known() if host.stream is not None]
         for host in asked:
             host.slack_told.clear()
@@ -238,7 +238,7 @@ class TraceHub:
         finally:
             for each in both:
                 each.cancel()
-        return json.dumps([json.loads(host.slack_json) for host in self.known() if host.slack_json])
+        return json.dumps([json.loads(host.slack_json) for host in asked if host.slack_json])
 
     def attach(self, name: str, jobs: Jobs) -> Stream:
         """An agent's stream begins. A second agent of the same host takes the first one's place."""

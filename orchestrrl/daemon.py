@@ -47,6 +47,8 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         switches.recover()
         hub = TraceHub(clock, config.fabric.quantile if config.fabric is not None else QUANTILE)
         plane.routing = routing_of(config, drivers, journal, clock)
+        if plane.routing is not None:
+            stack.push_async_callback(plane.routing.close)
         plane.fabric = fabric_of(config, drivers, switches.executor, hub, plane, clock, plane.routing)
         plane.gen_circuits = gen_circuits_of(config, plane.fabric, clock)
         plane.deployment = plane.switching = switching = switching_of(config, plane, clock)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
 Look = Callable[[], Awaitable[Glance]]
 
+LISTED = 4
 LONGEST_PAUSE_S = 60.0  # between two tries at what stays as it is
 
 
@@ -46,9 +47,8 @@ class Routed:
     def amiss(self) -> str:
         """In one line; empty: every link is used, and every router as it should be. Pairs without a way are not
         counted: what no circuit joins is the plan's business."""
-        told = [f"{link} is not used: {why}" for link, why in sorted(self.left_out.items())]
-        told += [f"{router} is not routed as it should be: {why}" for router, why in sorted(self.failed.items())]
-        return "; ".join(told)
+        told = (("not used", self.left_out), ("routes amiss", self.failed))
+        return "; ".join(f"{what}: {_listed(some)}" for what, some in told if some)
 
 
 class FabricRouting:
@@ -129,6 +129,9 @@ class FabricRouting:
             self._is_changing = False
             return routed.amiss
 
+    async def close(self) -> None:
+        await self._steering.close()
+
     # --- between commits
 
     async def tend(self) -> None:
@@ -197,6 +200,11 @@ class FabricRouting:
             self._recorded = self._over
             body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._recorded)]}
             self._journal.append(self._clock.now_s(), Kind.STEERED, "", body)
+
+
+def _listed(some: Mapping[Any, str]) -> str:
+    words = [f"{what} ({why})" for what, why in sorted(some.items())]
+    return ", ".join(words[:LISTED]) + (f" and {len(words) - LISTED} more" if len(words) > LISTED else "")
 
 
 def _on(pairs: Iterable[PortPair], switches: Collection[OcsId]) -> frozenset[PortPair]:

@@ -180,6 +180,11 @@ class Steering:
             logger.info("packets steered over %d circuits: %s", len(routed), detail or "all as wanted")
             return steered
 
+    async def close(self) -> None:
+        """Routes stay as they are."""
+        for router in self._routers.values():
+            await router.close()
+
     async def dark(self, links: Collection[Link]) -> dict[Link, str]:
         """Those without light at this moment, with the reason; one whose routers do not tell is none of them."""
         seen = await self._up(links, 0.0)

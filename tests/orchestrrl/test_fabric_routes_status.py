@@ -1,0 +1,89 @@
+"""A daemon process with routers: it steers, `fabric status` says how packets go, and all of it ends in order."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from orchestrrl.cli.main import application
+from orchestrrl.site import read_site
+
+SITE = Path(__file__).parents[2] / "deploy/examples/site.yaml"
+DEADLINE_S = 60.0
+
+
+def document(folder: Path) -> dict[str, Any]:
+    """Virtual ToRs, which get no light from virtual switches: what there is of links is left out, and told."""
+    site = read_site(SITE)
+    routers = [
+        {
+            "tor": tor.id,
+            "driver": "virtual",
+            "options": {"address": f"192.0.2.{n}", "interfaces": ["swp1", "swp2", "swp3", "swp4", "eth0"]},
+            "address": f"192.0.2.{n}",
+            "prefixes": [f"10.0.{n}.0/24"],
+            "interfaces": ["swp1", "swp2", "swp3", "swp4"],
+            "packet_side": {"interface": "eth0", "address": f"198.51.100.{n}"} if n > 1 else None,
+        }
+        for n, tor in enumerate(site.tors, start=1)
+    ]
+    return {
+        "mode": "act",
+        "listen": {"address": "127.0.0.1:0"},
+        "journal": {"path": str(folder / "journal.sqlite")},
+        "ocs": [
+            {"id": switch.id, "driver": "virtual", "options": {"connectivity": "any_to_any"}}
+            for switch in site.switches
+        ],
+        "fabric": {"site": str(SITE), "routers": routers, "steering": {"link_up_s": 0.05}},
+    }
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    path = tmp_path / "daemon.yaml"
+    path.write_text(yaml.safe_dump(document(tmp_path)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "orchestrrl", "daemon", "-c", str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    yield process, process.stdout.readline().strip()
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner(env={"COLUMNS": "250"}).invoke(application(), list(arguments))
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_status_says_how_packets_go(daemon: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
+    process, address = daemon
+    intent = tmp_path / "intent.json"
+    traffic = {"operation": "EP", "primitive": "all_to_all", "groups": [[16, 17, 18, 19]], "bytes_per_rank": 4e9}
+    intent.write_text(json.dumps({"stage": "gen", "traffic": [traffic]}))
+    last = json.loads(
+        run("fabric", "announce", "gen", "--intent", str(intent), "--boundary", "--daemon", address, "--json")
+    )
+    assert last["state"] == "committed"
+    assert "not used: gen0/r0/" in last["detail"]
+    routes = json.loads(run("fabric", "status", "--daemon", address, "--json"))["routes"]
+    assert routes["links"] == 0
+    assert {each["what"].split("/")[0] for each in routes["left_out"]} >= {"gen0"}
+    assert len(routes["unreachable"]) == 14  # the one without a packet side, and the seven others
+    assert len(routes["on_packet_side"]) == 42
+    told = run("fabric", "status", "--daemon", address)
+    assert "packets: over 0 links since " in told
+    assert "without a way: " in told
+    assert "no packets over gen0/r0/" in told
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0

@@ -38,7 +38,8 @@ def demo(
     running requests move by KV or by computing their context again, whichever is predicted to take less.
 
     With --switch, a step of Qwen2.5-14B begins on eight TP=2 engines, once with the planner pinned to them and once
-    without: it may go on with two of TP=8, as in the paper's case study. Writes `switch.json` and `switch.png`.
+    without: it may go on with two of TP=8, as in the paper's case study. Circuits of a small optical fabric of virtual
+    switches follow. Writes `switch.json` and `switch.png`.
 
     Example: `orchestrrl demo --seeds 1,2`
     """

@@ -6,15 +6,24 @@ device: one each way.
 """
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.errors import DriverError
 from ocs_drivers.model import Change, Connectivity, CrossConnect, Facts, PortStatus
+from orchestrrl.clock import Clock, WallClock
 from planner.fabric.model import Cabling, OcsId, PortPair, port_pair
 from planner.fabric.plan import Failures
 from planner.fabric.topology import Site
+
+logger = logging.getLogger(__name__)
+
+ANSWER_WITHIN_S = 5.0
+
+# What is up, what is up one way only, which ports have failed; or why nobody knows.
+_Seen = tuple[set[PortPair], set[CrossConnect], set[int]] | str
 
 
 def device_pairs(facts: Facts, wanted: PortPair) -> tuple[CrossConnect, ...]:
@@ -61,9 +70,11 @@ class Glance:
 class Glass:
     """Reads the site's switches. `drivers` has all of them."""
 
-    def __init__(self, site: Site, drivers: Mapping[OcsId, OcsDriver]) -> None:
+    def __init__(self, site: Site, drivers: Mapping[OcsId, OcsDriver], clock: Clock | None = None) -> None:
         self._site = site
         self._drivers = drivers
+        self._clock = clock or WallClock()
+        self._silent: dict[OcsId, asyncio.Task[_Seen]] = {}  # asked before, and still to answer
         self._facts: dict[OcsId, Facts] = {}
         self.cabling = Cabling(
             {
@@ -80,14 +91,33 @@ class Glass:
         return device_pairs(self._facts[wanted.switch], wanted)
 
     async def look(self) -> Glance:
-        """A switch that does not answer counts as failed: nothing is planned on it, and what it has stays."""
+        """A switch that does not answer in time counts as failed: nothing is planned on it, and what it has stays. It
+        is not waited for again before it has answered, or its driver has given up."""
         switches = [switch.id for switch in self._site.switches]
-        seen = await asyncio.gather(*(self._look_at(switch) for switch in switches))
+        self._silent = {switch: asked for switch, asked in self._silent.items() if not asked.done()}
+        asked = {
+            switch: asyncio.ensure_future(self._look_at(switch)) for switch in switches if switch not in self._silent
+        }
+        alarm = asyncio.ensure_future(self._clock.sleep(ANSWER_WITHIN_S))
+        try:
+            while not alarm.done() and (pending := [each for each in asked.values() if not each.done()]):
+                await asyncio.wait([*pending, alarm], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            for each in asked.values():
+                each.cancel()
+            raise
+        finally:
+            alarm.cancel()
+        self._silent |= {switch: each for switch, each in asked.items() if not each.done()}
+        late = f"has not answered within {ANSWER_WITHIN_S:g} s"
+        return self._glance({switch: late if switch in self._silent else asked[switch].result() for switch in switches})
+
+    def _glance(self, seen: Mapping[OcsId, "_Seen"]) -> Glance:
         cross_connects: set[PortPair] = set()
         failed_ports: set[tuple[OcsId, int]] = set()
         odd: dict[OcsId, frozenset[CrossConnect]] = {}
         unread: dict[OcsId, str] = {}
-        for switch, found in zip(switches, seen, strict=True):
+        for switch, found in seen.items():
             if isinstance(found, str):
                 unread[switch] = found
                 continue
@@ -114,12 +144,15 @@ class Glass:
             self._facts[switch] = await self._drivers[switch].facts()
         return self._facts[switch]
 
-    async def _look_at(self, switch: OcsId) -> tuple[set[PortPair], set[CrossConnect], set[int]] | str:
+    async def _look_at(self, switch: OcsId) -> "_Seen":
         try:
             facts, driver = await self.facts(switch), self._drivers[switch]
             reading, states = await driver.cross_connects(), await driver.ports()
         except DriverError as error:
             return str(error)
+        except Exception as error:  # of one driver: the other switches are not to suffer from it
+            logger.exception("switch %s cannot be looked at", switch)
+            return f"{type(error).__name__}: {error}"
         pairs, odd = site_pairs(switch, facts, reading.cross_connects)
         broken = {state.port for state in states if state.status is not PortStatus.ENABLED}
         if facts.connectivity is not Connectivity.ANY_TO_ANY:

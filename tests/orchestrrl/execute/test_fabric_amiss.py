@@ -1,5 +1,6 @@
 """Switches that do not do as they are told, packets that stay on circuits, a journal that is full."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, House, house
 
 from ocs_drivers.errors import Conflict
 from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import Change, Connectivity
+from ocs_drivers.model import Change, Connectivity, Reading
 from orchestrrl.clock import VirtualClock
 from orchestrrl.errors import Permanent, Retryable
 from orchestrrl.execute.circuits import CircuitExecutor
@@ -118,6 +119,30 @@ async def test_a_switch_that_is_out_of_reach_is_left_as_it_is(site: House) -> No
     assert {each for each in site.up() if each.switch == CORE} == before
     wire.open = really  # type: ignore[method-assign]
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
+    assert sound(site)
+
+
+async def test_a_switch_that_hangs_holds_up_one_look_only(site: House) -> None:
+    hangs = asyncio.Event()
+    switch = site.switches[CORE]
+    really = switch.cross_connects
+
+    async def cross_connects() -> Reading:
+        await hangs.wait()
+        return await really()
+
+    switch.cross_connects = cross_connects  # type: ignore[method-assign]
+    first = await site.at_boundary(GEN)
+    second = await site.at_boundary(SYNC)
+    assert first.ended_s is not None
+    assert second.ended_s is not None
+    assert first.ended_s - first.announced_s >= 5.0  # once
+    assert second.ended_s - second.announced_s < 0.5
+    assert site.coordinator.glance.unread == {CORE: "has not answered within 5 s"}
+    hangs.set()
+    await site.pass_time(0.01)
+    assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
+    assert site.coordinator.glance.unread == {}
     assert sound(site)
 
 
@@ -289,8 +314,6 @@ async def test_a_prepared_change_is_committed_once(site: House) -> None:
 
 
 async def _run(site: House, work):  # type: ignore[no-untyped-def]
-    import asyncio
-
     task = asyncio.ensure_future(work)
     while not task.done():
         await site.pass_time(0.005)

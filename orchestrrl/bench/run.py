@@ -9,6 +9,7 @@ from orchestrrl.bench.fabric_allocate import fabric_allocate
 from orchestrrl.bench.fabric_materialize import fabric_materialize
 from orchestrrl.bench.fabric_place import fabric_place
 from orchestrrl.bench.fabric_transition import fabric_transition
+from orchestrrl.bench.fabric_windows import fabric_windows
 from orchestrrl.bench.figure import Figure
 from orchestrrl.bench.forecast import forecasts
 from orchestrrl.bench.gateway import gateway_cpu
@@ -47,6 +48,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "routing": lambda _: routing(),
     "recorder": lambda _: recorder(),
     "fabric_materialize": lambda _: fabric_materialize(),
+    "fabric_windows": fabric_windows,
     "slack": lambda _: slack(),
 }
 

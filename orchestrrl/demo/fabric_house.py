@@ -1,6 +1,6 @@
 """A daemon with a small site, its switches in a process of their own, and an agent that reads this machine's rings.
 
-What became of each period is read from the daemon's journal afterwards.
+What became of each period is asked of the daemon afterwards, and of the switches what came to them and when.
 """
 
 import asyncio
@@ -19,7 +19,6 @@ import yaml
 from orchestrrl.demo.fabric_jobs import RANKS
 from orchestrrl.errors import Permanent
 from orchestrrl.journal import JournalReader, Kind
-from orchestrrl.periods import PERIOD, CommitReport, PeriodReport
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import fabric_pb2
 
@@ -27,6 +26,7 @@ PORTS = 12
 READY_WITHIN_S = 60.0
 LOOK_EVERY_S = 0.1
 ENTRIES = 1_000_000
+PERIODS_ASKED = 1024
 CLOCKS_AGREE_S = 0.05
 
 
@@ -50,9 +50,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of all periods so far, in the order of their ends; `counts` is by state and code as the daemon counts them."""
+    """Of the last periods, in the order of their ends; `counts` is by state and code as the daemon counts them."""
 
-    periods: Sequence[PeriodReport]
+    periods: Sequence[fabric_pb2.PeriodReport]
     counts: Counter[tuple[str, str]]
     commits: Sequence[Commit]
     ranks: Sequence[int]  # whose recorders the daemon knows to be read
@@ -95,11 +95,20 @@ class FabricHouse:
         """Whether all processes of the house do."""
         return all(process.returncode is None for process in self._ours)
 
+    async def reads(self, job: str) -> None:
+        """Return when the daemon knows that all ranks of the job are read: what they announce before may be lost."""
+        async with ControlClient(self.address) as client:
+            while True:
+                status = await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest())
+                if any(each.job == job and len(each.ranks) == RANKS for host in status.hosts for each in host.jobs):
+                    return
+                await asyncio.sleep(LOOK_EVERY_S)
+
     async def settled(self) -> fabric_pb2.FabricStatus:
         """What the daemon says when no period is under way any more."""
         async with ControlClient(self.address) as client:
             while True:
-                status = await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=2))
+                status = await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=PERIODS_ASKED))
                 if all(period.HasField("ended_unix_s") for period in status.periods):
                     return status
                 await asyncio.sleep(LOOK_EVERY_S)
@@ -115,15 +124,16 @@ class FabricHouse:
         reader = JournalReader(self.folder / "journal.sqlite")
         try:
             armed_s = [entry.at_s for entry in reader.since(0, (Kind.CIRCUITS_INTENT,), ENTRIES)]
-            periods = [PERIOD.validate_python(entry.body) for entry in reader.since(0, (Kind.PERIOD,), ENTRIES)]
         finally:
             reader.close()
         commits = [
-            _commit(period.period, report, armed_s, offset_s, noted) for period in periods for report in period.commits
+            _commit(period.period, report, armed_s, offset_s, noted)
+            for period in status.periods
+            for report in period.commits
         ]
         counts = Counter({(each.state, each.code): each.count for each in status.counts})
         ranks = [rank for job in host.jobs for rank in job.ranks]
-        return Outcome(periods, counts, sorted(commits, key=lambda commit: commit.commanded_s), ranks)
+        return Outcome(status.periods[::-1], counts, sorted(commits, key=lambda commit: commit.commanded_s), ranks)
 
     async def _noted(self) -> dict[str, list[float]]:
         """What came to any of the switches, in order."""
@@ -161,19 +171,23 @@ class FabricHouse:
 
 
 def _commit(
-    period: str, report: CommitReport, armed_s: Sequence[float], offset_s: float, noted: dict[str, list[float]]
+    period: str,
+    report: fabric_pb2.CommitReport,
+    armed_s: Sequence[float],
+    offset_s: float,
+    noted: dict[str, list[float]],
 ) -> Commit:
-    commanded_s, usable_s = report.commanded_s + offset_s, report.usable_s + offset_s
+    commanded_s, usable_s = report.commanded_unix_s + offset_s, report.usable_unix_s + offset_s
 
     def first(what: str) -> float | None:
         return next((at_s for at_s in noted[what] if commanded_s <= at_s <= usable_s), None)
 
     return Commit(
         period,
-        max(at_s for at_s in armed_s if at_s <= report.commanded_s) + offset_s,
+        max(at_s for at_s in armed_s if at_s <= report.commanded_unix_s) + offset_s,
         commanded_s,
         usable_s,
-        report.window_opened_s is not None,
+        report.window_opened_unix_s > 0,
         report.done,
         first("received_s"),
         first("set_s"),

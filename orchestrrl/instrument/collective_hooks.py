@@ -1,9 +1,9 @@
 """Where torch.distributed is listened to: the methods of its process groups, and what goes past them.
 
 Every function of torch.distributed ends in a method of `ProcessGroup`, also for callers that imported it long ago, so
-these are replaced, in the class. What they return is followed until it has completed. Past them go, and are heard
-elsewhere: the functional collectives (their operators), DistributedDataParallel (a communication hook), broadcasts of
-its buffers. Not heard: what C++ or a compiled CUDA graph does on its own.
+these are replaced, in the class. What they return is followed until it has completed (work_watch.py). Past them go,
+and are heard elsewhere: the functional collectives (their operators), DistributedDataParallel (a communication hook),
+broadcasts of its buffers. Not heard: what C++ or a compiled CUDA graph does on its own.
 """
 
 import threading
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING or __package__:
     from orchestrrl.instrument.device_watch import DeviceWatch
     from orchestrrl.instrument.rings import ASYNCHRONOUS, UNKNOWN, WAIT_ONLY, Writer
+    from orchestrrl.instrument.work_watch import WorkWatch
 else:  # in the traced process, where this folder is on the path
     from device_watch import DeviceWatch
     from rings import ASYNCHRONOUS, UNKNOWN, WAIT_ONLY, Writer
+    from work_watch import WorkWatch
 
 
 class Method(NamedTuple):
@@ -81,10 +83,21 @@ FUNCTIONAL = {
 
 
 class Place(NamedTuple):
-    """What is known of a process group. Kept by its address, so the reference tells whether it still is the one."""
+    """What is known of a process group. Kept by its address; `reference` forgets it when the group goes."""
 
     reference: Any
     id: int
+    ranks: tuple[int, ...]
+
+
+class Route(NamedTuple):
+    """What a method of one process group needs to note a collective: found with one look."""
+
+    writer: Writer
+    begin: Callable[[int, int, int, int, int], int]
+    end: Callable[[int], None]
+    code: int
+    group: int
     ranks: tuple[int, ...]
 
 
@@ -95,13 +108,15 @@ class Hooks:
         self._writer, self._tell, self._ddp = writer, tell, ddp
         self._undo: list[tuple[Any, str, Any, bool]] = []
         self._places: dict[int, Place] = {}
-        self._waited: dict[int, tuple[Any, Writer, int]] = {}  # id of a Work whose completion nobody tells
+        self._routes: list[dict[int, Route]] = []  # of each method, by the address of the group
+        self._works = WorkWatch()
         self._functional: dict[int, list[tuple[Any, Writer, int]]] = {}  # by the address of the result's memory
         self._coalescing: dict[tuple[int, int], list[tuple[Writer, int]]] = {}  # by group and thread
         self._outer: set[int] = set()  # threads inside of something that is recorded as one
         self._device: DeviceWatch | None = None
         self._torch: Any = None
         self._wait_itself: Callable[..., Any] = _no_wait
+        self._work_type: type = object
         self._hooked_ddp: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def install(self) -> None:
@@ -112,7 +127,7 @@ class Hooks:
             return
         from torch._C._distributed_c10d import ProcessGroup, Work
 
-        self._torch, self._wait_itself = torch, Work.wait
+        self._torch, self._wait_itself, self._work_type = torch, Work.wait, Work
         missing = {method.name for method in METHODS if not hasattr(ProcessGroup, method.name)}
         for names in ALIASES:
             if names - missing:
@@ -125,7 +140,7 @@ class Hooks:
         for name, make in (("_start_coalescing", self._start_coalescing), ("_end_coalescing", self._end_coalescing)):
             if hasattr(ProcessGroup, name):
                 self._replace(ProcessGroup, name, make)
-        self._replace(Work, "wait", self._wait)
+        self._replace(Work, "wait", self._works.wait)
         if hasattr(distributed, "_broadcast_coalesced"):
             self._replace(distributed, "_broadcast_coalesced", self._broadcast_coalesced)
         self._install_functional(torch)
@@ -152,12 +167,15 @@ class Hooks:
             else:
                 delattr(owner, name)
         self._undo.clear()
+        self._works.stop()
         if self._device is not None:
             self._device.stop()
 
     def forked(self) -> None:
         self._places.clear()
-        self._waited.clear()
+        for routes in self._routes:
+            routes.clear()
+        self._works.forked()
         self._functional.clear()
         self._coalescing.clear()
         self._outer.clear()
@@ -177,22 +195,26 @@ class Hooks:
     # The methods of a process group.
 
     def _method(self, method: Method, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Written out: what is traced pays for each line, more than it seems as the caches are cold here."""
         _, op, tensors_at, peer_at = method
-        places, outer, writer_of, ident = self._places, self._outer, self._writer, threading.get_ident
-        codes: dict[int, int] = {}
-        tensor_type, wait = self._torch.Tensor, self._wait_itself
+        outer, ident = self._outer, threading.get_ident
+        routes: dict[int, Route] = {}
+        self._routes.append(routes)
+        tensor_type, work_type, wait, follow = (
+            self._torch.Tensor,
+            self._work_type,
+            self._wait_itself,
+            self._works.follow,
+        )
 
         def recorded(pg: Any, *args: Any, **kwargs: Any) -> Any:
             if outer and ident() in outer:
                 return original(pg, *args, **kwargs)
             try:
-                writer = writer_of()
-                if writer is None:
+                route = routes.get(id(pg)) or self._route(routes, op, pg)
+                if route is None:
                     return original(pg, *args, **kwargs)
-                code = codes.get(id(writer)) or codes.setdefault(id(writer), writer.op(op))
-                place = places.get(id(pg))
-                if place is None or place.reference() is not pg:
-                    place = self._place(pg, writer)
+                writer, begin, end, code, group, ranks = route
                 first = args[tensors_at] if tensors_at is not None and len(args) > tensors_at else ()
                 if type(first) is list and len(first) == 1:
                     first = first[0]
@@ -201,68 +223,43 @@ class Hooks:
                 else:
                     n_bytes, on_device = _sum_bytes(first), self._device_of(first)
                 options = kwargs.get("opts") if kwargs else args[-1] if args else None
-                asynchronous = getattr(options, "asyncOp", True)
-                flags = ASYNCHRONOUS if asynchronous else 0
-                peer = UNKNOWN
-                if peer_at is not None and len(args) > peer_at and place.ranks:
-                    peer = place.ranks[args[peer_at]]
-                watch = self._watch(on_device, writer) if on_device is not None else None
+                flags = ASYNCHRONOUS if getattr(options, "asyncOp", True) else 0
+                peer = ranks[args[peer_at]] if peer_at is not None and ranks and len(args) > peer_at else UNKNOWN
+                watch = None if on_device is None else self._watch(on_device, writer)
             except Exception as fault:  # noqa: BLE001  # torch may be other than it was: the program goes on
                 self._tell(f"not recorded: {method.name}: {fault!r}")
                 return original(pg, *args, **kwargs)
             if watch is not None:
                 return watch.run(
                     partial(original, pg, *args, **kwargs),
-                    writer.issue(code, place.id, n_bytes, flags, peer),
-                    asynchronous,
+                    writer.issue(code, group, n_bytes, flags, peer),
+                    bool(flags),
                     self._coalescing.get((id(pg), ident())),
                 )
-            sequence = writer.begin(code, place.id, n_bytes, flags, peer)
+            sequence = begin(code, group, n_bytes, flags, peer)
             try:
                 work = original(pg, *args, **kwargs)
-                if work is not None and not asynchronous:
+                if not flags and work is not None:
                     wait(work)  # so does whoever called
             except BaseException:
-                writer.end(sequence)
+                end(sequence)
                 raise
-            if work is None or not asynchronous:
-                writer.end(sequence)
+            if not flags or work is None:
+                end(sequence)
             else:
-                self._follow(writer, sequence, work)
+                follow(work, writer, sequence, peer_at is None and type(work) is work_type)
             return work
 
         return recorded
 
-    def _follow(self, writer: Writer, sequence: int, work: Any) -> None:
-        """Note the end of an asynchronous operation when it comes."""
-        try:
-            work.get_future().add_done_callback(partial(_done, writer, sequence))
-        except RuntimeError:  # it has no future, as point-to-point operations of gloo have none
-            key = id(work)
-            self._waited[key] = weakref.ref(work, partial(self._dropped, key)), writer, sequence
-            writer.flag(sequence, WAIT_ONLY)
-
-    def _dropped(self, key: int, reference: Any) -> None:
-        """Nobody can wait for it any more."""
-        found = self._waited.get(key)
-        if found is not None and found[0] is reference:
-            del self._waited[key]
-            found[1].end(found[2])
-
-    def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        waited = self._waited
-
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if not waited or id(work) not in waited:
-                return original(work, *args, **kwargs)
-            try:
-                return original(work, *args, **kwargs)
-            finally:
-                found = waited.pop(id(work), None)
-                if found is not None:
-                    found[1].end(found[2])
-
-        return wait
+    def _route(self, routes: dict[int, Route], op: str, pg: Any) -> Route | None:
+        writer = self._writer()
+        if writer is None:
+            return None
+        place = self._place(pg, writer)
+        found = Route(writer, writer.begin, writer.end, writer.op(op), place.id, place.ranks)
+        routes[id(pg)] = found
+        return found
 
     def _start_coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def start(pg: Any, *args: Any, **kwargs: Any) -> Any:
@@ -282,6 +279,9 @@ class Hooks:
         return end
 
     def _place(self, pg: Any, writer: Writer) -> Place:
+        known = self._places.get(id(pg))
+        if known is not None:
+            return known
         distributed = self._torch.distributed
         try:
             ranks = tuple(distributed.get_process_group_ranks(pg))
@@ -290,8 +290,15 @@ class Hooks:
         if distributed.is_initialized():
             writer.place(distributed.get_rank(), distributed.get_world_size())
         name = str(getattr(pg, "group_name", "") or "")
-        found = self._places[id(pg)] = Place(weakref.ref(pg), writer.group(ranks, name), ranks)
+        reference = weakref.ref(pg, partial(self._gone, id(pg)))
+        found = self._places[id(pg)] = Place(reference, writer.group(ranks, name), ranks)
         return found
+
+    def _gone(self, address: int, _: Any) -> None:
+        """A group is no more, and its address may become another's."""
+        self._places.pop(address, None)
+        for routes in self._routes:
+            routes.pop(address, None)
 
     # What goes past them.
 
@@ -449,10 +456,6 @@ def _reduce_bucket(group: Any, bucket: Any) -> Any:
     averaged = bucket.buffer().mul_(1.0 / group.size())
     work = torch.distributed.all_reduce(averaged, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
-
-
-def _done(writer: Writer, sequence: int, _: Any) -> None:
-    writer.end(sequence)
 
 
 def _no_wait(_: Any) -> None:

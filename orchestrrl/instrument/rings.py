@@ -541,7 +541,7 @@ class Reader:
         return changed_ns if in_flight == queued == 0 else None
 
     def arm(self, armed: bool) -> None:
-        """Whether the process rings the doorbell when it goes quiet and when it is no longer, not only when it announces."""
+        """Whether the process rings the doorbell also when it goes quiet and when it is so no longer."""
         self._words[_ARMED] = int(armed)
 
     @property

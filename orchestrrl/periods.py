@@ -49,7 +49,20 @@ class CommitReport:
 
 @dataclass(frozen=True, slots=True)
 class PeriodReport:
-    """`code` is stable, `detail` is for people."""
+    """`code` is stable, `detail` is for people.
+
+    | state | codes |
+    |---|---|
+    | committed | committed, was_so (its circuits were up already) |
+    | superseded | superseded |
+    | kept, before anything is planned | overridden, nobody_placed, infeasible |
+    | kept, by a word | advise, operator_paused, pinned, withdrawn (by who announced it), stopped (the daemon) |
+    | kept, for want of a chance | no_boundary, no_window; `detail` names the last reason, e.g. window_too_short |
+    | kept, several times over | overtaken (by other changes), switch_refused, not_drained, window_passed (draining) |
+    | failed | switch_failed, not_recorded (the journal), internal |
+
+    With `stages_done`, or `commits` that are not done, a period that is kept or failed has changed something.
+    """
 
     id: str
     period: str

@@ -235,7 +235,10 @@ class Coordinator:
         self._left = glance.of_site
         if lost:
             logger.warning("lost: %s", _listed(lost))
-            self._reallocate()
+            try:
+                self._reallocate()
+            except OrchestrRLError as error:  # the next announcement brings it about
+                logger.error("what was lost cannot be asked for: %s", error)
 
     async def _safely(self, period: Announced) -> None:
         try:
@@ -278,14 +281,20 @@ class Coordinator:
             return self._committed(period, intent, "was_so", "its circuits were up already")
         if hold := self._restraint(intent):
             return self._keep(period, hold)
-        if self._routing is not None:
-            await self._routing.prepare(glance.of_site, stages)
+        await self._think_ahead(glance, stages)
         for number, stage in enumerate(stages):
             hold = self._objection(period, intent, said) or await self._carry_out(period, intent, stage, said, plan)
             if hold is not None:
                 rest = f"; stages {number + 1} to {len(stages)} were left undone" if number else ""
                 return self._keep(period, replace(hold, detail=hold.detail + rest))
         return self._committed(period, intent, "committed", "")
+
+    async def _think_ahead(self, glance: Glance, stages: Sequence[TransitionStage]) -> None:
+        if self._routing is not None:
+            try:
+                await self._routing.prepare(glance.of_site, stages)
+            except OrchestrRLError as error:  # then it has to think within the window
+                logger.warning("routes could not be prepared: %s", error)
 
     async def _stages(self, period: Announced, plan: FabricPlan, glance: Glance) -> Sequence[TransitionStage]:
         problem = TransitionProblem(

@@ -293,6 +293,18 @@ async def test_a_full_journal_stops_what_is_not_begun(site: House, entries: int)
     assert validate(site.site, FabricState(site.up()), site.up()) == ()
 
 
+async def test_nothing_is_written_between_a_window_and_its_command(site: House) -> None:
+    site.agents[0].busy()
+    period = site.coordinator.expect(OVER_CORE)
+    await site.pass_time(0.1)
+    site.journal.full_in = 0
+    opened_s = site.clock.now_s()
+    site.agents[0].quiet(10.0, since_s=0.01)
+    report = await site.over(period)
+    assert [(sent.at_s, sent.switch) for sent in site.sent] == [(opened_s, switch) for switch in sorted(site.switches)]
+    assert (report.state, report.code) == (PeriodState.FAILED, "not_recorded")
+
+
 async def test_a_prepared_change_is_committed_once(site: House) -> None:
     executor: CircuitExecutor = site.circuits
     change = await site.glass.change_of(CORE, (), [PortPair(CORE, 1, 5)])

@@ -8,7 +8,7 @@ fewest kept circuits is looked for first.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 
 from planner.fabric.place_counts import Layout
@@ -53,13 +53,40 @@ class Chains:
     def refill(self, pairs: Iterable[int], most_lost: Sequence[int] = MOST_LOST) -> None:
         """What these pairs miss, by chains that give up at most as many kept ones, tried in turn."""
         for self._swapping, self._most_lost in product((False, True), most_lost):
-            while self._insert_each(pairs, self._insert) or self._insert_each(pairs, self._insert_between, once=True):
+            between = not self._swapping or self._most_lost == most_lost[-1]  # which is much work then, for little
+            while self._insert_some(pairs) or (between and self._insert_each(pairs, self._insert_between, once=True)):
                 pass
+
+    def _insert_some(self, pairs: Iterable[int]) -> bool:
+        """The circuit with the cheapest chain; if that crosses itself, every one that finds another."""
+        layout = self.layout
+        if self.done:
+            return False
+        starts: dict[_State, Move] = {}
+        for pair in pairs:
+            if layout.missing[pair] < 1:
+                continue
+            one, other = layout.counting.ends[pair]
+            for full, free in ((other, one), (one, other)):
+                for switch, ports in enumerate(layout.free[free]):
+                    if ports > 0 and layout.counting.ports[full][switch]:
+                        if layout.free[full][switch] > 0:
+                            layout.add(pair, switch)
+                            return True
+                        starts.setdefault((full, switch, NOWHERE), (pair, NOWHERE, switch))
+        chain = self._chain(starts)
+        if chain is None:
+            return False
+        return self._apply(chain, None) or self._insert_each(pairs, self._insert)
+
+    @property
+    def done(self) -> bool:
+        return self.layout.total >= self.most_placed or self.work_left <= 0
 
     def _insert_each(self, pairs: Iterable[int], insert: Callable[[int], bool], once: bool = False) -> bool:
         found = False
         for pair in pairs:
-            if self.layout.total >= self.most_placed or self.work_left <= 0:
+            if self.done:
                 return False
             if once and found:
                 return True
@@ -105,12 +132,13 @@ class Chains:
         layout = self.layout
         one, other = layout.counting.ends[pair]
         for full, free in ((other, one), (one, other)):
-            starts = [
-                switch
+            starts = {
+                (full, switch, NOWHERE): (pair, NOWHERE, switch)
                 for switch, ports in enumerate(layout.free[free])
                 if ports > 0 and layout.counting.ports[full][switch]
-            ]
-            if self._open(pair, NOWHERE, full, starts):
+            }
+            chain = self._chain(starts)
+            if chain is not None and self._apply(chain, None):
                 return True
         return False
 
@@ -119,11 +147,6 @@ class Chains:
         one, other = self.layout.counting.ends[pair]
         both = map(min, self.layout.counting.ports[one], self.layout.counting.ports[other])
         return any(some and self._carry_open(pair, NOWHERE, switch) for switch, some in enumerate(both))
-
-    def _open(self, pair: int, source: int, full: int, starts: Iterable[int]) -> bool:
-        """Put a circuit on one of the switches `starts`, where only `full` has no port, and find it one."""
-        chain = self._chain(full, starts, source, pair)
-        return chain is not None and self._apply([(pair, source, chain[0]), *chain[1]], None)
 
     def _carry(self, pair: int, source: int, target: int) -> bool:
         """Move a circuit to where it is kept, if that costs no other."""
@@ -141,8 +164,8 @@ class Chains:
         for endpoint in self.layout.counting.ends[pair]:
             if self.layout.free[endpoint][target] >= 0:
                 continue
-            chain = self._chain(endpoint, (target,))
-            if chain is None or not self._apply(chain[1], done):
+            chain = self._chain({(endpoint, target, NOWHERE): None})
+            if chain is None or not self._apply(chain, done):
                 self._undo(done)
                 return False
         if min(self.layout.free[endpoint][target] for endpoint in self.layout.counting.ends[pair]) < 0:
@@ -150,20 +173,16 @@ class Chains:
             return False
         return True
 
-    def _chain(
-        self, endpoint: int, starts: Iterable[int], vacated: int = NOWHERE, inserted: int = NOWHERE
-    ) -> tuple[int, list[Move]] | None:
-        """The cheapest chain that gives `endpoint` a port on one of `starts`, for a circuit of the pair `inserted`: on
-        which, and the moves in order."""
+    def _chain(self, starts: Mapping[_State, Move | None]) -> list[Move] | None:
+        """The cheapest chain after one of these moves, each with the state that it leaves."""
         layout = self.layout
         ends, free, there, ports = layout.counting.ends, layout.free, layout.there, layout.counting.ports
         queue: list[tuple[int, int, int, int, int]] = []
         came: _Came = {}
         cost: dict[tuple[int, int, int], int] = {}
         pushed = 0
-        for switch in starts:
-            state = (endpoint, switch, vacated)
-            cost[state], came[state] = 0, (None, ())
+        for state, first in starts.items():
+            cost[state], came[state] = 0, (None, (first,) if first else ())
             heapq.heappush(queue, (0, pushed, *state))
             pushed += 1
         while queue and self.work_left > 0:
@@ -195,7 +214,7 @@ class Chains:
                     self.work_left -= 1
                     one, last = ends[other]
                     last = one if last == far else last
-                    if other == pair or not ports[last][full] or layout.missing[other] <= (other == inserted):
+                    if other == pair or not ports[last][full]:
                         continue
                     next_cost = spent + 2 + LOSS * max(0, layout.lost_by_swap(pair, other, full))
                     then = (NOWHERE, other, full) if free[last][full] > 0 else (last, full, NOWHERE)
@@ -206,18 +225,12 @@ class Chains:
                         pushed += 1
         return None
 
-    def _trace(
-        self,
-        came: _Came,
-        state: tuple[int, int, int],
-    ) -> tuple[int, list[Move]]:
+    def _trace(self, came: _Came, state: _State | None) -> list[Move]:
         moves: list[Move] = []
-        while True:
-            before, step = came[state]
-            if before is None:
-                return state[1], moves[::-1]
+        while state is not None:
+            state, step = came[state]
             moves += reversed(step)
-            state = before
+        return moves[::-1]
 
     def _apply(self, moves: list[Move], done: list[Move] | None) -> bool:
         """Make the moves. A chain that crosses itself may use a circuit or a port twice: then nothing is changed."""

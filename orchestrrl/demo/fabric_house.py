@@ -56,6 +56,7 @@ class Outcome:
     counts: Counter[tuple[str, str]]
     commits: Sequence[Commit]
     ranks: Sequence[int]  # whose recorders the daemon knows to be read
+    set_s: Sequence[float]  # when any switch's mirrors were told to move
 
 
 class FabricHouse:
@@ -133,7 +134,9 @@ class FabricHouse:
         ]
         counts = Counter({(each.state, each.code): each.count for each in status.counts})
         ranks = [rank for job in host.jobs for rank in job.ranks]
-        return Outcome(status.periods[::-1], counts, sorted(commits, key=lambda commit: commit.commanded_s), ranks)
+        return Outcome(
+            status.periods[::-1], counts, sorted(commits, key=lambda commit: commit.commanded_s), ranks, noted["set_s"]
+        )
 
     async def _noted(self) -> dict[str, list[float]]:
         """What came to any of the switches, in order."""

@@ -214,7 +214,7 @@ def _position_row(each: "PositionSummary") -> tuple[object, ...]:
     return (
         each.position,
         each.op,
-        each.group,
+        _group(each.group),
         count(each.size) if each.size >= 0 else "varies",
         each.mark or None,
         duration(each.offset_s),
@@ -224,6 +224,11 @@ def _position_row(each: "PositionSummary") -> tuple[object, ...]:
         duration(each.promised_s),
         None if each.risk is None else f"{each.risk:.1%}",
     )
+
+
+def _group(group: int) -> str:
+    """Recorders number groups by a hash of 63 bits, of which the last ones tell them apart."""
+    return str(group) if group < 1 << 16 else f"..{group & 0xFFFF:04x}"
 
 
 def show_devices(summary: "SlackSummary") -> None:

@@ -7,6 +7,7 @@ seen to by `tend`. Changing the routers is steering.py.
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
 Look = Callable[[], Awaitable[Glance]]
 
 LISTED = 4
+WRITE_EVERY_S = 60.0
 LONGEST_PAUSE_S = 60.0  # between two tries at what stays as it is
 
 
@@ -80,6 +82,7 @@ class FabricRouting:
         self._is_changing = False  # drained, and not yet steered again
         self._tried: tuple[frozenset[Link], float] = (frozenset(), 0.0)  # what `tend` tried last, and its next pause
         self._again_s = 0.0
+        self._recorded_s = -math.inf
         latest = journal.latest(Kind.STEERED)
         self._recorded = frozenset(PortPair(*each) for each in (latest.body["cross_connects"] if latest else ()))
 
@@ -130,6 +133,8 @@ class FabricRouting:
             return routed.amiss
 
     async def close(self) -> None:
+        if self.routed is not None:
+            self._write_down()
         await self._steering.close()
 
     # --- between commits
@@ -140,7 +145,8 @@ class FabricRouting:
             try:
                 await self._begin()
                 await self._look_again()
-                self._write_down()
+                if self._clock.now_s() >= self._recorded_s + WRITE_EVERY_S:
+                    self._write_down()
             except OrchestrRLError as error:
                 logger.warning("routes could not be looked after: %s", error)
             await self._clock.sleep(self._look_again_s)
@@ -195,11 +201,12 @@ class FabricRouting:
         return self.routed
 
     def _write_down(self) -> None:
-        """For a daemon that starts while a switch does not answer."""
-        if self._recorded != self._over and not self._is_changing and self.routed is not None:
-            self._recorded = self._over
+        """For a daemon that starts while a switch does not answer. Who is at the far end is asked then anyway, so it
+        need not be of the last minute."""
+        if self._recorded != self._over and not self._is_changing:
+            self._recorded, self._recorded_s = self._over, self._clock.now_s()
             body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._recorded)]}
-            self._journal.append(self._clock.now_s(), Kind.STEERED, "", body)
+            self._journal.append(self._recorded_s, Kind.STEERED, "", body)
 
 
 def _listed(some: Mapping[Any, str]) -> str:

@@ -8,11 +8,15 @@ import yaml
 
 from orchestrrl.clock import VirtualClock
 from orchestrrl.config import parse_config
+from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import ProblemFaults
+from orchestrrl.execute.circuits import CircuitExecutor
+from orchestrrl.execute.fabric_windows import TraceHub
 from orchestrrl.fabric_routers import domain_of, routing_of
+from orchestrrl.fabric_settings import fabric_of
 from orchestrrl.journal import Journal
 from orchestrrl.rpc.switches import drivers_of
-from planner.fabric.model import EndpointId
+from planner.fabric.model import EndpointId, OcsId
 from planner.fabric.steering import PacketSide, Router
 
 SITE = {
@@ -80,11 +84,22 @@ def test_routers_become_a_domain(folder: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("routers", [(), (router(0), router(1))], ids=["by_themselves", "steered"])
-async def test_the_daemon_steers_where_there_are_routers(folder: Path, routers: tuple[dict[str, Any], ...]) -> None:
-    config, clock = parse_config(document(*routers), folder), VirtualClock()
+@pytest.mark.parametrize(
+    ("routers", "route_s", "reckoned_s"),
+    [((), 0.25, 0.25), ((), 0.0, 0.0), ((router(0), router(1)), 0.0, 1.0), ((router(0), router(1)), 0.25, 0.25)],
+)
+async def test_what_routes_take_is_part_of_what_a_window_must_cover(
+    folder: Path, routers: tuple[dict[str, Any], ...], route_s: float, reckoned_s: float
+) -> None:
+    config, clock = parse_config(document(*routers, route_s=route_s), folder), VirtualClock()
+    drivers = drivers_of(config.ocs, clock)
     with Journal(folder / "journal.sqlite", 0.0) as journal:
-        assert (routing_of(config, drivers_of(config.ocs, clock), journal, clock) is not None) == bool(routers)
+        routing = routing_of(config, drivers, journal, clock)
+        assert (routing is not None) == bool(routers)
+        plane, circuits = ControlPlane(config, journal, clock), CircuitExecutor(drivers, journal, clock)
+        fabric = fabric_of(config, drivers, circuits, TraceHub(clock), plane, clock, routing)
+        assert fabric is not None
+        assert fabric.times.need([OcsId("agg0")], 0.0).route_s == reckoned_s
 
 
 def test_all_faults_at_once(folder: Path) -> None:

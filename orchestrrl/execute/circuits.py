@@ -110,7 +110,7 @@ class CircuitExecutor:
                 except DriverError as error:
                     self._close(_outcome(operation, False, f"was not begun, the change before it is open: {error}"))
                     raise
-            return await self._carry_out(operation)
+            return await self._carry_out(operation, is_timed=True)
 
     def abandon(self, operation: CircuitOperation, why: str) -> None:
         """What was prepared is not wanted any more; harmless where it was begun, or abandoned before."""
@@ -137,7 +137,8 @@ class CircuitExecutor:
             self._write(Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
         return operation
 
-    async def _carry_out(self, operation: CircuitOperation) -> CircuitOutcome:
+    async def _carry_out(self, operation: CircuitOperation, is_timed: bool = False) -> CircuitOutcome:
+        """`is_timed`: it was to begin now or not at all."""
         self._open[operation.id] = operation
         began_s = self._clock.now_s()
         try:
@@ -147,6 +148,9 @@ class CircuitExecutor:
         except DriverError as error:  # nothing was sent
             self._close(_outcome(operation, False, str(error)))
             raise
+        if is_timed and not result.done and result.revision == operation.diff.revision:
+            outcome = _outcome(operation, False, f"{_why(result)}; nothing took, the switch is as it was")
+            return self._close(replace(outcome, items=result.items, revision=result.revision))
         return await self._finish(operation, result, began_s)
 
     def recover(self) -> int:

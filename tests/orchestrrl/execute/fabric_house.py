@@ -374,7 +374,8 @@ class House:
             window = None
             if now is not None and now.intent.stage is Stage.TRAIN:
                 window = self.hub.window(now.intent.job, now.intent.ranks)
-            self.sent.append(Sent(self.clock.now_s(), id, window))
+            if expect_revision == diff.revision:  # else a change that was begun is brought to its end
+                self.sent.append(Sent(self.clock.now_s(), id, window))
             return await really(diff, expect_revision)
 
         switch.commit = commit  # type: ignore[method-assign]

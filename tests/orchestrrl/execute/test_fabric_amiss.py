@@ -69,6 +69,26 @@ async def test_a_passing_fault_does_not_keep_a_period_from_its_circuits(
         assert site.plans[-1][1].cross_connects == site.up()
 
 
+async def test_what_has_come_to_nothing_is_not_repeated_outside_a_window(site: House) -> None:
+    """The switch says yes and does nothing, which takes a while to be seen."""
+    await site.in_window(OVER_CORE)
+    before, so_far = site.up(), len(site.sent)
+    for switch in site.switches:
+        site.fail(switch, Fault(FaultKind.PARTIAL_COMMIT, items=0, silent=True))
+    period = site.coordinator.expect(ACROSS_RAILS)
+    while len(site.sent) == so_far:
+        await site.pass_time(0.001)
+    site.agents[0].busy()
+    await site.pass_time(1.0)
+    assert site.up() == before
+    assert period.report.state is PeriodState.WAITING
+    (commit,) = period.report.commits
+    assert "nothing took, the switch is as it was" in commit.detail
+    site.agents[0].quiet(10.0)
+    assert (await site.over(period)).state is PeriodState.COMMITTED
+    assert sound(site)
+
+
 async def test_a_mirror_that_sticks_is_rolled_back_told_and_gone_around(site: House) -> None:
     site.fail("core0", Fault(FaultKind.STICK_MIRROR, 1))
     report = await site.in_window(OVER_CORE)

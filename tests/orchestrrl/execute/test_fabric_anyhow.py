@@ -19,7 +19,7 @@ from ocs_drivers.model import Connectivity
 from orchestrrl.execute.fabric import Rules
 from orchestrrl.execute.fabric_queue import Announced
 from orchestrrl.holds import Part
-from orchestrrl.periods import OVER, PeriodState
+from orchestrrl.periods import PeriodState
 from planner.fabric.intent import Intent
 from planner.fabric.materialize import validate
 from planner.fabric.model import Pair
@@ -77,9 +77,7 @@ class Life:
 
     site: House
     announced: list[Announced] = field(default_factory=list)
-    lost: set[str] = field(default_factory=set)  # by a daemon that was killed
     broken: bool = False  # light went by a fault, of which the coordinator is not the cause
-    dark_told: set[Pair] = field(default_factory=set)
 
     async def do(self, act: Act) -> None:
         site, (name, one, other) = self.site, act
@@ -91,6 +89,7 @@ class Life:
             case "all quiet":
                 for agent in site.agents:
                     agent.quiet(float(str(one)))
+                await self.pass_time(0.02)
             case "busy":
                 site.agents[int(str(one))].busy()
             case "wait":
@@ -133,9 +132,9 @@ class Life:
 
     async def _kill(self) -> None:
         self.broken = True
-        self.lost |= {each.report.id for each in self.announced if not each.report.over}
+        self.check_ends()
+        self.announced.clear()  # those under way are lost with whom they were announced to
         await self.site.kill()
-        self.announced = [each for each in self.announced if each.report.id not in self.lost]
         self.site.start()
 
     async def pass_time(self, duration_s: float) -> None:
@@ -154,6 +153,11 @@ class Life:
                 # Dark for a moment, as told; or not wanted any more.
                 wanted = {self.site.coordinator.ends(each) for each in self.site.plans[-1][1].cross_connects}
                 assert f"{one} - {other}" in told or (one, other) not in wanted, (one, other, told, now)
+
+    def check_ends(self) -> None:
+        """Each period has ended once, or not yet."""
+        ids = Counter(report.id for report in self.site.coordinator.reports(1000))
+        assert all(ids[period.report.id] == 1 for period in self.announced)
 
     def check_sent(self) -> None:
         for sent in self.site.sent:
@@ -181,6 +185,8 @@ async def lived(acts: list[Act], moves: int, connectivity: Connectivity) -> None
         async with house(Path(folder), rules=rules, connectivity=connectivity) as site:
             site.agent("n0", range(8), ahead_s=3.0, way_s=0.0005)
             site.agent("n1", range(8, 16))
+            for agent in site.agents:
+                agent.busy()
             await site.pass_time(0.2)
             life = Life(site)
             for act in acts:
@@ -190,8 +196,7 @@ async def lived(acts: list[Act], moves: int, connectivity: Connectivity) -> None
             await life.settle()
             for period in life.announced:
                 assert period.report.over, period.report
-            ids = Counter(report.id for report in site.coordinator.reports(1000) if report.state in OVER)
-            assert all(ids[period.report.id] == 1 for period in life.announced)
+            life.check_ends()
             assert site.circuits.open == ()
             for intent in (GEN, OVER_CORE):
                 report = await (site.at_boundary(intent) if intent is GEN else site.in_window(intent))

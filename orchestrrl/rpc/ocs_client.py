@@ -203,6 +203,8 @@ class GrpcSwitch:
     async def _connect(self, command: str) -> None:
         self._stub()
         assert self._session is not None
+        if self._session.channel.get_state() is grpc.ChannelConnectivity.READY:
+            return  # without a turn of the loop: a window may be open
         try:
             await asyncio.wait_for(self._session.channel.channel_ready(), self._command_timeout_s)
         except TimeoutError:

@@ -215,7 +215,7 @@ def routing_of(
     return FabricRouting(
         site,
         interfaces_at(site, {EndpointId(each.tor): each.interfaces for each in section.routers}),
-        Steering(drivers, domain_of(section.routers, how.packet_hops), clock, limits),
+        Steering(drivers, domain_of(section.routers, how.packet_hops), clock, limits, asyncio.to_thread),
         Glass(site, {switch.id: switches[switch.id] for switch in site.switches}).look,
         journal,
         clock,

@@ -15,7 +15,7 @@ from typing import Any
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError
 from orchestrrl.execute.fabric_glass import Glance
-from orchestrrl.execute.steering import NotDrained, Steered, Steering
+from orchestrrl.execute.steering import NotDrained, Offload, Steered, Steering
 from orchestrrl.journal import Journal, Kind
 from planner.fabric.light import Interface, Lit, links_up
 from planner.fabric.masks import Port
@@ -26,7 +26,6 @@ from planner.fabric.transition import TransitionStage
 
 logger = logging.getLogger(__name__)
 
-Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
 Look = Callable[[], Awaitable[Glance]]
 
 LISTED = 4

@@ -11,9 +11,9 @@ stage, and each stage is read back before the next. Whoever depends on a router 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError, Permanent, Retryable
@@ -25,9 +25,14 @@ from planner.fabric.steering import Domain, Link, NextHop, RouteChange, RouteTab
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 RETRY_S = 1.0
 KEPT = 64  # sets of circuits whose routes are kept ready
+
+
+async def inline(work: Callable[[], Any]) -> Any:
+    return work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,7 @@ class Steering:
         domain: Domain,
         clock: Clock,
         limits: Limits | None = None,
+        offload: Offload = inline,
     ) -> None:
         if set(routers) != set(domain.routers):
             raise ValueError(f"routers must be those of the domain, got {sorted(set(routers) ^ set(domain.routers))}")
@@ -113,6 +119,7 @@ class Steering:
         self._routers = routers
         self._clock = clock
         self._limits = limits or Limits()
+        self._offload = offload  # what takes long on a large site
         self._turn = asyncio.Lock()
         self._routed: tuple[Link, ...] | None = None  # None: nobody has said yet
         self._prepared: dict[frozenset[Link], pure.Steer] = {}
@@ -245,7 +252,7 @@ class Steering:
             for prefix in {*want[name].routes, *self._tables.get(name, RouteTable()).routes}
         }
         while True:
-            plan = pure.update(self.domain, self._tables, want, stuck)
+            plan = await self._offload(lambda: pure.update(self.domain, self._tables, want, stuck))
             moved.held = tuple(key for key in plan.held if key not in stuck)
             if await self._carry_out(plan.stages, moved, stuck):
                 return moved

@@ -1,15 +1,16 @@
 """Packets follow circuits, in virtual time: the coordinator, virtual switches, and virtual ToRs that light joins."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SITE, SYNC, House
 
-from ocs_drivers.model import CircuitState
+from ocs_drivers.model import CircuitState, CrossConnect
 from orchestrrl.execute.fabric_glass import Glance
 from orchestrrl.execute.fabric_routing import FabricRouting
 from orchestrrl.execute.steering import Limits, Steering
@@ -93,7 +94,8 @@ class RoutedHouse(House):
         self.routes = Journal(self._folder / "routes.sqlite", self.clock.now_s())
         self.routing = self.follower = self.following()
         super().start()
-        self._tasks += [asyncio.create_task(self.light.run()), asyncio.create_task(self.follower.tend())]
+        self.tending = asyncio.create_task(self.follower.tend())
+        self._tasks += [asyncio.create_task(self.light.run()), self.tending]
 
     def following(self, unread: frozenset[OcsId] = frozenset()) -> FabricRouting:
         async def look() -> Glance:
@@ -113,6 +115,13 @@ class RoutedHouse(House):
             look_again_s=LOOK_AGAIN_S,
             offload=inline,
         )
+
+    async def during(self, work: Awaitable[Any]) -> None:
+        """It needs time that passes."""
+        under_way = asyncio.ensure_future(work)
+        while not under_way.done():
+            await self.pass_time(0.005)
+        await under_way
 
     async def stop(self) -> None:
         await super().stop()
@@ -210,3 +219,31 @@ async def test_a_switch_that_does_not_answer_keeps_its_packets_over_a_restart(tm
         assert again.routed is not None
         assert frozenset(again.routed.links) == whole
         assert house.light.dark == []
+
+
+@pytest.mark.parametrize("steps", range(5))
+async def test_a_daemon_that_died_at_any_point_of_a_change_leaves_no_packet_in_the_dark(
+    tmp_path: Path, steps: int
+) -> None:
+    async with routed_house(tmp_path) as house:
+        await house.in_window(OVER_CORE)
+        core = house.switches[OcsId("core0")].glass
+        one, other = sorted(pair for pair in house.light.up() if pair.switch == "core0")[:2]
+        going = [one, other]
+        coming = [PortPair(one.switch, one.port_a, other.port_b), PortPair(one.switch, other.port_a, one.port_b)]
+        change = (
+            lambda: house.follower.drain(going),
+            lambda: inline(lambda: core.remove([CrossConnect(*pair.ports) for pair in going])),
+            lambda: inline(lambda: core.add([CrossConnect(*pair.ports) for pair in coming])),
+            lambda: house.follower.steer((house.light.up() - set(going)) | set(coming)),
+        )
+        house.tending.cancel()
+        for step in change[:steps]:
+            await house.during(step())
+        again = house.following()
+        tending = asyncio.create_task(again.tend())
+        await house.pass_time(3 * LOOK_AGAIN_S)
+        tending.cancel()
+        assert again.routed is not None
+        assert frozenset(again.routed.links) == house.light.links()
+        assert (again.routed.amiss, house.light.dark) == ("", [])

@@ -5,10 +5,13 @@ go quiet or communicate again: nothing polls, and what is told was seen less tha
 """
 
 import asyncio
+import contextlib
+import fcntl
 import json
+import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -16,6 +19,7 @@ import grpc
 from orchestrrl.agent.probe_words import Words
 from orchestrrl.agent.probes import HostTraces
 from orchestrrl.clock import Clock
+from orchestrrl.errors import Permanent
 from orchestrrl.instrument.rings import Doorbell
 from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected
 from orchestrrl.rpc.pb import fabric_pb2, fabric_pb2_grpc
@@ -24,6 +28,7 @@ READ_EVERY_S = 0.1  # while nobody rings
 LOOK_EVERY_S = 0.5  # for processes that have come or gone
 CATCH_UP_AFTER_S = 0.001
 SUMMARY_QUANTILE = 0.05
+LOCK = "agent.lock"
 
 
 class Probe:
@@ -52,7 +57,15 @@ class Probe:
         self._summarising: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        doorbell = Doorbell(self._directory)
+        """Raises Permanent where the rings cannot be had."""
+        with _alone(self._directory):
+            await self._run()
+
+    async def _run(self) -> None:
+        try:
+            doorbell = Doorbell(self._directory)
+        except OSError as error:  # e.g. a path too long for a socket
+            raise Permanent(f"{self._directory}: no doorbell can be put there: {error}") from error
         loop = asyncio.get_running_loop()
         loop.add_reader(doorbell.fileno(), self._rung, doorbell)
         try:
@@ -140,6 +153,24 @@ class Probe:
         while True:
             work()
             await self._clock.sleep(every_s)
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Two agents of one host would take the doorbell, and each other's place at the daemon, in turns."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        opened = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise Permanent(f"{directory}: rings cannot be read there: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Permanent(f"{directory}: another agent reads the rings there already") from None
+        yield
+    finally:
+        os.close(opened)
 
 
 async def _drained(queue: "asyncio.Queue[fabric_pb2.TraceMessage]") -> AsyncIterator[fabric_pb2.TraceMessage]:

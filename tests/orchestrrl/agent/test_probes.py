@@ -1,6 +1,8 @@
 """What an agent makes of rings that real writers wrote, in a clock of the test's own."""
 
+import asyncio
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.agent.probe_link import Probe
 from orchestrrl.agent.probe_words import AGAIN_AFTER_S, Words
 from orchestrrl.agent.probes import HostTraces, Quiet
+from orchestrrl.clock import WallClock
+from orchestrrl.errors import Permanent
 from orchestrrl.instrument.rings import Reader, Writer, list_rings
 from orchestrrl.rpc.pb import fabric_pb2
 from planner.model import Hold
@@ -297,3 +302,29 @@ def test_nothing_is_told_as_quiet_while_a_rank_communicates(
         told.words.read()
         told.heard.clear()
     host.close()
+
+
+def probe(folder: Path) -> Probe:
+    return Probe(folder, "h0", f"unix:{folder}/none", clock=WallClock(), rng=random.Random(1))
+
+
+async def test_two_agents_do_not_read_the_same_rings(tmp_path: Path) -> None:
+    first = asyncio.ensure_future(probe(tmp_path).run())
+    await asyncio.sleep(0)
+    with pytest.raises(Permanent, match="another agent"):
+        await probe(tmp_path).run()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    after = asyncio.ensure_future(probe(tmp_path).run())
+    await asyncio.sleep(0)
+    assert not after.done()
+    after.cancel()
+    await asyncio.gather(after, return_exceptions=True)
+
+
+async def test_a_folder_that_cannot_be_had_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Permanent, match="cannot be read there"):
+        await probe(tmp_path / "file").run()
+    with pytest.raises(Permanent, match="no doorbell"):
+        await probe(tmp_path / ("long" * 30)).run()

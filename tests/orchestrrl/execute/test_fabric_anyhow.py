@@ -47,7 +47,12 @@ FAULTS = [
 
 _switch = st.sampled_from(SWITCHES)
 _port = st.integers(1, 12)
+_period = st.tuples(st.just("comes about"), st.sampled_from(sorted(INTENTS)), st.sampled_from([0.01, 0.1, 0.5]))
 ACTS = st.one_of(
+    _period,
+    _period,
+    _period,
+    _period,
     st.tuples(st.just("announce"), st.sampled_from(sorted(INTENTS)), st.booleans()),
     st.tuples(st.just("announce"), st.sampled_from(["core", "rails"]), st.just(False)),
     st.tuples(st.just("quiet"), st.sampled_from([0.01, 0.06, 0.2, 5.0]), st.integers(0, 1)),
@@ -84,6 +89,12 @@ class Life:
         match name:
             case "announce":
                 self._announce(INTENTS[str(one)], bool(other))
+            case "comes about":
+                intent = INTENTS[str(one)]
+                self._announce(intent, intent in (GEN, SYNC))
+                for agent in site.agents:
+                    agent.quiet(1.0)
+                await self.pass_time(float(str(other)))
             case "quiet":
                 site.agents[int(str(other))].quiet(float(str(one)))
             case "all quiet":
@@ -208,14 +219,16 @@ async def lived(acts: list[Act], moves: int, connectivity: Connectivity) -> None
             life.check_sent()
 
 
-@settings(max_examples=40)
+@settings(max_examples=50)
 @example(
     [("announce", "core", False), ("all quiet", 5.0, None), ("wait", 0.0, None), ("kill", None, None)],
     4,
     Connectivity.ANY_TO_ANY,
 )
 @given(
-    acts=st.lists(ACTS, max_size=30), moves=st.sampled_from([2, 6, 1024]), connectivity=st.sampled_from(Connectivity)
+    acts=st.lists(ACTS, min_size=3, max_size=16),
+    moves=st.sampled_from([2, 6, 1024]),
+    connectivity=st.sampled_from(Connectivity),
 )
 def test_in_any_order(acts: list[Act], moves: int, connectivity: Connectivity) -> None:
     asyncio.run(lived(acts, moves, connectivity))

@@ -87,6 +87,7 @@ class WorkWatch:
 
     def stop(self) -> None:
         self._stopped = True
+        atexit.unregister(self.stop)
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=1.0)

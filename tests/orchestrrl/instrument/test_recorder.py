@@ -1,10 +1,12 @@
 """Switching the recorder on and off, without torch: what a process sees that has none, or not yet."""
 
+import gc
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrrl.instrument import recorder
-from orchestrrl.instrument.collective_hooks import Hooks
+from orchestrrl.instrument.collective_hooks import METHODS, Hooks
 from orchestrrl.instrument.device_watch import DeviceWatch
 from orchestrrl.instrument.rings import DEVICE, QUEUED, Reader, Writer, list_rings
 
@@ -132,6 +134,51 @@ def test_methods_of_others_are_noted_once_and_put_back(tmp_path: Path) -> None:
     assert set(told) == {"not recorded, as it is not there: Group.gone"}
     hooks.remove()
     assert Group.all_reduce is before
+
+
+class Tensor:
+    nbytes, is_cuda = 16, False
+
+
+class Backend:
+    """Behaves like a process group of torch.distributed."""
+
+    group_name = "0"
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.calls = fault, 0
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> "Work":
+        self.calls += 1
+        if self.fault:
+            raise RuntimeError(self.fault)
+        return Work()
+
+
+def test_a_collective_runs_once_and_its_group_is_forgotten_with_it(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    told: list[str] = []
+    hooks = Hooks(lambda: writer, told.append, ddp=False)
+    distributed = SimpleNamespace(get_process_group_ranks=lambda group: [0, 1], is_initialized=lambda: False)
+    hooks._torch, hooks._wait_itself = SimpleNamespace(Tensor=Tensor, distributed=distributed), Work.wait
+    hooks._replace(Backend, "allreduce", partial(hooks._method, METHODS[0]))
+    good, bad = Backend(), Backend("a peer is gone")
+    sync = SimpleNamespace(asyncOp=False)
+    for _ in range(2):
+        good.allreduce([Tensor()], sync)
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        bad.allreduce([Tensor()], sync)
+    with Reader(writer.path) as reader:
+        assert [(event.op, event.n_bytes, bool(event.end_ns)) for event in reader.events()[0]] == [
+            ("all_reduce", 16, True)
+        ] * 3
+    assert (good.calls, bad.calls, told) == (2, 1, [])
+    assert len(hooks._places) == len(hooks._routes[0]) == 2
+    del good, bad
+    gc.collect()
+    assert not hooks._places
+    assert not hooks._routes[0]
+    hooks.remove()
 
 
 class Cuda:

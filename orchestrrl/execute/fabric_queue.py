@@ -5,7 +5,7 @@ it. Where the caller stands still, its period goes first, and one that waits for
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,7 +63,7 @@ class PeriodQueue:
         self.news = asyncio.Event()
         self._waiting: list[Announced] = []
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Announced]:
         return iter(self._waiting)
 
     @property

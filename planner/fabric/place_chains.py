@@ -8,12 +8,13 @@ fewest kept circuits is looked for first.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 from planner.fabric.place_counts import Layout
 
 NOWHERE = -1
+BATCH = 8  # pairs that one search is for
 Move = tuple[int, int, int]  # pair, from switch, to switch; NOWHERE is a circuit that is not placed
 _State = tuple[int, int, int]  # an endpoint, the switch on which it is one port short, one that it has just left
 _Came = dict[_State, tuple[_State | None, tuple[Move, ...]]]
@@ -50,14 +51,22 @@ class Chains:
                 pass
         self.refill(range(len(self.layout.missing)), MOST_LOST if gently else MOST_LOST[-1:])
 
-    def refill(self, pairs: Iterable[int], most_lost: Sequence[int] = MOST_LOST) -> None:
+    def refill(self, pairs: Sequence[int], most_lost: Sequence[int] = MOST_LOST) -> None:
         """What these pairs miss, by chains that give up at most as many kept ones, tried in turn."""
         for self._swapping, self._most_lost in product((False, True), most_lost):
             between = not self._swapping or self._most_lost == most_lost[-1]  # which is much work then, for little
-            while self._insert_some(pairs) or (between and self._insert_each(pairs, self._insert_between, once=True)):
+            while self._insert_batches(pairs) or (between and self._insert_first_between(pairs)):
                 pass
 
-    def _insert_some(self, pairs: Iterable[int]) -> bool:
+    def _insert_batches(self, pairs: Sequence[int]) -> bool:
+        short = [pair for pair in pairs if self.layout.missing[pair] > 0]
+        found = False
+        for start in range(0, len(short), BATCH):
+            while self._insert_some(short[start : start + BATCH]):
+                found = True
+        return found
+
+    def _insert_some(self, pairs: Sequence[int]) -> bool:
         """The circuit with the cheapest chain; if that crosses itself, every one that finds another."""
         layout = self.layout
         if self.done:
@@ -77,22 +86,21 @@ class Chains:
         chain = self._chain(starts)
         if chain is None:
             return False
-        return self._apply(chain, None) or self._insert_each(pairs, self._insert)
+        return self._apply(chain, None) or self._insert_each(pairs)
 
     @property
     def done(self) -> bool:
         return self.layout.total >= self.most_placed or self.work_left <= 0
 
-    def _insert_each(self, pairs: Iterable[int], insert: Callable[[int], bool], once: bool = False) -> bool:
+    def _insert_each(self, pairs: Sequence[int]) -> bool:
         found = False
         for pair in pairs:
-            if self.done:
-                return False
-            if once and found:
-                return True
-            if self.layout.missing[pair] > 0:
-                found |= insert(pair)
+            if self.layout.missing[pair] > 0 and not self.done:
+                found |= self._insert(pair)
         return found
+
+    def _insert_first_between(self, pairs: Sequence[int]) -> bool:
+        return any(self.layout.missing[pair] > 0 and not self.done and self._insert_between(pair) for pair in pairs)
 
     def bring_home(self) -> bool:
         """Circuits that could be kept elsewhere move there where that costs no other. Whether any did."""

@@ -233,14 +233,44 @@ def test_a_full_pod_that_changes_keeps_most() -> None:
     assert figures(place(problem, work=0.5)) >= figures(placed)
 
 
-def test_a_full_pod_with_failed_ports_places_nearly_all_that_is_left() -> None:
-    cabling, up, rng = regular(64, 16, 2), full_pod(Random(1), 64, 16, 2), Random(3)
-    failed = {switch: frozenset(rng.sample(sorted(owner), 4)) for switch, owner in cabling.ports.items()}
-    problem = PlacingProblem(cabling, counted(cabling, up), up, failed)
+def with_failed(cabling: Cabling, rng: Random, on_each: int) -> dict[OcsId, frozenset[int]]:
+    return {switch: frozenset(rng.sample(sorted(owner), on_each)) for switch, owner in cabling.ports.items()}
+
+
+@given(st.integers(0, 2**32), st.sampled_from((0.0, 1.0)))
+@settings(max_examples=30)
+def test_a_full_pod_with_failed_ports_is_as_good_as_a_program_over_ports(seed: int, stands: float) -> None:
+    rng = Random(seed)
+    tors, switches, ports = rng.choice(((8, 3, 2), (10, 5, 1), (6, 3, 3)))
+    cabling, up = regular(tors, switches, ports), full_pod(rng, tors, switches, ports)
+    current = frozenset(each for each in sorted(up) if rng.random() < stands)
+    problem = PlacingProblem(cabling, counted(cabling, up), current, with_failed(cabling, rng, 2))
+    placed = place(problem)
+    check(problem, placed)
+    assert figures(placed) == best_by_program(problem)
+
+
+@pytest.mark.parametrize(("tors", "switches", "ports", "failed"), [(64, 16, 2, 13), (64, 32, 1, 6)])
+@pytest.mark.parametrize("stands", [False, True])
+def test_a_pod_with_a_tenth_of_its_ports_failed_uses_all_but_one_port_of_each_switch(
+    tors: int, switches: int, ports: int, failed: int, stands: bool
+) -> None:
+    """No more circuits than these: of what is left on a switch, a port stays over only where their number is odd."""
+    cabling, up = regular(tors, switches, ports), full_pod(Random(1), tors, switches, ports)
+    out = with_failed(cabling, Random(3), failed)
+    problem = PlacingProblem(cabling, counted(cabling, up), up if stands else frozenset(), out)
+    placed = place(problem, work=0.0)
+    check(problem, placed)
+    assert len(placed.cross_connects) == switches * ((tors * ports - failed) // 2) == placed.bound_circuits
+
+
+def test_a_full_pod_with_a_few_failed_ports_places_nearly_all_that_is_left() -> None:
+    cabling, up = regular(64, 16, 2), full_pod(Random(1), 64, 16, 2)
+    problem = PlacingProblem(cabling, counted(cabling, up), up, with_failed(cabling, Random(3), 4))
     quick, placed = (place(problem, work=work) for work in (0.0, 0.3))
     check(problem, placed)
     assert figures(placed) >= figures(quick)
-    assert len(placed.cross_connects) > 0.97 * placed.bound_circuits
+    assert len(placed.cross_connects) >= placed.bound_circuits - 2
 
 
 @pytest.mark.parametrize(

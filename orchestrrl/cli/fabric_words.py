@@ -129,12 +129,12 @@ def route_lines(routes: dict[str, Any] | None) -> list[str]:
         return ["packets: routers follow links by themselves"]
     if not routes["steered_unix_s"]:
         return ["packets: not steered yet, not all is known of what is up"]
-    aside = (("without a way", routes["unreachable"]), ("over the packet side", routes["on_packet_side"]))
     told = [f"packets: over {routes['links']} links since {time_of_day(routes['steered_unix_s'])}"]
-    for what, pairs in aside:
-        if pairs:
+    for what, field in (("without a way", "unreachable"), ("over the packet side", "on_packet_side")):
+        pairs, count = routes[field], routes[f"{field}_pairs"]
+        if count:
             named = ", ".join(f"{each['from_tor']} -> {each['to_tor']}" for each in pairs[:PAIRS_SHOWN])
-            more = f" and {len(pairs) - PAIRS_SHOWN} more" if len(pairs) > PAIRS_SHOWN else ""
+            more = f" and {count - PAIRS_SHOWN} more" if count > PAIRS_SHOWN else ""
             told.append(f"{what}: {escape(named)}{more}")
     told += [
         f"[yellow]no packets[/yellow] over {escape(each['what'])}: {escape(each['why'])}" for each in routes["left_out"]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from orchestrrl.execute.fabric import Coordinator
     from orchestrrl.execute.fabric_routing import FabricRouting
 
+PAIRS_TOLD = 256  # of ToRs: on a large site all of them are more than a message holds
+
 
 def period_to_pb(report: PeriodReport | None) -> pb.PeriodReport | None:
     if report is None:
@@ -159,8 +161,10 @@ def routes_to_pb(routing: "FabricRouting | None") -> pb.RoutesStatus | None:
         links=len(routed.links),
         left_out=[pb.RoutesAmiss(what=str(link), why=why) for link, why in sorted(routed.left_out.items())],
         failed=[pb.RoutesAmiss(what=router, why=why) for router, why in sorted(routed.failed.items())],
-        unreachable=[pb.TorPair(from_tor=one, to_tor=other) for one, other in routed.unreachable],
-        on_packet_side=[pb.TorPair(from_tor=one, to_tor=other) for one, other in routed.on_packet_side],
+        unreachable=[pb.TorPair(from_tor=a, to_tor=b) for a, b in routed.unreachable[:PAIRS_TOLD]],
+        on_packet_side=[pb.TorPair(from_tor=a, to_tor=b) for a, b in routed.on_packet_side[:PAIRS_TOLD]],
+        unreachable_pairs=len(routed.unreachable),
+        on_packet_side_pairs=len(routed.on_packet_side),
     )
 
 

@@ -650,10 +650,14 @@ class RoutesStatus(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     UNREACHABLE_FIELD_NUMBER: _builtins.int
     ON_PACKET_SIDE_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_PAIRS_FIELD_NUMBER: _builtins.int
+    ON_PACKET_SIDE_PAIRS_FIELD_NUMBER: _builtins.int
     steered_unix_s: _builtins.float
     """Since when; 0: it is not known yet which circuits there are."""
     links: _builtins.int
     """Links between two ToRs that packets take."""
+    unreachable_pairs: _builtins.int
+    on_packet_side_pairs: _builtins.int
     @_builtins.property
     def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoutesAmiss]:
         """Links that there are by the switches and that packets do not take; routers that are not as they should be."""
@@ -662,7 +666,9 @@ class RoutesStatus(_message.Message):
     def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoutesAmiss]: ...
     @_builtins.property
     def unreachable(self) -> _containers.RepeatedCompositeFieldContainer[Global___TorPair]:
-        """Ordered pairs of ToRs that no way joins, and those whose way begins on the packet side."""
+        """Ordered pairs of ToRs that no way joins, and those whose way begins on the packet side: the first of them, and how
+        many there are.
+        """
 
     @_builtins.property
     def on_packet_side(self) -> _containers.RepeatedCompositeFieldContainer[Global___TorPair]: ...
@@ -675,10 +681,12 @@ class RoutesStatus(_message.Message):
         failed: _abc.Iterable[Global___RoutesAmiss] | None = ...,
         unreachable: _abc.Iterable[Global___TorPair] | None = ...,
         on_packet_side: _abc.Iterable[Global___TorPair] | None = ...,
+        unreachable_pairs: _builtins.int = ...,
+        on_packet_side_pairs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "left_out", b"left_out", "links", b"links", "on_packet_side", b"on_packet_side", "steered_unix_s", b"steered_unix_s", "unreachable", b"unreachable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "left_out", b"left_out", "links", b"links", "on_packet_side", b"on_packet_side", "on_packet_side_pairs", b"on_packet_side_pairs", "steered_unix_s", b"steered_unix_s", "unreachable", b"unreachable", "unreachable_pairs", b"unreachable_pairs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

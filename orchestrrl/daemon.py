@@ -78,7 +78,7 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
             if plane.routing is not None:
                 tasks.create_task(plane.routing.tend())
             if plane.gen_circuits is not None and switching is not None:
-                tasks.create_task(plane.gen_circuits.begin(FoundFleet(plane, switching)))
+                tasks.create_task(plane.gen_circuits.tend(FoundFleet(plane, switching)))
 
 
 def _with_mode(config: Config, mode: Mode | None) -> Config:

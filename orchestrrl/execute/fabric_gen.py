@@ -17,6 +17,7 @@ from orchestrrl.execute.fabric import Coordinator
 from planner.fabric.deployment_intent import DeployedEngine, deployment_intent
 from planner.fabric.intent import Intent
 from planner.fabric.topology import Role, Site
+from planner.fabric.windows import NO_BOUNDARY
 from planner.model import EngineId, GpuId, Parallelism
 from planner.models import Model
 
@@ -26,6 +27,7 @@ PERIOD = "generation"
 HEARD_WITHIN_S = 30.0  # of a daemon's start, from every engine that it has found
 LOOK_S = 0.25
 RESTED_S = 2.0  # between two steps, not between two requests
+LOOKED_BACK = 64  # periods
 WORDS_CHARACTERS = 160
 
 
@@ -84,6 +86,20 @@ class GenCircuits:
         self._gpus_per_server = _gpus_per_server(fabric.site)
         self._followed = False
 
+    async def tend(self, fleet: Fleet) -> None:
+        """`begin`; then, whenever circuits should have changed among requests (some were lost, say), change them once
+        nobody has any. Until cancelled."""
+        await self.begin(fleet)
+        while True:
+            await self._clock.sleep(RESTED_S)
+            if not fleet.switching() and self._missed() and await self._rest(fleet):
+                await self._announce(fleet.serving(), boundary=True)
+
+    def _missed(self) -> bool:
+        """What was announced last waits for a boundary."""
+        latest = next((each for each in self._fabric.reports(LOOKED_BACK) if each.period == PERIOD), None)
+        return latest is not None and latest.over and latest.code == NO_BOUNDARY
+
     async def begin(self, fleet: Fleet) -> str:
         """Circuits for engines that run already, as soon as nobody has a request; what became of it, in words. Until
         then what is up stays, and says so in the list of periods. A switch of the deployment goes before."""
@@ -94,16 +110,18 @@ class GenCircuits:
         while not self._followed and not fleet.switching() and (engines := fleet.serving()):
             words = await self._announce(engines, boundary=at_rest)
             logger.info("engines were found running: %s", words)
-            if at_rest:
+            if at_rest or not await self._rest(fleet):
                 break
-            at_rest = await self._rest(fleet)
+            at_rest = True
         return words
 
     async def _rest(self, fleet: Fleet) -> bool:
-        """True once nobody has had a request for a while."""
+        """Once nobody has had a request for a while; False where a switch comes first."""
         since_s = self._clock.now_s()
-        while not self._followed and not fleet.switching() and self._clock.now_s() < since_s + RESTED_S:
+        while self._clock.now_s() < since_s + RESTED_S:
             await self._clock.sleep(LOOK_S)
+            if fleet.switching():
+                return False
             if fleet.idle() is not True:
                 since_s = self._clock.now_s()
         return True

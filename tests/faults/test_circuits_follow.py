@@ -30,7 +30,7 @@ GEN_POD = EndpointId("gen0")
 TORS = tuple(f"gen0/b{server}-r0" for server in range(4))
 MESH = {(a, b): 1 for n, a in enumerate(TORS) for b in TORS[n + 1 :]}
 PAIRS = {TORS[:2]: 3, TORS[2:]: 3}  # engines of two GPUs
-LONG = 3000  # tokens
+LONG = 12_000  # tokens: beyond any start of a daemon
 
 
 class LitHouse(House):
@@ -108,11 +108,17 @@ async def test_a_daemon_that_starts_under_load_waits_until_nobody_has_a_request(
     async def told() -> list[str]:
         return (await house.periods())[before:]
 
-    async with house.step(tokens=LONG):
+    async with house.step(tokens=LONG) as step:
         house.daemon.kill()
         await house.daemon.start()
         assert await until(told, 0.1) == ["generation kept no_boundary"]
         assert await house.circuits() == {}
+        await step.leave(*(question.id for question in step.questions))
+
+        async def left() -> bool:
+            return not (await step.shown())["in_flight"]
+
+        await until(left, 0.1)
 
     async def again() -> list[str]:
         return (await told())[1:]

@@ -242,6 +242,30 @@ async def test_engines_of_which_nobody_hears_are_not_taken_to_stand_still(narrow
         begun.cancel()
 
 
+async def test_circuits_that_were_lost_among_requests_are_replaced_once_there_are_none(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+        found = Found(specs(narrow))
+        tending = asyncio.create_task(house.gen.tend(found))
+        await house.clock.advance(10.0)
+        assert house.circuits() == MESH
+        assert len(house.fabric.reports(9)) == 1  # nothing more is asked for
+        found.idle_after = (False,)
+        lost = next(each.cross_connect for each in house.agg.glass.circuits())
+        house.agg.glass.inject(Fault(FaultKind.FAIL_PORT, lost.ingress_port))
+        await house.clock.advance(30.0)
+        assert house.fabric.reports(1)[0].code == "no_boundary"
+        assert lost in {each.cross_connect for each in house.agg.glass.circuits()}
+        found.idle_after = (True,)
+        await house.clock.advance(10.0)
+        assert house.fabric.reports(1)[0].state is PeriodState.COMMITTED
+        assert lost not in {each.cross_connect for each in house.agg.glass.circuits()}
+        before = len(house.fabric.reports(99))
+        await house.clock.advance(60.0)
+        assert len(house.fabric.reports(99)) == before
+        tending.cancel()
+
+
 async def test_a_switch_of_the_deployment_goes_before_what_was_found(narrow: House) -> None:
     house = FabricHouse(narrow)
     async with house.daemon() as switching:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from orchestrrl.agent.probes import Announced, HostTraces, Quiet
 from orchestrrl.rpc.pb import fabric_pb2
+from planner.fabric.windows import SHORT
 from planner.model import Hold
 
 AGAIN_AFTER_S = 0.4  # a window that lasts is told again, so that it does not look forgotten
@@ -84,7 +85,7 @@ class Words:
         if isinstance(found, Quiet) and found.until_s - now_s < watched.need_s:
             left_ms = (found.until_s - now_s) * 1e3
             found = Hold(
-                "short",
+                SHORT,
                 f"quiet at position {found.position} for {left_ms:.1f} ms more, by what rank {found.rank} did before",
             )
         if isinstance(found, Quiet):

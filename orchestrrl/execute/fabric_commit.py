@@ -21,7 +21,7 @@ from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Stage
 from planner.fabric.model import OcsId, PortPair
 from planner.fabric.transition import TransitionStage
-from planner.fabric.windows import CommitNeed, Window, may_commit
+from planner.fabric.windows import SHORT, TOO_SHORT, CommitNeed, Window, may_commit
 from planner.model import Act, Hold
 
 logger = logging.getLogger(__name__)
@@ -190,18 +190,22 @@ class StageCommitter:
         """Wait for one that covers the need: a Hold where none came."""
         alarm = asyncio.ensure_future(self._clock.sleep(max(0.0, order.deadline_s - self._clock.now_s())))
         told: Hold | None = None
+        short = False  # there was a window, and none that lasts
         try:
             while True:
                 watch.changed.clear()
                 order.poked.clear()
                 if objection := order.objection():
+                    self._unfit(order, short)
                     return _with_last(objection, told)
                 window = watch.window()
                 verdict = may_commit(order.of, window, need, self._clock.now_s(), boundary=False)
                 if isinstance(verdict, Act):
                     assert isinstance(window, Window)
                     return window
+                short = short or verdict.code in (TOO_SHORT, SHORT)
                 if alarm.done():
+                    self._unfit(order, short)
                     return Hold("no_window", f"none by the deadline: {verdict.code}: {verdict.detail}")
                 if told != verdict:
                     told = verdict
@@ -257,6 +261,10 @@ class StageCommitter:
         raise _first_of_journal(outcomes) or Amiss(
             "overtaken" if nothing_sent else "switch_failed", detail, report, self._suspects(stage, outcomes)
         )
+
+    def _unfit(self, order: StageOrder, short: bool) -> None:
+        if short:
+            self._times.unfit(pair.switch for pair in (*order.stage.remove, *order.stage.add))
 
     async def _drain(self, order: StageOrder, need: CommitNeed, watch: Watch | None) -> None:
         """Take packets off what goes. Raises Amiss where they stay on it, or that has taken too long."""

@@ -4,6 +4,7 @@ A device's own delay is often the least of it: receivers lock to the light, link
 (section 2.3 of the paper). Until enough was measured, its stated delay is taken with an allowance.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -21,11 +22,14 @@ class Allowance:
     route_s: float = 0.005
     control_s: float = 0.005
     beyond: float = 1.5  # on the worst seen, while too few were seen
+    fading: float = 0.9  # of that, for each period that it found no window for
 
     def __post_init__(self) -> None:
         for name in ("device_factor", "beyond"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if not 0 < self.fading <= 1:
+            raise ValueError(f"fading must be in (0, 1], got {self.fading}")
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class CommitTimes:
     _device: dict[OcsId, Recent] = field(default_factory=dict)
     _route: dict[OcsId, Recent] = field(default_factory=dict)
     _control: dict[OcsId, Recent] = field(default_factory=dict)
+    _unfit: Counter[OcsId] = field(default_factory=Counter)  # periods without a window since the last commit
 
     def __post_init__(self) -> None:
         if not 0 < self.q < 1:
@@ -49,6 +54,13 @@ class CommitTimes:
             if not value_s >= 0:
                 raise ValueError(f"times of a commit must be >= 0, got {value_s} on {switch}")
             memory.setdefault(switch, Recent()).add(value_s)
+        self._unfit.pop(switch, None)
+
+    def unfit(self, switches: Iterable[OcsId]) -> None:
+        """No window was as long as they need. Only a commit tells how long one takes: were a single slow one believed
+        for good, there would never be another. Where few were measured it is believed a little less each time, but
+        never less than the fastest of them, nor than what is taken for what was not measured."""
+        self._unfit.update(set(switches))
 
     def samples(self, switch: OcsId) -> int:
         return len(self._device.get(switch, ()))
@@ -73,4 +85,6 @@ class CommitTimes:
         bound = recent.upper(self.q)
         if bound is not None:
             return bound.value_s
-        return max(unmeasured_s, self.allowance.beyond * max(recent.newest()))
+        seen = recent.newest()
+        worst_s = self.allowance.beyond * max(seen) * self.allowance.fading ** self._unfit[switch]
+        return max(unmeasured_s, min(seen), worst_s)

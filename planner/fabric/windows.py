@@ -18,6 +18,7 @@ CLOCK_UNKNOWN = "clock_unknown"
 STALE_WINDOW = "stale_window"
 CLOSED = "window_closed"
 TOO_SHORT = "window_too_short"
+SHORT = "short"  # the same, of one host's ranks
 RISKY = "window_risky"
 NO_BOUNDARY = "no_boundary"
 

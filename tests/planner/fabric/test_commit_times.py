@@ -29,6 +29,27 @@ def test_few_measurements_never_promise_less_than_the_worst_of_them() -> None:
     assert times.samples(FAST) == 0
 
 
+def test_one_slow_commit_does_not_end_all_others() -> None:
+    times = CommitTimes(STATED_S)
+    times.measured(SLOW, control_s=0.001, device_s=0.030, route_s=0.001)
+    times.measured(SLOW, control_s=0.001, device_s=0.200, route_s=0.001)
+    assert times.need([SLOW], 0.0).device_s == pytest.approx(0.300)
+    for _ in range(100):
+        times.unfit([SLOW, SLOW])
+    assert times.need([SLOW], 0.0).device_s == pytest.approx(0.025 * 1.5 + 0.005)
+    times.measured(SLOW, control_s=0.001, device_s=0.200, route_s=0.001)
+    assert times.need([SLOW], 0.0).device_s == pytest.approx(0.300)
+
+
+def test_no_window_makes_a_device_faster_than_it_ever_was() -> None:
+    times = CommitTimes(STATED_S)
+    for device_s in (0.120, 0.100, 0.110):
+        times.measured(SLOW, control_s=0.001, device_s=device_s, route_s=0.001)
+    for _ in range(1000):
+        times.unfit([SLOW])
+    assert times.need([SLOW], 0.0).device_s == 0.100
+
+
 @pytest.mark.parametrize("q", [0.9, 0.95])
 def test_a_commit_lasts_longer_than_expected_as_seldom_as_asked(q: float) -> None:
     rng, times, longer = random.Random(4), CommitTimes(STATED_S, q), 0

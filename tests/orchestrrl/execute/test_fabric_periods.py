@@ -109,6 +109,28 @@ async def test_windows_that_are_too_short_are_never_used(tmp_path: Path) -> None
         assert site.coordinator.counts["kept", "no_window"] == 1
 
 
+async def test_one_slow_commit_does_not_end_all_others(site: House, agents: tuple[Agent, Agent]) -> None:
+    """Windows of 90 ms would cover 52.5 ms, but the only commit there was took 100."""
+    for id in site.switches:
+        site.coordinator.times.measured(id, control_s=0.001, device_s=0.1, route_s=0.0)
+        site.coordinator.times.measured(id, control_s=0.001, device_s=0.03, route_s=0.0)
+    periods = []
+    while not periods or periods[-1].report.state is not PeriodState.COMMITTED:
+        assert len(periods) < 20, periods[-1].report
+        periods.append(site.coordinator.expect(OVER_CORE))
+        for _ in range(2):
+            for agent in agents:
+                agent.quiet(0.09)
+            await site.pass_time(0.09)
+            for agent in agents:
+                agent.busy()
+            await site.pass_time(0.05)
+    assert len(periods) > 1
+    (commit,) = periods[-1].report.commits
+    assert commit.window_until_s is not None
+    assert commit.usable_s <= commit.window_until_s
+
+
 @pytest.mark.parametrize(
     ("situation", "code"),
     [("nobody", "untraced"), ("one host only", "untraced"), ("gone", "host_gone"), ("silent", "host_silent")],

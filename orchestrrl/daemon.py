@@ -5,6 +5,7 @@ import logging
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from orchestrrl.clock import Clock
@@ -78,7 +79,9 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
             if plane.routing is not None:
                 tasks.create_task(plane.routing.tend())
             if plane.gen_circuits is not None and switching is not None:
-                tasks.create_task(plane.gen_circuits.tend(FoundFleet(plane, switching)))
+                fleet = FoundFleet(plane, switching)
+                plane.before_resume = partial(plane.gen_circuits.after_sync, fleet)
+                tasks.create_task(plane.gen_circuits.tend(fleet))
 
 
 def _with_mode(config: Config, mode: Mode | None) -> Config:

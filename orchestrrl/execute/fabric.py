@@ -183,6 +183,12 @@ class Coordinator:
         """Of periods that ended since the start, by state and code."""
         return self._book.counts
 
+    @property
+    def sync_is_up(self) -> bool:
+        """The last circuits that PoDs which generate were given are those of a weight sync."""
+        stages = [stage for _, stage in self._up if stage is not Stage.TRAIN]
+        return bool(stages) and stages[-1] is Stage.WEIGHT_SYNC
+
     def ends(self, cross_connect: PortPair) -> Pair | None:
         """The endpoints that it joins; None: it is none of the site's."""
         return self._glass.cabling.ends(cross_connect)
@@ -449,6 +455,7 @@ class Coordinator:
 
     def _committed(self, period: Announced, intent: Intent, code: str, detail: str) -> None:
         self.period = intent.period
+        self._up.pop((intent.job, intent.stage), None)  # the last to come up stands last
         self._up[intent.job, intent.stage] = intent.period
         self._left = self.glance.of_site
         return self._end(period, PeriodState.COMMITTED, code, detail)

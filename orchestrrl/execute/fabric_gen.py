@@ -29,6 +29,7 @@ LOOK_S = 0.25
 RESTED_S = 2.0  # between two steps, not between two requests
 LOOKED_BACK = 64  # periods
 WORDS_CHARACTERS = 160
+SYNC_OVER_WITHIN_S = 5.0  # the gate is held for no longer, and its lease is longer than that
 
 
 class Serving(Protocol):
@@ -95,6 +96,15 @@ class GenCircuits:
             if not fleet.switching() and self._missed() and await self._rest(fleet):
                 await self._announce(fleet.serving(), boundary=True)
 
+    async def after_sync(self, fleet: Fleet) -> str:
+        """Requests are about to be let in again: where weights were brought over circuits of their own, engines get
+        theirs back. What became of it, in words; nothing where there was no such sync, or a switch goes before. A
+        trainer that does not use the gate announces `generation` itself: nobody else knows when its broadcast is
+        over."""
+        if not self._fabric.sync_is_up or fleet.switching() or not (engines := fleet.serving()):
+            return ""
+        return await self._announce(engines, boundary=True, within_s=min(self._within_s, SYNC_OVER_WITHIN_S))
+
     def _missed(self) -> bool:
         """What was announced last waits for a boundary."""
         latest = next((each for each in self._fabric.reports(LOOKED_BACK) if each.period == PERIOD), None)
@@ -131,7 +141,8 @@ class GenCircuits:
         self._followed = True
         return await self._announce(list(engines), boundary=True)
 
-    async def _announce(self, engines: Sequence[Serving], *, boundary: bool) -> str:
+    async def _announce(self, engines: Sequence[Serving], *, boundary: bool, within_s: float | None = None) -> str:
+        limit_s = self._within_s if within_s is None else within_s
         try:
             intent = self.intent(engines)
             if not intent.traffic:
@@ -141,7 +152,7 @@ class GenCircuits:
             logger.error("the circuits of the deployment cannot be chosen: %s", error)
             return f"circuits stay as they are: {error}"
         over = asyncio.ensure_future(self._fabric.until_over(period))
-        alarm = asyncio.ensure_future(self._clock.sleep(self._within_s))
+        alarm = asyncio.ensure_future(self._clock.sleep(limit_s))
         try:
             await asyncio.wait({over, alarm}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -150,8 +161,8 @@ class GenCircuits:
         report = period.report
         if not report.over:
             # What was begun comes to its end; nothing more is begun among requests.
-            self._fabric.withdraw(period, f"engines serve after {self._within_s:g} s")
-            return f"circuits are still being changed after {self._within_s:g} s: {report.state}"
+            self._fabric.withdraw(period, f"engines serve after {limit_s:g} s")
+            return f"circuits are still being changed after {limit_s:g} s: {report.state}"
         changed = sum(commit.moves for commit in report.commits if commit.done)  # not all that were planned, maybe
         words = f"circuits {report.state}: {changed} cross-connects changed"
         return f"{words} ({_shorten(f'{report.code}: {report.detail}')})" if report.detail else words

@@ -1,10 +1,14 @@
 """The Control service's calls about the gate, policy versions and cancelling: what trainers ask."""
 
+import logging
+
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.rpc import convert_gate
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.refusals import Context, refusing
 from planner.model import EngineId, RequestId
+
+logger = logging.getLogger(__name__)
 
 
 class GateService:
@@ -27,6 +31,8 @@ class GateService:
         version = request.policy_version if request.HasField("policy_version") else None
         without = [EngineId(engine) for engine in request.without_engine_ids]
         async with refusing(context):
+            if self._plane.before_resume is not None and (words := await self._plane.before_resume()):
+                logger.info("before the gate opens: %s", words)
             await self._plane.gate.resume(request.lease_id, version, without, request.reason, request.weights_source)
         return self.seen()
 

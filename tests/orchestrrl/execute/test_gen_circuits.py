@@ -21,6 +21,7 @@ from orchestrrl.holds import Part
 from orchestrrl.periods import PeriodState
 from orchestrrl.site import site_text
 from orchestrrl.switch import SwitchState, SwitchWish
+from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 from planner.model import Mode
 
 TO_TP1 = SwitchWish((("tp1", 0),), reason="the test says so")
@@ -263,6 +264,42 @@ async def test_circuits_that_were_lost_among_requests_are_replaced_once_there_ar
         before = len(house.fabric.reports(99))
         await house.clock.advance(60.0)
         assert len(house.fabric.reports(99)) == before
+        tending.cancel()
+
+
+SYNC = Intent(
+    "sync",
+    Stage.WEIGHT_SYNC,
+    (Traffic(Operation.WEIGHT_SYNC, Primitive.BROADCAST, ((0,),), 1e9, receivers=((4, 5, 6, 7),)),),
+)
+
+
+async def test_after_a_weight_sync_engines_get_their_circuits_back(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+        found = Found(specs(narrow))
+        assert await during(house, house.gen.after_sync(found)) == ""  # there was none
+        await during(house, house.gen.begin(found))
+        assert house.circuits() == MESH
+        assert await during(house, house.gen.after_sync(found)) == ""
+        house.fabric.expect(SYNC, boundary=True)
+        await house.clock.advance(5.0)
+        assert house.fabric.period == "sync"
+        assert house.circuits() != MESH
+        assert await during(house, house.gen.after_sync(Found(specs(narrow), busy=True))) == ""
+        assert (await during(house, house.gen.after_sync(found))).startswith("circuits committed")
+        assert house.circuits() == MESH
+        assert await during(house, house.gen.after_sync(found)) == ""
+
+
+async def test_a_sync_is_not_disturbed_by_engines_that_stand_still(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+        tending = asyncio.create_task(house.gen.tend(Found(specs(narrow))))
+        await house.clock.advance(10.0)
+        house.fabric.expect(SYNC, boundary=True)
+        await house.clock.advance(60.0)
+        assert house.fabric.period == "sync"
         tending.cancel()
 
 

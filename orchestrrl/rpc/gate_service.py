@@ -31,10 +31,15 @@ class GateService:
         version = request.policy_version if request.HasField("policy_version") else None
         without = [EngineId(engine) for engine in request.without_engine_ids]
         async with refusing(context):
-            if self._plane.before_resume is not None and (words := await self._plane.before_resume()):
-                logger.info("before the gate opens: %s", words)
+            await self._prepare(request.lease_id)
             await self._plane.gate.resume(request.lease_id, version, without, request.reason, request.weights_source)
         return self.seen()
+
+    async def _prepare(self, lease_id: str) -> None:
+        """Whoever resumes again, or too late, finds requests going on."""
+        lease, prepare = self._plane.gate.state.lease, self._plane.before_resume
+        if prepare is not None and lease is not None and lease.id == lease_id and (words := await prepare()):
+            logger.info("before the gate opens: %s", words)
 
     async def set_version(self, request: pb.SetPolicyVersionRequest, context: Context) -> pb.SetPolicyVersionResponse:
         engines = [EngineId(engine) for engine in request.engine_ids]

@@ -122,6 +122,23 @@ async def test_pause_renew_resume(house: House) -> None:
     assert [type(order) for order in house.orders] == [CloseGate, CloseGate, OpenGate]
 
 
+async def test_what_is_to_be_done_before_it_opens_is_done_while_it_is_closed(house: House) -> None:
+    phases: list[str] = []
+
+    async def prepare() -> str:
+        phases.append(house.plane.gate.state.phase)
+        return "circuits committed"
+
+    house.plane.before_resume = prepare
+    async with asyncio.timeout(DEADLINE_S):
+        gate = await house.control.PauseGate(pb.PauseGateRequest(holder="trainer"))
+        await refused(house.control.ResumeGate(pb.ResumeGateRequest(lease_id="another's")))
+        assert phases == []
+        for _ in range(2):  # its answer may have got lost
+            await house.control.ResumeGate(pb.ResumeGateRequest(lease_id=gate.lease_id))
+    assert phases == ["quiet"]
+
+
 async def test_where_the_weights_are_is_remembered_with_their_version(house: House) -> None:
     async with asyncio.timeout(DEADLINE_S):
         gate = await house.control.PauseGate(pb.PauseGateRequest(holder="trainer"))

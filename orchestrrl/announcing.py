@@ -60,17 +60,16 @@ class FabricClient:
                 last = report
         return last
 
-    async def announce_nowait(
-        self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False
-    ) -> PeriodReport:
-        """The daemon has it, and goes on with it by itself."""
-        async with aclosing(self.follow(period, intent, within_s=within_s, boundary=boundary)) as reports:
+    async def announce_nowait(self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0) -> PeriodReport:
+        """The daemon has it, and goes on with it by itself: never at a boundary, which lasts while its caller waits."""
+        async with aclosing(self.follow(period, intent, within_s=within_s)) as reports:
             return await anext(reports)
 
     async def follow(
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False
     ) -> AsyncGenerator[PeriodReport, None]:
-        """What becomes of it, whenever that changes. Whoever stops listening does not end it."""
+        """What becomes of it, whenever that changes. Whoever stops listening does not end it, but at a boundary: then
+        what has not been begun stays as it is."""
         order = fabric_pb2.AnnouncePeriodRequest(
             period=period, intent_json=_written(intent), within_s=within_s, boundary=boundary
         )
@@ -88,12 +87,16 @@ def announce_period(
     boundary: bool = False,
     wait: bool = True,
 ) -> PeriodReport:
-    """`FabricClient.announce`, or with `wait` False `announce_nowait`, from a thread that runs no event loop."""
+    """`FabricClient.announce`, or with `wait` False `announce_nowait`, from a thread that runs no event loop. Raises
+    ValueError for a boundary that is not waited for."""
+    if boundary and not wait:
+        raise ValueError("boundary: lasts only while its caller waits, and wait is False")
 
     async def once() -> PeriodReport:
         async with FabricClient(daemon) as client:
-            announce = client.announce if wait else client.announce_nowait
-            return await announce(period, intent, within_s=within_s, boundary=boundary)
+            if wait:
+                return await client.announce(period, intent, within_s=within_s, boundary=boundary)
+            return await client.announce_nowait(period, intent, within_s=within_s)
 
     return asyncio.run(once())
 

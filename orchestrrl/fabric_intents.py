@@ -5,7 +5,7 @@
                   "times": 1}]}
 
 `gpus` says which GPU of the site each rank has; a rank that is not named there is the GPU of its own number. `job` is
-the name that the ranks' recorders have, by default none.
+the name that the ranks' recorders have, by default none, or that of the recorder which announces.
 """
 
 from typing import Annotated
@@ -40,8 +40,8 @@ class _IntentPart(Section):
     gpus: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,9}$")], _Rank] = Field(default_factory=dict)
 
 
-def parse_intent(period: str, text: str) -> Intent:
-    """Raises ProblemFaults with all that is wrong."""
+def parse_intent(period: str, text: str, job: str = "") -> Intent:
+    """`job`: where the text names none. Raises ProblemFaults with all that is wrong."""
     faults = [] if period else ["period: must be a name, got ''"]
     if len(text) > MOST_BYTES:
         raise ProblemFaults([*faults, f"intent: must be at most {MOST_BYTES} bytes, got {len(text)}"])
@@ -58,7 +58,7 @@ def parse_intent(period: str, text: str) -> Intent:
     if faults:
         raise ProblemFaults(faults)
     gpus = {int(rank): GpuId(gpu) for rank, gpu in part.gpus.items()}
-    return Intent(period, part.stage, tuple(traffic), gpus, part.job)
+    return Intent(period, part.stage, tuple(traffic), gpus, part.job or job)
 
 
 def intent_to_json(intent: Intent) -> str:

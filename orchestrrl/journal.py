@@ -3,7 +3,8 @@
 One process writes (a lock file beside the journal sees to it), any number read meanwhile. An entry is on disk for good
 once `append` returns, as far as a killed process goes; a power cut may take the last few, never a generation. The
 oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations and switches, and the
-latest control, calibration, change of the deployment, mode, routes, gate, roster of engines, and word on the fabric.
+latest control, calibration, change of the deployment, mode, routes, gate, roster of engines, word on the fabric, pauses
+and way of its packets.
 """
 
 import asyncio
@@ -118,6 +119,7 @@ _RECOVERED_FROM_LATEST = (
     Kind.ENGINES,
     Kind.GATE,
     Kind.FABRIC_CONTROL,
+    Kind.STEERED,
     Kind.HOLDS,
 )
 

@@ -103,6 +103,8 @@ class Probe:
     def _look(self) -> None:
         if self._traces.look():
             self._put(self._hello())
+            self._words.say_anew()  # what was told of a job's other ranks is void there
+        self._words.read()  # of a process that has come, before anything is made of the others
 
     async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:
         outgoing: asyncio.Queue[fabric_pb2.TraceMessage] = asyncio.Queue()

@@ -51,6 +51,11 @@ class Words:
         self._watched.clear()
         self._arm()
 
+    def say_anew(self) -> None:
+        """What was told is not known any more where it is heard."""
+        for watched in self._watched.values():
+            watched.told = None
+
     def rung(self) -> bool:
         """Somebody has gone quiet or communicates again. Whether there is traffic, so that `catch_up` has time."""
         jobs = {watched.job for watched in self._watched.values()}
@@ -81,17 +86,23 @@ class Words:
 
     def _tell(self, watched: _Watched, found: Quiet | Hold) -> None:
         """Only what is news: a window that is long enough, its end, or another reason why there is none."""
-        now_s = self._clock_s()
-        if isinstance(found, Quiet) and found.until_s - now_s < watched.need_s:
+        now_s, told = self._clock_s(), watched.told
+        # It may have become shorter by the time that has passed, which whoever was told knows; but no promise may end
+        # earlier than was told.
+        same = (
+            isinstance(found, Quiet)
+            and isinstance(told, Quiet)
+            and (told.since_s == found.since_s and told.until_s <= found.until_s)
+        )
+        if same and now_s < watched.told_s + AGAIN_AFTER_S:
+            return
+        if isinstance(found, Quiet) and not same and found.until_s - now_s < watched.need_s:
             left_ms = (found.until_s - now_s) * 1e3
             found = Hold(
                 SHORT,
                 f"quiet at position {found.position} for {left_ms:.1f} ms more, by what rank {found.rank} did before",
             )
         if isinstance(found, Quiet):
-            same = isinstance(watched.told, Quiet) and watched.told.since_s == found.since_s
-            if same and now_s < watched.told_s + AGAIN_AFTER_S:
-                return
             watched.told, watched.told_s = found, now_s
             quiet = fabric_pb2.Quiet(
                 since_s=found.since_s,

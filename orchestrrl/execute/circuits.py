@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 from ocs_drivers.base import OcsDriver
@@ -94,8 +95,9 @@ class CircuitExecutor:
                 self._prepared[operation.id] = operation
             return operation
 
-    async def commit(self, operation: CircuitOperation) -> CircuitOutcome:
-        """Carry out what was prepared, once. Raises as `change` does; Conflict where the switch has changed since."""
+    async def commit(self, operation: CircuitOperation, begin_by_s: float = inf) -> CircuitOutcome:
+        """Carry out what was prepared, once. Raises as `change` does; Conflict where the switch has changed since, or
+        others kept it busy until after `begin_by_s`."""
         if operation.diff.empty:
             return CircuitOutcome("", operation.switch, True, "was so already", revision=operation.diff.revision)
         async with self._turns[operation.switch]:
@@ -110,6 +112,9 @@ class CircuitExecutor:
                 except DriverError as error:
                     self._close(_outcome(operation, False, f"was not begun, the change before it is open: {error}"))
                     raise
+            if self._clock.now_s() > begin_by_s:
+                self._close(_outcome(operation, False, "was not begun, others kept the switch busy for too long"))
+                raise Conflict(["others kept the switch busy for too long"], device=operation.switch)
             return await self._carry_out(operation, is_timed=True)
 
     def abandon(self, operation: CircuitOperation, why: str) -> None:

@@ -109,14 +109,15 @@ class Coordinator:
     # --- asked from outside
 
     def announce(
-        self, period: str, intent_json: str = "", within_s: float = 0.0, *, boundary: bool = False
+        self, period: str, intent_json: str = "", within_s: float = 0.0, *, boundary: bool = False, job: str = ""
     ) -> Announced:
         """A period that is about to come; the one of its job that waits is superseded. `boundary`: the caller stands
-        still until it is over, so it needs no window; circuits of training are changed in windows all the same. Raises
-        ProblemFaults, and Permanent for a name that nobody has given an intent to."""
+        still until it is over, so it needs no window; circuits of training are changed in windows all the same. `job`:
+        whose, where the intent does not say. Raises ProblemFaults, and Permanent for a name that nobody has given an
+        intent to."""
         if not (isfinite(within_s) and within_s >= 0):
             raise ProblemFaults([f"within_s: must be >= 0 (0: as configured), got {within_s}"])
-        intent = parse_intent(period, intent_json) if intent_json else self._book.intent(period)
+        intent = parse_intent(period, intent_json, job) if intent_json else self._book.intent(period)
         return self.expect(intent, within_s, boundary=boundary)
 
     def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> Announced:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Protocol
 
 from ocs_drivers.errors import Conflict, DriverError
@@ -225,12 +226,15 @@ class StageCommitter:
         commanded_s = self._clock.now_s()
         stage = order.stage
         if self._routing is not None and stage.remove:
-            await self._drain(order, need, watch)
+            window = await self._drain(order, need, window, watch)
         drained_s = self._clock.now_s()
+        # Whoever has a switch's turn before us does not take us beyond the window.
+        rest_s = need.device_s + max(0.0, need.route_s - (drained_s - commanded_s))
+        begin_by_s = inf if window is None else window.until_s - rest_s
         if len(operations) == 1:
-            outcomes: list[_Timed | BaseException] = [await self._tried(operations[0])]
+            outcomes: list[_Timed | BaseException] = [await self._tried(operations[0], begin_by_s)]
         else:
-            outcomes = list(await asyncio.gather(*(self._tried(operation) for operation in operations)))
+            outcomes = list(await asyncio.gather(*(self._tried(operation, begin_by_s) for operation in operations)))
         switched_s = self._clock.now_s()
         done = not any(map(_failed, outcomes))
         routed = await self._steer(order, done)
@@ -266,8 +270,11 @@ class StageCommitter:
         if short:
             self._times.unfit(pair.switch for pair in (*order.stage.remove, *order.stage.add))
 
-    async def _drain(self, order: StageOrder, need: CommitNeed, watch: Watch | None) -> None:
-        """Take packets off what goes. Raises Amiss where they stay on it, or that has taken too long."""
+    async def _drain(
+        self, order: StageOrder, need: CommitNeed, window: Window | None, watch: Watch | None
+    ) -> Window | None:
+        """Take packets off what goes; the window as it is then. Raises Amiss where they stay on it, or that has taken
+        too long."""
         assert self._routing is not None
         began_s = self._clock.now_s()
         try:
@@ -276,12 +283,14 @@ class StageCommitter:
             back = await self._steered(order.usable)
             raise Amiss("not_drained", "; ".join(filter(None, (_line(error), back)))) from error
         if watch is None:
-            return
+            return window
         now_s = self._clock.now_s()
         rest = replace(need, route_s=max(0.0, need.route_s - (now_s - began_s)))
-        verdict = may_commit(order.of, watch.window(), rest, now_s, boundary=False)
+        left = watch.window()
+        verdict = may_commit(order.of, left, rest, now_s, boundary=False)
         if isinstance(verdict, Act):
-            return
+            assert isinstance(left, Window)
+            return left
         back = await self._steered(order.usable)
         detail = f"the window did not outlast taking packets off: {verdict.code}: {verdict.detail}"
         raise Amiss("window_passed", "; ".join(filter(None, (detail, back))))
@@ -303,16 +312,16 @@ class StageCommitter:
             logger.error("packets cannot be steered: %s", error)
             return f"packets cannot be steered: {_line(error)}"
 
-    async def _tried(self, operation: CircuitOperation) -> _Timed | BaseException:
+    async def _tried(self, operation: CircuitOperation, begin_by_s: float) -> _Timed | BaseException:
         """How it came out, or why it did not."""
         try:
-            return await self._timed(operation)
+            return await self._timed(operation, begin_by_s)
         except (DriverError, OrchestrRLError) as error:
             return error
 
-    async def _timed(self, operation: CircuitOperation) -> _Timed:
+    async def _timed(self, operation: CircuitOperation, begin_by_s: float) -> _Timed:
         began_s = self._clock.now_s()
-        outcome = await self._circuits.commit(operation)
+        outcome = await self._circuits.commit(operation, begin_by_s)
         took_s = self._clock.now_s() - began_s
         items = [item for item in outcome.items if item.commanded_s is not None]
         if not outcome.done or not any(item.action is Action.ADD for item in items):

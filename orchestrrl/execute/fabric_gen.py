@@ -158,10 +158,11 @@ class GenCircuits:
         finally:
             alarm.cancel()
             over.cancel()
-        report = period.report
+            report = period.report
+            # Also where whoever waits is told to stop: what was begun comes to its end, nothing more is begun among
+            # requests. Harmless where it is over.
+            self._fabric.withdraw(period, f"engines serve, at the latest after {limit_s:g} s")
         if not report.over:
-            # What was begun comes to its end; nothing more is begun among requests.
-            self._fabric.withdraw(period, f"engines serve after {limit_s:g} s")
             return f"circuits are still being changed after {limit_s:g} s: {report.state}"
         changed = sum(commit.moves for commit in report.commits if commit.done)  # not all that were planned, maybe
         words = f"circuits {report.state}: {changed} cross-connects changed"

@@ -104,9 +104,9 @@ class Stream:
         """These are all that the agent reads now."""
         if not self._is_the_hosts:
             return
-        self._host.jobs = jobs
-        for job in self._host.said.keys() - jobs.keys():
-            del self._host.said[job]
+        before, self._host.jobs = self._host.jobs, jobs
+        for job in [job for job in self._host.said if jobs.get(job) != before.get(job)]:
+            del self._host.said[job]  # it was said of other ranks than these
         logger.info("%s traces %s", self._host.name, {job: len(ranks) for job, ranks in jobs.items()})
         self._hub.news(None)
 
@@ -201,7 +201,7 @@ class TraceHub:
         if missing := sorted(ranks - traced):
             listing = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             return Hold("untraced", f"no recorder is read of rank {listing}{f' of {job}' if job else ''}")
-        told: list[HostWindows] = []
+        told: list[tuple[Host, float, int, Remaining]] = []
         for host in hosts:
             if host.stream is None:
                 return Hold("host_gone", f"{host.name}: its agent is gone for {now_s - host.gone_s:.1f} s")
@@ -210,8 +210,15 @@ class TraceHub:
             said_s, rank, word = host.said[job]
             if isinstance(word, Hold):
                 return Hold(word.code, f"{host.name}: {word.detail}")
-            told.append(HostWindows(host.name, said_s, ((rank, word),), host.clock.offset(now_s)))
-        return intersect(told, now_s)
+            told.append((host, said_s, rank, word))
+        # Clocks take most of the time, and are asked for once nobody is in the way.
+        return intersect(
+            (
+                HostWindows(host.name, said_s, ((rank, word),), host.clock.offset(now_s))
+                for host, said_s, rank, word in told
+            ),
+            now_s,
+        )
 
     def opens_s(self, job: str) -> float:
         """When the job's quiet has begun by all clocks, at the latest; -inf where nothing is known of it."""

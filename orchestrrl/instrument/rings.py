@@ -311,6 +311,9 @@ class Writer:
         now_ns = self._clock_ns()
         sequence = self._write(COLLECTIVE, flags | DEVICE | QUEUED, op, group, n_bytes, now_ns, 0, value)
         self._changed(0, 1, 0)
+        # From here on it may begin at any moment, and is seen to only later.
+        if self._queued == 1 and self._in_flight == 0 and self._words[_ARMED]:
+            self._ring()
         return sequence
 
     def started(self, sequence: int, start_ns: int) -> None:

@@ -108,10 +108,14 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except OrchestrRLError as error:
             await refuse(context, error)
-        async for report in fabric.follow(period):
-            message = period_to_pb(report)
-            assert message is not None
-            yield message
+        try:
+            async for report in fabric.follow(period):
+                message = period_to_pb(report)
+                assert message is not None
+                yield message
+        finally:
+            if request.boundary:  # harmless where it is over
+                fabric.withdraw(period, "its caller has gone, and may stand still no longer")
 
     async def GetFabric(self, request: pb.GetFabricRequest, context: Context) -> pb.FabricStatus:
         if self._fabric is None:
@@ -152,7 +156,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         if self._fabric is None:
             return
         try:
-            self._fabric.announce(message.period, message.intent_json)
+            self._fabric.announce(message.period, message.intent_json, job=message.job)
         except OrchestrRLError as error:
             logger.warning("rank %d announced a period that makes no sense: %s", message.rank, error)
 

@@ -251,7 +251,7 @@ def test_an_operators_word_is_shown(daemon: str, tmp_path: Path) -> None:
     assert [each for each in seen["cross_connects"] if each["pinned"]] == [{**up, "pinned": True}]
     assert "all circuits pinned" in said(command(daemon, "fabric", "pin"))
     overridden = said(command(daemon, "fabric", "override", "weights", "--reason", "comparing"))
-    assert "circuits of weights, whatever is announced (comparing)" in overridden
+    assert "circuits of weights, whatever else its job announces (comparing)" in overridden
     assert answer(daemon, "fabric", "release")["state"] == "free"
 
     masked = said(command(daemon, "fabric", "mask", "port:core0:7", "nic:train0/s1:1", "--reason", "flapping"))
@@ -326,7 +326,7 @@ async def test_a_trainers_client_waits_until_it_is_over(daemon: str) -> None:
         states = [each.state async for each in fabric.follow("weights", boundary=True)]
         assert states[0] is PeriodState.ANNOUNCED
         assert states[-1] is PeriodState.COMMITTED
-        first = await fabric.announce_nowait("weights", boundary=True)
+        first = await fabric.announce_nowait("weights")
         assert first.period == "weights"
         with pytest.raises(Permanent, match="never announced"):
             await fabric.announce("unheard")
@@ -337,7 +337,9 @@ async def test_a_trainers_client_waits_until_it_is_over(daemon: str) -> None:
 def test_a_loop_that_is_not_asynchronous_announces_too(daemon: str) -> None:
     report = announce_period("weights", WEIGHTS, daemon=daemon, boundary=True)
     assert report.state is PeriodState.COMMITTED
-    assert announce_period("weights", daemon=daemon, boundary=True, wait=False).period == "weights"
+    assert announce_period("weights", daemon=daemon, wait=False).period == "weights"
+    with pytest.raises(ValueError, match="boundary"):
+        announce_period("weights", daemon=daemon, boundary=True, wait=False)
 
 
 def test_without_a_daemon_the_trainer_is_told(tmp_path: Path) -> None:

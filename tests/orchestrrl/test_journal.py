@@ -144,10 +144,11 @@ def test_old_entries_go_and_what_recovery_needs_stays(path: Path, monkeypatch: p
         journal.append(0.0, Kind.OPERATION_INTENT, "open", {})
         journal.append(0.0, Kind.OPERATION_INTENT, "closed", {})
         journal.append(0.0, Kind.OPERATION_RESULT, "closed", {})
-        fill(journal, 95)
+        journal.append(0.0, Kind.STEERED, "routes", {})  # not written again while it holds
+        fill(journal, 94)
         entries = journal.since(0)
-        assert [entry.subject for entry in entries[:2]] == ["pinned", "open"]
-        assert [entry.sequence for entry in entries[2:]] == list(range(81, 101))
+        assert [entry.subject for entry in entries[:3]] == ["pinned", "open", "routes"]
+        assert [entry.sequence for entry in entries[3:]] == list(range(81, 101))
     with Journal(path, 0.0) as journal:
         assert journal.append(0.0, Kind.MODE, "", {}) == 101
 

@@ -88,7 +88,8 @@ class FabricServicer:
 
     def AnnouncePeriod(self, request, context):
         """A period that is about to come. The answer streams what becomes of it whenever that changes, until it is over;
-        whoever leaves before does not end it. NOT_FOUND for a name without an intent that was never announced with one.
+        whoever leaves before does not end it, but at a boundary, which ends with its caller. NOT_FOUND for a name without
+        an intent that was never announced with one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

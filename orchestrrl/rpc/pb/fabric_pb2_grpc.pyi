@@ -35,7 +35,8 @@ class FabricStub:
     """An agent that reads the recorders of its host. What it tells comes at once: a window may be short."""
     AnnouncePeriod: _grpc.UnaryStreamMultiCallable[_fabric_pb2.AnnouncePeriodRequest, _fabric_pb2.PeriodReport]
     """A period that is about to come. The answer streams what becomes of it whenever that changes, until it is over;
-    whoever leaves before does not end it. NOT_FOUND for a name without an intent that was never announced with one.
+    whoever leaves before does not end it, but at a boundary, which ends with its caller. NOT_FOUND for a name without
+    an intent that was never announced with one.
     """
     GetFabric: _grpc.UnaryUnaryMultiCallable[_fabric_pb2.GetFabricRequest, _fabric_pb2.FabricStatus]
     GetSlack: _grpc.UnaryUnaryMultiCallable[_fabric_pb2.GetSlackRequest, _fabric_pb2.SlackStatus]
@@ -54,7 +55,8 @@ class FabricAsyncStub(FabricStub):
     """An agent that reads the recorders of its host. What it tells comes at once: a window may be short."""
     AnnouncePeriod: _aio.UnaryStreamMultiCallable[_fabric_pb2.AnnouncePeriodRequest, _fabric_pb2.PeriodReport]  # type: ignore[assignment]
     """A period that is about to come. The answer streams what becomes of it whenever that changes, until it is over;
-    whoever leaves before does not end it. NOT_FOUND for a name without an intent that was never announced with one.
+    whoever leaves before does not end it, but at a boundary, which ends with its caller. NOT_FOUND for a name without
+    an intent that was never announced with one.
     """
     GetFabric: _aio.UnaryUnaryMultiCallable[_fabric_pb2.GetFabricRequest, _fabric_pb2.FabricStatus]  # type: ignore[assignment]
     GetSlack: _aio.UnaryUnaryMultiCallable[_fabric_pb2.GetSlackRequest, _fabric_pb2.SlackStatus]  # type: ignore[assignment]
@@ -82,7 +84,8 @@ class FabricServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_fabric_pb2.PeriodReport], _abc.AsyncIterator[_fabric_pb2.PeriodReport]]:
         """A period that is about to come. The answer streams what becomes of it whenever that changes, until it is over;
-        whoever leaves before does not end it. NOT_FOUND for a name without an intent that was never announced with one.
+        whoever leaves before does not end it, but at a boundary, which ends with its caller. NOT_FOUND for a name without
+        an intent that was never announced with one.
         """
 
     @_abc_1.abstractmethod

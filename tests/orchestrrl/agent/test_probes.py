@@ -15,7 +15,7 @@ from orchestrrl.agent.probe_words import AGAIN_AFTER_S, Words
 from orchestrrl.agent.probes import HostTraces, Quiet
 from orchestrrl.clock import WallClock
 from orchestrrl.errors import Permanent
-from orchestrrl.instrument.rings import Reader, Writer, list_rings
+from orchestrrl.instrument.rings import Doorbell, Reader, Writer, list_rings
 from orchestrrl.rpc.pb import fabric_pb2
 from planner.model import Hold
 
@@ -251,8 +251,43 @@ def test_what_is_left_of_a_window_may_be_too_short(host: Host) -> None:
     told = Told(host, need_s=0.05)
     host.passes(0.06)
     told.words.read()
-    assert told.news() == ["quiet", "short"]
+    assert told.news() == ["quiet"]  # until when was told: whoever has begun something may go by that
+    assert Told(host, need_s=0.05).news() == ["short"]
     assert Told(host, need_s=2 * QUIET_S).news() == ["short"]
+
+
+def test_ranks_that_have_come_are_told_of_before_anything_is_made_of_the_others(host: Host) -> None:
+    """A daemon that is told of a rank counts it as traced: what was promised without it must not outlast that."""
+    host.learn()
+    told = Told(host, need_s=0.05)
+    assert told.news() == ["quiet"]
+    late = Writer(host.folder, clock_ns=lambda: host.now_ns)
+    late.place(2, 3)
+    late.end(late.begin(late.op("all_reduce")))
+    assert host.traces.look()
+    told.words.say_anew()
+    told.words.read()
+    assert told.news() == ["unlearnt"]
+    late.close()
+    assert host.traces.look()
+    told.words.say_anew()
+    told.words.read()
+    assert told.news() == ["quiet"]
+
+
+def test_what_is_given_to_a_device_ends_a_window_at_once(host: Host) -> None:
+    """Its beginning is seen late only."""
+    host.learn()
+    told = Told(host, need_s=0.05)
+    doorbell = Doorbell(host.folder)
+    writer = host.writers[0]
+    writer.issue(writer.op("all_reduce"))
+    assert doorbell.rung() is not None
+    writer.issue(writer.op("all_reduce"))
+    assert doorbell.rung() is None  # nothing new
+    assert told.words.rung()
+    assert told.news() == ["quiet", "traffic"]
+    doorbell.close()
 
 
 def test_a_window_that_lasts_is_told_again(tmp_path: Path) -> None:

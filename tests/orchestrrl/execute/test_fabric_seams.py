@@ -1,0 +1,129 @@
+"""Where the parts of the fabric meet: callers that go, words that have grown void, switches that others keep busy."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from fabric_house import OVER_CORE, SYNC, House, house
+
+from orchestrrl.errors import ProblemFaults
+from orchestrrl.execute.fabric import Rules
+from orchestrrl.fabric_intents import intent_to_json
+from orchestrrl.periods import PeriodState
+from orchestrrl.rpc.fabric_service import FabricService
+from orchestrrl.rpc.pb import fabric_pb2 as pb
+from planner.fabric.windows import Window
+from planner.model import Hold
+
+
+class Called:
+    """A call's context, of which only this is asked."""
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        pass
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[House]:
+    async with house(tmp_path, rules=Rules(within_s=2.0, boundary_within_s=5.0, max_moves_per_stage=2)) as made:
+        yield made
+
+
+def service(site: House) -> FabricService:
+    return FabricService(site.coordinator, site.hub, site.clock)
+
+
+def announced(site: House, *, boundary: bool) -> AsyncIterator[pb.PeriodReport]:
+    request = pb.AnnouncePeriodRequest(period="sync", intent_json=intent_to_json(SYNC), boundary=boundary)
+    return service(site).AnnouncePeriod(request, cast(Any, Called()))
+
+
+async def test_a_boundary_ends_with_its_caller(site: House) -> None:
+    """Who has gone may send again: nothing more is begun."""
+    async with aclosing(cast(Any, announced(site, boundary=True))) as reports:
+        assert (await anext(reports)).state == PeriodState.ANNOUNCED
+        while not site.sent:
+            await site.pass_time(0.001)
+    await site.pass_time(3.0)
+    (report,) = site.coordinator.reports(8)
+    assert (report.state, report.code, report.stages_done) == (PeriodState.KEPT, "withdrawn", 1)
+    assert report.stages > 1
+    assert len({sent.at_s for sent in site.sent}) == 1
+
+
+async def test_who_listens_to_the_end_has_all_of_it(site: House) -> None:
+    states = []
+
+    async def listen() -> None:
+        async for report in announced(site, boundary=True):
+            states.append(report.state)
+
+    listening = asyncio.ensure_future(listen())
+    while not listening.done():
+        await site.pass_time(0.01)
+    assert states[-1] == PeriodState.COMMITTED
+
+
+async def test_a_window_is_of_the_ranks_that_are_traced_now(site: House) -> None:
+    """What was said before a rank came, was said without it."""
+    agent = site.agent("n0", range(16))
+    await site.pass_time(0.2)
+    watch = site.hub.watch("", frozenset(range(8)), 0.01)
+    await site.pass_time(0.0)
+    agent.quiet(5.0, since_s=0.1)
+    assert isinstance(watch.window(), Window)
+    assert agent.stream is not None
+    agent.stream.traces({"": frozenset(range(16)), "other": frozenset({0})})
+    assert isinstance(watch.window(), Window)
+    agent.stream.traces({"": frozenset(range(17))})
+    window = watch.window()
+    assert isinstance(window, Hold)
+    assert window.code == "host_silent"
+    watch.close()
+
+
+async def test_a_switch_that_others_keep_busy_is_not_changed_after_the_window(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        agent = site.agent("n0", range(16))
+        await site.pass_time(0.2)
+        agent.busy()
+        period = site.coordinator.expect(OVER_CORE)
+        await site.pass_time(0.3)
+        assert period.report.state is PeriodState.WAITING
+        core = next(switch.id for switch in site.site.switches if switch.pod is None)
+        async with site.circuits._turns[core]:
+            agent.quiet(0.2, since_s=0.01)
+            until_s = site.clock.now_s() + 0.2
+            await site.pass_time(0.19)
+            agent.busy()
+            await site.pass_time(0.11)
+        await site.pass_time(0.1)
+        assert site.sent
+        assert core not in {sent.switch for sent in site.sent}
+        agent.quiet(0.2, since_s=0.01)
+        report = await site.over(period)
+        assert report.state is PeriodState.COMMITTED
+        assert all(isinstance(sent.window, Window) for sent in site.sent if sent.at_s > until_s)
+        assert core in {sent.switch for sent in site.sent}
+
+
+async def test_what_a_recorder_announces_is_of_its_job(site: House) -> None:
+    message = pb.Announcement(rank=0, job="small", period="gradients", intent_json=intent_to_json(OVER_CORE))
+    service(site)._announced(message)
+    await site.pass_time(0.1)
+    (period,) = [site.coordinator._now]
+    assert period is not None
+    assert period.intent.job == "small"
+    assert "of small" in period.report.detail
+
+
+@pytest.mark.parametrize("volume", ["NaN", "Infinity", "1e999", "-1"])
+async def test_a_volume_that_is_none_is_refused(site: House, volume: str) -> None:
+    text = intent_to_json(OVER_CORE).replace("4000000000.0", volume)
+    assert volume in text
+    with pytest.raises(ProblemFaults, match="bytes_per_rank"):
+        site.coordinator.announce("gradients", text)
+    assert site.coordinator.reports(8) == []

@@ -183,9 +183,10 @@ def _show(problem: "AllocationProblem", allocation: "Allocation", solve_s: float
     rows = [_row(problem, pair, count) for pair, count in allocation.circuits.items()]
     rows.sort(key=lambda row: (-row[0], row[1]))
     circuits = sum(allocation.circuits.values())
+    pairs = f"{len(rows):,} of {len(rows) + len(allocation.unserved):,}" if allocation.unserved else f"{len(rows):,}"
     print_lines(
         [
-            f"[bold]{circuits:,} circuits[/bold] for {len(rows):,} pairs: the slowest ends after"
+            f"[bold]{circuits:,} circuits[/bold] for {pairs} pairs: the slowest ends after"
             f" {duration(allocation.completion_s)}; with ports dealt out in turn, whatever the demand,"
             f" {duration(allocation.uniform_completion_s)}; solved in {duration(solve_s)}"
         ]

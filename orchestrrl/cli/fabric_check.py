@@ -25,13 +25,10 @@ _POD_COLUMNS = (
     "servers",
     "GPUs",
     "ToRs",
-    "uplinks",
     "lanes",
     "hosts",
     "ToRs up",
-    "over ToRs",
-    "uplinks up",
-    "over uplinks",
+    "lanes up",
 )
 _SWITCH_COLUMNS = ("switch", "tier", "device", "moves in", "ports", "fibred", "reserved", "spare")
 ROWS_SHOWN = 24  # of a table; beyond that, neighbours that are alike share a row
@@ -65,7 +62,12 @@ def check(file: SiteFile, as_json: JsonFlag = False) -> None:
         print_json(_json(site, found))
         return
     print_lines([f"{file}: sound", summary(site)])
-    print_table("PoDs, capacity in Gbps each way", _POD_COLUMNS, _grouped(map(_pod_row, found.pods)), left=("role",))
+    print_table(
+        "PoDs, Gbps each way (in brackets: hosts over it)",
+        _POD_COLUMNS,
+        _grouped(map(_pod_row, found.pods)),
+        left=("role",),
+    )
     print_table("Switches", _SWITCH_COLUMNS, _grouped(map(_switch_row, found.switches)), left=("tier", "device"))
     print_lines(f"warning: {warning}" for warning in found.warnings)
 
@@ -87,19 +89,16 @@ def _pod_row(each: "PodCapacity") -> Row:
         each.servers,
         each.gpus,
         each.tors,
-        each.uplinks,
         each.lanes,
         count(each.hosts_gbps),
-        count(each.tors_gbps),
-        _ratio(each.tor_ratio),
-        count(each.uplinks_gbps),
-        _ratio(each.uplink_ratio),
+        _up(each.tors_gbps, each.tor_ratio),
+        _up(each.uplinks_gbps, each.uplink_ratio),
     )
 
 
-def _ratio(value: float | None) -> str | None:
-    """How often what hosts send would fill it."""
-    return None if value is None else f"{value:.3g}:1"
+def _up(capacity_gbps: float, ratio: float | None) -> str:
+    """With how often what hosts send would fill it."""
+    return count(capacity_gbps) + ("" if ratio is None else f" ({ratio:.3g}:1)")
 
 
 def _switch_row(each: "SwitchPorts") -> Row:

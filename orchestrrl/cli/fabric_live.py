@@ -41,7 +41,7 @@ def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> 
         return
     control, latest = seen["control"], next(iter(seen["periods"]), None)
     lines = [
-        f"circuits of: {escape(seen['period'] or 'no period yet')}",
+        f"circuits of: {escape(seen['period'] or ('no one period' if seen['circuits'] else 'no period yet'))}",
         f"operator: {escape(fabric_control_words(control))}",
     ]
     if latest is not None:
@@ -86,6 +86,9 @@ def announce(
     as_json: JsonFlag = False,
 ) -> None:
     """Announce a communication period, as a trainer does, and follow what becomes of its circuits.
+
+    FILE is an intent: {"stage": "train", "traffic": [{"operation": "DP", "primitive": "ring_all_reduce", "groups":
+    [[0, 8]], "bytes_per_rank": 4e9}]}. docs/fabric.md has every field. Exit status 0 if committed or kept.
 
     Example: `orchestrrl fabric announce weights --intent weights.json --boundary`
     """
@@ -134,7 +137,10 @@ def override(
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> None:
-    """Have the circuits of one period, whatever is announced, until released or expired.
+    """Have the circuits of one period, whatever else its job announces, until released or expired.
+
+    It stands for those of train and weight_sync, one of generation for those of generation. They are changed as that
+    period's always are: in a window, or at a boundary. What other jobs announce goes on.
 
     Example: `orchestrrl fabric override gradients --reason "comparing" --ttl-s 600`
     """
@@ -154,13 +160,18 @@ def release(reason: Reason = "", daemon: DaemonOption = DEFAULT_TARGET, as_json:
 def mask(
     what: Annotated[
         list[str] | None,
-        typer.Argument(help="switch:S, port:S:P, circuit:S:P-P, nic:SERVER:I or server:SERVER; none: nothing is."),
+        typer.Argument(
+            metavar="WHAT...",
+            help="switch:S, port:S:P, circuit:S:P-P, nic:SERVER:I or server:SERVER; none: all may be used again.",
+        ),
     ] = None,
     reason: Reason = "",
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> None:
     """Say what must not be used, beside what switches report of themselves. The whole list each time.
+
+    `orchestrrl fabric status` shows the present list.
 
     Example: `orchestrrl fabric mask port:core0:7 nic:train0/s1:3 --reason "flapping"`
     """

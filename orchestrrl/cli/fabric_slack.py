@@ -194,13 +194,15 @@ def _bars(halves: dict[int, int]) -> list[str]:
 def show_positions(summary: "SlackSummary") -> None:
     quiet = [position for position in summary.positions if position.samples]
     shown = sorted(quiet, key=lambda each: -(each.promised_s or 0.0))[:POSITIONS_SHOWN]
+    several = len({position.group for position in summary.positions}) > 1
     changes = f", sequence changed {summary.relearned} times: {summary.reason}" if summary.relearned else ""
     print_table(
         f"Windows of an iteration, rank {summary.ranks[0]}: {summary.iterations} iterations of "
         f"{len(summary.positions)} collectives{changes}",
-        ("before", "operation", "group", "bytes", "after mark", "opens at", "p5", "p50", "p95", "promised", "risk"),
-        (_position_row(each) for each in sorted(shown, key=lambda each: each.position)),
-        left=("operation", "after mark"),
+        ("before", "group", "size", "after mark", "opens at", "p5", "p50", "promised", "risk"),
+        (_position_row(each, several) for each in sorted(shown, key=lambda each: each.position)),
+        left=("after mark",),
+        optional=("group", "after mark"),
     )
     lines = []
     if len(quiet) > len(shown):
@@ -210,20 +212,25 @@ def show_positions(summary: "SlackSummary") -> None:
     print_lines(lines)
 
 
-def _position_row(each: "PositionSummary") -> tuple[object, ...]:
+def _position_row(each: "PositionSummary", several_groups: bool) -> tuple[object, ...]:
     return (
-        each.position,
-        each.op,
-        _group(each.group),
-        count(each.size) if each.size >= 0 else "varies",
+        f"{each.position} {each.op}",
+        _group(each.group) if several_groups else None,
+        _size(each.size) if each.size >= 0 else "varies",
         each.mark or None,
         duration(each.offset_s),
         duration(each.p5_s),
         duration(each.p50_s),
-        duration(each.p95_s),
         duration(each.promised_s),
         None if each.risk is None else f"{each.risk:.1%}",
     )
+
+
+def _size(size_bytes: int) -> str:
+    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= step:
+            return f"{size_bytes / step:.3g} {unit}"
+    return f"{size_bytes} B"
 
 
 def _group(group: int) -> str:

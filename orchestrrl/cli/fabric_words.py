@@ -6,12 +6,15 @@ from typing import Any
 from rich.markup import escape
 
 from orchestrrl.cli.formats import duration, time_of_day
-from orchestrrl.cli.output import print_lines, print_table
+from orchestrrl.cli.output import print_lines, print_table, stdout
 
 CIRCUITS_SHOWN = 40
 REASONS_SHOWN = 8
 PAIRS_SHOWN = 6
 WINDOW_COLUMNS = 20
+NARROW_WINDOW_COLUMNS = 10  # where a row with the longest of reasons would not fit on a line else
+WIDE_COLUMNS = 110
+NO_PERIODS = "No period was announced yet: a trainer does, or `orchestrrl fabric announce PERIOD --intent FILE`."
 
 
 def show_circuits(circuits: Sequence[dict[str, Any]]) -> None:
@@ -48,23 +51,34 @@ def show_hosts(hosts: Sequence[dict[str, Any]]) -> None:
 def _host_row(host: dict[str, Any]) -> tuple[object, ...]:
     ranks = ", ".join(f"{len(job['ranks'])}{' of ' + job['job'] if job['job'] else ''}" for job in host["jobs"])
     clock = f"within {duration(host['bound_s'])}" if host["bound_s"] else None
-    return host["host"], ranks or None, clock, "attached" if host["attached"] else "gone", host["detail"] or None
+    return host["host"], ranks or None, clock, "attached" if host["attached"] else "gone", _no_window(host)
+
+
+def _no_window(host: dict[str, Any]) -> str | None:
+    if not host["attached"]:
+        return "its agent is gone"
+    return host["detail"] or (None if host["jobs"] else "no recorder runs on it")
 
 
 def show_periods(periods: Sequence[dict[str, Any]]) -> None:
+    if not periods:
+        print_lines([NO_PERIODS])
+        return
     print_table(
         "Periods",
-        ("announced", "period", "state", "why", "stages", "moves", "waited", "took", "window", "the commit in it"),
+        ("announced", "period", "became", "moves", "waited", "took", "window", "commit"),
         map(_period_row, periods),
-        left=("period", "state", "why", "the commit in it"),
-        optional=("why", "window", "the commit in it"),
+        left=("period", "became", "commit"),
+        optional=("window", "commit"),
     )
     print_lines(escape(line) for line in reasons(periods))
 
 
-def show_counts(counts: Iterable[dict[str, Any]]) -> None:
+def show_counts(counts: Sequence[dict[str, Any]]) -> None:
+    if not counts:
+        return
     print_table(
-        "Since the daemon started",
+        "All that ended so far",
         ("state", "why", "periods"),
         [(each["state"], _why(each), each["count"]) for each in counts],
         left=("why",),
@@ -90,18 +104,24 @@ def _period_row(period: dict[str, Any]) -> tuple[object, ...]:
     return (
         time_of_day(period["announced_unix_s"]),
         period["period"],
-        period["state"],
-        _why(period),
-        f"{period['stages_done']} of {period['stages']}",
-        period["moves"],
+        period["state"] + (f": {why}" if (why := _why(period)) else ""),
+        _moves(period),
         duration(first["commanded_unix_s"] - period["announced_unix_s"]) if first else None,
         duration(sum(each["usable_unix_s"] - each["commanded_unix_s"] for each in commits)) if first else None,
         duration(windowed["window_until_unix_s"] - windowed["window_opened_unix_s"]) if windowed else None,
-        in_window(windowed) if windowed else None,
+        in_window(windowed, WINDOW_COLUMNS if stdout.width >= WIDE_COLUMNS else NARROW_WINDOW_COLUMNS)
+        if windowed
+        else None,
     )
 
 
-def in_window(commit: dict[str, Any], columns: int = WINDOW_COLUMNS) -> str:
+def _moves(period: dict[str, Any]) -> str:
+    """Those made, where they are not all."""
+    made = sum(each["moves"] for each in period["commits"] if each["done"])
+    return str(made) if made == period["moves"] else f"{made} of {period['moves']}"
+
+
+def in_window(commit: dict[str, Any], columns: int) -> str:
     """A line from the opening of the window to its promised end, with the commit on it: `──████────`. What goes beyond
     the end is told by `>`."""
     opened_s: float = commit["window_opened_unix_s"]

@@ -211,7 +211,7 @@ def fabric_control_words(control: dict[str, Any]) -> str:
             which = ", ".join(control["cross_connects"]) or "all circuits"
             return f"{which} pinned{until}{because}"
         case "overridden":
-            return f"circuits of {control['period']}, whatever is announced{until}{because}"
+            return f"circuits of {control['period']}, whatever else its job announces{until}{because}"
         case _:
             return f"free{because}"
 

@@ -1,6 +1,7 @@
 """`orchestrrl fabric slack` and the traces that it reads."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from orchestrrl.bench.slack import LAYERS, events
+from orchestrrl.cli import output
+from orchestrrl.cli.fabric_slack import POSITIONS_SHOWN
 from orchestrrl.cli.main import application
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.slack_traces import common, study
@@ -70,6 +73,15 @@ def test_windows_and_switches_are_shown(tmp_path: Path, marked: bool) -> None:
         "robotic_telescent 2 min 00 s 0 50 ",
     ):
         assert expected in words
+
+
+def test_a_window_has_one_line_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output.stdout, "_width", 100)
+    shown = run(*traces(tmp_path, 1)).stdout.partition("Windows of an iteration")[2]
+    rows = re.findall(r"^ (\d+) (\w+) .* \d\.\d% *$", shown, flags=re.MULTILINE)
+    assert [int(position) for position, _ in rows] == sorted(int(position) for position, _ in rows)
+    assert len(rows) == POSITIONS_SHOWN
+    assert {"all_gather", "all_to_all"} <= {operation for _, operation in rows}
 
 
 def test_the_same_as_json(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError, ProblemFaults
 from orchestrrl.execute.circuits import CircuitExecutor
 from orchestrrl.execute.fabric_book import PeriodBook
-from orchestrrl.execute.fabric_commit import Amiss, Port, Routing, Rules, StageCommitter, StageOrder, Watch, Windows
+from orchestrrl.execute.fabric_commit import Amiss, Port, Routing, Rules, StageCommitter, StageOrder, Windows
 from orchestrrl.execute.fabric_control import OperatorsWord
 from orchestrrl.execute.fabric_glass import Glance, Glass
+from orchestrrl.execute.fabric_neighbours import Watch, neighbours
 from orchestrrl.execute.fabric_queue import Announced, PeriodQueue, lane_of
 from orchestrrl.fabric_intents import parse_intent
 from orchestrrl.holds import HoldBook, Part
@@ -348,6 +349,7 @@ class Coordinator:
             objection=lambda: self._objection(period, intent, said),
             waiting=lambda hold: self._waits(period, hold),
             usable=before,
+            others=neighbours(self.site, intent, self._book.training()),
         )
         try:
             done = await self._committer.carry_out(order)

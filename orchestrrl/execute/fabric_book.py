@@ -6,13 +6,13 @@ counted, and written down with the next that is.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.fabric_intents import intent_to_json, parse_intent
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.periods import PERIOD, PeriodReport, PeriodState, SwitchTook
-from planner.fabric.intent import Intent
+from planner.fabric.intent import Intent, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,10 @@ class PeriodBook:
 
     def get(self, period: str) -> Intent | None:
         return self._intents.get(period)
+
+    def training(self) -> Iterable[Intent]:
+        """What each job that trains announced last of its training."""
+        return {each.job: each for each in self._intents.values() if each.stage is Stage.TRAIN}.values()
 
     def ended(self, report: PeriodReport, now_s: float) -> None:
         self.over.append(report)

@@ -17,6 +17,7 @@ from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError
 from orchestrrl.execute.circuits import CircuitExecutor, CircuitOperation, CircuitOutcome
 from orchestrrl.execute.fabric_glass import Glance, Glass
+from orchestrrl.execute.fabric_neighbours import JointWatch, Watch
 from orchestrrl.periods import CommitReport, PeriodState, SwitchTook
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Stage
@@ -42,20 +43,12 @@ class Rules:
     route_s: float = 0.0  # where nobody here steers
 
 
-class Watch(Protocol):
-    """What is known of a job's traffic, while somebody waits for it to pause."""
-
-    changed: asyncio.Event
-
-    def window(self) -> Window | Hold: ...
-
-    def close(self) -> None: ...
-
-
 class Windows(Protocol):
     def watch(self, job: str, ranks: frozenset[int], need_s: float) -> Watch:
         """Of a job's traced ranks; these are among them, or there is no window."""
         ...
+
+    def is_traced(self, job: str) -> bool: ...
 
 
 class Routing(Protocol):
@@ -92,7 +85,8 @@ class Amiss(Exception):
 @dataclass(frozen=True, slots=True)
 class StageOrder:
     """`objection` is asked last before anything is sent; it may raise. `waiting` is told why nothing is, each time that
-    changes. `usable`: what is up of the site before the stage."""
+    changes. `usable`: what is up of the site before the stage. `others`: jobs that send over the same PoDs, and are to
+    pause as well."""
 
     stage: TransitionStage
     of: Stage
@@ -104,6 +98,7 @@ class StageOrder:
     objection: Callable[[], Hold | None]
     waiting: Callable[[Hold], None]
     usable: frozenset[PortPair]
+    others: frozenset[str] = frozenset()
 
 
 _Timed = tuple[CircuitOutcome, SwitchTook | None]
@@ -134,7 +129,7 @@ class StageCommitter:
         """In one window; why not, where it is not to be. Raises Amiss, and OrchestrRLError of the journal."""
         operations = await self._prepare(order)
         need = self._need(order.stage)
-        watch = self._windows.watch(order.job, order.ranks, need.total_s) if order.of is Stage.TRAIN else None
+        watch = self._watch(order, need)
         try:
             window = self._boundary(order, need) if watch is None else await self._window(order, need, watch)
             if isinstance(window, Hold):
@@ -177,6 +172,16 @@ class StageCommitter:
         # Who routes by himself, as links come and go, is trusted to take no longer than the operator says.
         return need if self._routing is not None else replace(need, route_s=self._rules.route_s)
 
+    def _watch(self, order: StageOrder, need: CommitNeed) -> Watch | None:
+        """None: nobody has to pause who does not stand still anyway."""
+        watches: list[Watch] = []
+        if order.of is Stage.TRAIN:
+            watches.append(self._windows.watch(order.job, order.ranks, need.total_s))
+        if order.of is Stage.TRAIN or order.boundary:
+            traced = filter(self._windows.is_traced, sorted(order.others))
+            watches += [self._windows.watch(job, frozenset(), need.total_s) for job in traced]
+        return JointWatch(watches) if len(watches) > 1 else next(iter(watches), None)
+
     def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
         """Nobody sends, so no window is needed, as long as the caller stands still."""
         now_s = self._clock.now_s()
@@ -200,15 +205,15 @@ class StageCommitter:
                     self._unfit(order, short)
                     return _with_last(objection, told)
                 window = watch.window()
-                verdict = may_commit(order.of, window, need, self._clock.now_s(), boundary=False)
-                if isinstance(verdict, Act):
+                verdict = may_commit(order.of, window, need, self._clock.now_s(), order.boundary)
+                if isinstance(verdict, Act) and (order.of is Stage.TRAIN or not alarm.done()):
                     assert isinstance(window, Window)
                     return window
                 short = short or verdict.code in (TOO_SHORT, SHORT)
                 if alarm.done():
                     self._unfit(order, short)
                     return Hold("no_window", f"none by the deadline: {verdict.code}: {verdict.detail}")
-                if told != verdict:
+                if isinstance(verdict, Hold) and told != verdict:
                     told = verdict
                     order.waiting(verdict)
                 await _first(watch.changed, order.poked, alarm)
@@ -287,7 +292,7 @@ class StageCommitter:
         now_s = self._clock.now_s()
         rest = replace(need, route_s=max(0.0, need.route_s - (now_s - began_s)))
         left = watch.window()
-        verdict = may_commit(order.of, left, rest, now_s, boundary=False)
+        verdict = may_commit(order.of, left, rest, now_s, order.boundary)
         if isinstance(verdict, Act):
             assert isinstance(left, Window)
             return left

@@ -187,6 +187,10 @@ class TraceHub:
                 host.stream.put(arm)
         return made
 
+    def is_traced(self, job: str) -> bool:
+        """Whether anybody reads, or has lately read, recorders of its ranks."""
+        return any(job in host.jobs for host in self.known())
+
     def forget(self, watch: JobWatch) -> None:
         self._watches.pop(watch.arm.id, None)
         for host in self.hosts.values():

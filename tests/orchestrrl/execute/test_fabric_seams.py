@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fabric_house import OVER_CORE, SYNC, House, house
+from fabric_house import OVER_CORE, SYNC, House, house, train
 
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.execute.fabric import Rules
+from orchestrrl.execute.fabric_neighbours import neighbours
 from orchestrrl.fabric_intents import intent_to_json
 from orchestrrl.periods import PeriodState
 from orchestrrl.rpc.fabric_service import FabricService
@@ -127,3 +128,68 @@ async def test_a_volume_that_is_none_is_refused(site: House, volume: str) -> Non
     with pytest.raises(ProblemFaults, match="bytes_per_rank"):
         site.coordinator.announce("gradients", text)
     assert site.coordinator.reports(8) == []
+
+
+async def test_who_shares_a_pod_pauses_too(site: House) -> None:
+    """Circuits of one job's training carry another's, where both have ranks in a PoD."""
+    mine, other = site.agent("n0", range(16)), site.agent("n1", range(4), job="other")
+    await site.pass_time(0.2)
+    theirs = train("theirs", (0, 8), (1, 9), job="other")
+    other.busy("other")
+    waits = site.coordinator.expect(theirs)
+    await site.pass_time(0.1)
+    site.coordinator.withdraw(waits, "it is only known from now on")
+    await site.pass_time(0.1)
+    mine.busy()
+    period = site.coordinator.expect(OVER_CORE)
+    await site.pass_time(0.1)
+    mine.quiet(0.8, since_s=0.01)
+    await site.pass_time(0.2)
+    assert (period.report.state, period.report.code) == (PeriodState.WAITING, "traffic")
+    assert site.sent == []
+    other.quiet(0.5, "other", since_s=0.01)
+    await site.pass_time(0.01)
+    assert site.sent
+    other.busy("other")
+    mine.quiet(10.0, since_s=0.01)
+    so_far = len(site.sent)
+    await site.pass_time(0.5)
+    assert len(site.sent) == so_far  # nor any later stage
+    other.leave()
+    site.coordinator.withdraw(period, "enough")
+
+
+@pytest.mark.parametrize("job", ["", "other"])
+async def test_a_sync_waits_for_others_that_train_there(tmp_path: Path, job: str) -> None:
+    """The caller stands still, and they do not; its own ranks need no window."""
+    async with house(tmp_path) as site:
+        agent = site.agent("n0", range(8), job=job)
+        await site.pass_time(0.2)
+        agent.busy(job)
+        waits = site.coordinator.expect(train("theirs", (0, 8), (1, 9), job=job))
+        await site.pass_time(0.1)
+        site.coordinator.withdraw(waits, "it is only known from now on")
+        period = site.coordinator.expect(SYNC, boundary=True)
+        await site.pass_time(0.5)
+        assert bool(site.sent) is (job == "")
+        agent.quiet(1.0, job, since_s=0.01)
+        assert (await site.over(period)).state is PeriodState.COMMITTED
+
+
+async def test_a_job_that_has_ended_keeps_nobody_waiting(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        other = site.agent("n1", range(4), job="other")
+        await site.pass_time(0.1)
+        waits = site.coordinator.expect(train("theirs", (0, 8), (1, 9), job="other"))
+        await site.pass_time(0.1)
+        site.coordinator.withdraw(waits, "it ends")
+        assert other.stream is not None
+        other.stream.traces({})
+        assert (await site.at_boundary(SYNC)).state is PeriodState.COMMITTED
+
+
+async def test_other_pods_do_not_count(site: House) -> None:
+    elsewhere = train("theirs", (16, 18), job="other")
+    assert neighbours(site.site, OVER_CORE, [elsewhere, OVER_CORE]) == frozenset()
+    assert neighbours(site.site, SYNC, [elsewhere]) == {"other"}
+    assert neighbours(site.site, OVER_CORE, [train("theirs", (0, 16), job="other")]) == {"other"}

@@ -1,0 +1,61 @@
+"""Jobs that share PoDs: who else sends over what a period changes, and when all of them pause at once."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from planner.fabric.intent import Intent
+from planner.fabric.model import EndpointId
+from planner.fabric.templates import template_of
+from planner.fabric.topology import Site
+from planner.fabric.windows import Window
+from planner.model import Hold
+
+
+class Watch(Protocol):
+    """What is known of a job's traffic, while somebody waits for it to pause."""
+
+    changed: asyncio.Event
+
+    def window(self) -> Window | Hold: ...
+
+    def close(self) -> None: ...
+
+
+def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozenset[str]:
+    """Of these, the other jobs that have ranks in PoDs whose circuits the intent may change."""
+    touched = template_of(intent).touched
+    pods = frozenset(pod for pod in _pods(site, intent) if site.pod[pod].role in touched)
+    return frozenset(
+        other.job for other in others if other.job != intent.job and not pods.isdisjoint(_pods(site, other))
+    )
+
+
+class JointWatch:
+    """A window of several jobs is what all of theirs have in common."""
+
+    def __init__(self, watches: Sequence[Watch]) -> None:
+        self.changed = asyncio.Event()
+        self._watches = watches
+        for watch in watches:
+            watch.changed = self.changed
+
+    def window(self) -> Window | Hold:
+        windows: list[Window] = []
+        for watch in self._watches:
+            found = watch.window()
+            if isinstance(found, Hold):
+                return found
+            windows.append(found)
+        first = min(windows, key=lambda each: each.until_s)
+        opened_s, risk = max(each.opened_s for each in windows), sum(each.risk for each in windows)
+        return Window(opened_s, first.until_s, first.limiting, min(1.0, risk))
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.close()
+
+
+def _pods(site: Site, intent: Intent) -> frozenset[EndpointId]:
+    gpus = map(intent.gpu, intent.ranks)
+    return frozenset(site.server_of[gpu].pod for gpu in gpus if gpu in site.server_of)

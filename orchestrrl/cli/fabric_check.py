@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrrl.cli.formats import count, duration
+from orchestrrl.cli.formats import duration
 from orchestrrl.cli.groups import fabric_group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
 
@@ -30,7 +30,7 @@ _POD_COLUMNS = (
     "ToRs up",
     "lanes up",
 )
-_SWITCH_COLUMNS = ("switch", "tier", "device", "moves in", "ports", "fibred", "reserved", "spare")
+_SWITCH_COLUMNS = ("switch", "tier", "device", "moves in", "ports", "reserved", "spare")
 ROWS_SHOWN = 24  # of a table; beyond that, neighbours that are alike share a row
 
 HELP = """Find what is impossible in the cabling of a site, all of it at once, and say what capacity there is.
@@ -63,7 +63,7 @@ def check(file: SiteFile, as_json: JsonFlag = False) -> None:
         return
     print_lines([f"{file}: sound", summary(site)])
     print_table(
-        "PoDs, Gbps each way (in brackets: hosts over it)",
+        "PoDs, Tbps each way (in brackets: hosts over it)",
         _POD_COLUMNS,
         _grouped(map(_pod_row, found.pods)),
         left=("role",),
@@ -90,15 +90,19 @@ def _pod_row(each: "PodCapacity") -> Row:
         each.gpus,
         each.tors,
         each.lanes,
-        count(each.hosts_gbps),
+        _tbps(each.hosts_gbps),
         _up(each.tors_gbps, each.tor_ratio),
         _up(each.uplinks_gbps, each.uplink_ratio),
     )
 
 
+def _tbps(gbps: float) -> str:
+    return f"{gbps / 1000:.4g}"
+
+
 def _up(capacity_gbps: float, ratio: float | None) -> str:
     """With how often what hosts send would fill it."""
-    return count(capacity_gbps) + ("" if ratio is None else f" ({ratio:.3g}:1)")
+    return _tbps(capacity_gbps) + ("" if ratio is None else f" ({ratio:.3g}:1)")
 
 
 def _switch_row(each: "SwitchPorts") -> Row:
@@ -108,7 +112,6 @@ def _switch_row(each: "SwitchPorts") -> Row:
         each.switch.device.name,
         duration(each.switch.device.reconfiguration_s),
         each.switch.device.ports,
-        each.fibred,
         each.reserved,
         each.spare,
     )

@@ -33,8 +33,8 @@ def test_a_sound_site_is_summed_up() -> None:
     done = fabric("check", EXAMPLE)
     assert done.exit_code == 0
     assert "2 train and 2 gen PoDs with 16 servers and 32 GPUs" in done.stdout
-    assert re.search(r"gen1 +gen +4 +8 +2 +4 +1,600 +1,600 \(1:1\) +800 \(2:1\)", done.stdout)
-    assert re.search(r"core0 +core +piezo_polatis +25 ms +576 +16 +4 +560", done.stdout)
+    assert re.search(r"gen1 +gen +4 +8 +2 +4 +1\.6 +1\.6 \(1:1\) +0\.8 \(2:1\)", done.stdout)
+    assert re.search(r"core0 +core +piezo_polatis +25 ms +576 +4 +560", done.stdout)
     assert "warning" not in done.stdout
 
 

@@ -133,7 +133,7 @@ def _cross_connects(document: Any) -> Iterator[str]:
             for side, port in ports:
                 path = path_of((*location, side))
                 if port not in owners.get(switch, {}):
-                    yield f"{path}: has no fibre on {switch}, got {port}"
+                    yield f"{path}: has no fibre on {shorten(switch)}, got {port}"
                 elif first.setdefault((switch, port), path) != path:
                     yield f"{path}: is used already by {first[switch, port]}, got {port}"
             ends = [owners[switch][port][0] for _, port in ports if port in owners.get(switch, {})]

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import io
 import sys
 from typing import Any
 
@@ -79,4 +80,6 @@ def application(command: str = "") -> typer.Typer:
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show is shown escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     application(sys.argv[1] if len(sys.argv) > 1 else "")()

@@ -123,11 +123,11 @@ def test_every_fault_comes_at_once_and_nothing_else() -> None:
         "switches[0].ports.c[0]: is fibred already by switches[0].ports.b[0], got 2",
         "current[0].switch: does not exist, got 't'",
         "current[1].port_b: is used already by current[1].port_a, got 1",
-        "current[2].port_b: has no fibre on s, got 9",
+        "current[2].port_b: has no fibre on 's', got 9",
         "current[3].port_b: is used already by current[2].port_a, got 2",
         "current[4].port_a: is used already by current[1].port_a, got 1",
         "current[4]: must join two endpoints, got two ports of 'a'",
-        "target[0].port_a: has no fibre on s, got -1",
+        "target[0].port_a: has no fibre on 's', got -1",
         "target[1]: must join two endpoints, got two ports of 'a'",
     ]
 

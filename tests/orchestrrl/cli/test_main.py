@@ -1,6 +1,8 @@
 """The command's map of modules is the truth: each module adds exactly the commands that it is listed with."""
 
 import importlib
+import json
+import os
 import subprocess
 import sys
 
@@ -33,3 +35,23 @@ def test_one_command_imports_no_more_than_it_runs() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.endswith("[]\n")
+
+
+def test_a_name_that_the_terminal_cannot_show_is_shown_escaped() -> None:
+    problem = {
+        "link_gbps": 1,
+        "endpoints": [{"id": name, "ports": 1} for name in ("\ud800", "\u65e5")],
+        "demand": [{"src": "\ud800", "dst": "\u65e5", "bytes": 1}],
+        "eligible": None,
+        "failed_ports": {},
+    }
+    for encoding, shown in (("utf-8", ("\\ud800", "\u65e5")), ("ascii", ("\\ud800", "\\u65e5"))):
+        done = subprocess.run(
+            [sys.executable, "-c", "from orchestrrl.cli.main import main; main()", "fabric", "allocate", "-"],
+            input=json.dumps(problem).encode(),
+            env=os.environ | {"PYTHONIOENCODING": encoding},
+            capture_output=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert all(name in done.stdout.decode() for name in shown)

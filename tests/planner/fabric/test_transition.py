@@ -169,6 +169,15 @@ def test_everything_up_at_every_point_is_asked_in_vain() -> None:
     assert followed(problem, planned) == told(planned)
 
 
+def test_a_share_that_floats_miss_by_a_hair_is_kept_whole() -> None:
+    cabling = cabled(a=tuple(range(100)), b=tuple(range(100, 200)))
+    before, after = (up(*((port, 100 + (port + turn) % 100) for port in range(100))) for turn in (0, 1))
+    problem = TransitionProblem(cabling, before, after, 400, 0.29)
+    planned = transition(problem)
+    assert not planned.thin_endpoints
+    assert min(light.endpoints[EndpointId("a")] for light in bandwidth(problem, planned, 1.0)) == 29
+
+
 def test_nothing_to_do_is_no_stage() -> None:
     problem = TransitionProblem(cabled(a=(1,), b=(2,)), up((1, 2)), up((1, 2)), 1, 1.0)
     assert transition(problem) == Transition((), (), (), 0, True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_PORTS = 2**20  # beyond any switch
 SHOWN_MOVES = 12  # of a stage; more are counted
 SHOWN_STAGES = 60
-BAR_WIDTH = 20
+BAR_WIDTH = 10
 
 HELP = """Say in which stages cross-connects are changed, so that no pair goes dark and every endpoint keeps bandwidth.
 

@@ -318,10 +318,10 @@ class StageCommitter:
             return f"packets cannot be steered: {_line(error)}"
 
     async def _tried(self, operation: CircuitOperation, begin_by_s: float) -> _Timed | BaseException:
-        """How it came out, or why it did not."""
+        """How it came out, or why it did not. A fault that nobody foresaw is raised once packets follow what is up."""
         try:
             return await self._timed(operation, begin_by_s)
-        except (DriverError, OrchestrRLError) as error:
+        except Exception as error:  # noqa: BLE001
             return error
 
     async def _timed(self, operation: CircuitOperation, begin_by_s: float) -> _Timed:
@@ -376,7 +376,7 @@ def _failed(outcome: _Timed | BaseException) -> bool:
 
 
 def _first_of_journal(outcomes: Iterable[_Timed | BaseException]) -> BaseException | None:
-    """Without a record nothing goes on."""
+    """Without a record nothing goes on, nor after a fault that nobody foresaw."""
     return next(
         (each for each in outcomes if isinstance(each, BaseException) and not isinstance(each, DriverError)), None
     )

@@ -148,6 +148,9 @@ class FabricRouting:
                     self._write_down()
             except OrchestrRLError as error:
                 logger.warning("routes could not be looked after: %s", error)
+            except Exception:
+                # A fault of ours, or of one router's driver, is no reason to stop the daemon.
+                logger.exception("routes could not be looked after")
             await self._clock.sleep(self._look_again_s)
 
     async def _begin(self) -> None:

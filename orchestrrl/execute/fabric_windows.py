@@ -117,8 +117,10 @@ class Stream:
 
     def answers(self, exchange: Exchange) -> None:
         if self._is_the_hosts:
+            was_known = self._host.clock.offset(exchange.back_s) is not None
             self._host.clock.add(exchange)
-            self._hub.news(None)  # a clock that was not known may be now
+            if not was_known:
+                self._hub.news(None)  # of many hosts one answers all the time: nobody is woken for a little more
 
     def knows(self, slack_json: str) -> None:
         if self._is_the_hosts:

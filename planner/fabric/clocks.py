@@ -63,6 +63,7 @@ class OffsetEstimator:
     steps: int = 0
     refused: int = 0  # exchanges that cannot have been, e.g. answered before it was asked by more than any offset
     _recent: deque[Exchange] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
+    _edges: tuple[float, float] | None = None  # the tightest of `_recent`, as if they were of time 0
 
     def __post_init__(self) -> None:
         if not self.drift_ppm >= 0:
@@ -75,25 +76,35 @@ class OffsetEstimator:
             self.refused += 1
             return
         self._recent.append(exchange)
+        self._edges = None
         least_s, most_s = self._allowed(exchange.back_s)
         if least_s > most_s:
             self.steps += 1
             self._recent.clear()
             self._recent.append(exchange)
+            self._edges = None
 
     def offset(self, now_s: float) -> ClockOffset | None:
         """At `now_s` in our clock; None before the first exchange, and when all are too old."""
         while self._recent and now_s - self._recent[0].back_s > self.most_age_s:
             self._recent.popleft()
+            self._edges = None
         if not self._recent:
             return None
         least_s, most_s = self._allowed(now_s)
         return ClockOffset((least_s + most_s) / 2, max(0.0, most_s - least_s) / 2, len(self._recent))
 
     def _allowed(self, now_s: float) -> tuple[float, float]:
-        """The least and the greatest offset that every exchange allows, its age considered."""
-        drifts = [(each, self._drift_s(max(0.0, now_s - each.sent_s))) for each in self._recent]
-        return max(each.least_s - drift for each, drift in drifts), min(each.most_s + drift for each, drift in drifts)
+        """The least and the greatest offset that every exchange allows, its age considered. All of them widen alike, so
+        which ones are the tightest changes with the exchanges alone."""
+        if self._edges is None:
+            drifts = [(each, self._drift_s(each.sent_s)) for each in self._recent]
+            self._edges = (
+                max(each.least_s + drift for each, drift in drifts),
+                min(each.most_s - drift for each, drift in drifts),
+            )
+        drift_s = self._drift_s(max(now_s, self._recent[-1].back_s))
+        return self._edges[0] - drift_s, self._edges[1] + drift_s
 
     def _drift_s(self, age_s: float) -> float:
         return age_s * self.drift_ppm * 1e-6

@@ -1,21 +1,25 @@
 """Where the parts of the fabric meet: callers that go, words that have grown void, switches that others keep busy."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fabric_house import OVER_CORE, SYNC, House, house, train
+from fabric_house import ACROSS_RAILS, OVER_CORE, SYNC, House, house, train
 
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.execute.fabric import Rules
 from orchestrrl.execute.fabric_neighbours import neighbours
+from orchestrrl.execute.fabric_routing import FabricRouting
+from orchestrrl.execute.steering import inline
 from orchestrrl.fabric_intents import intent_to_json
 from orchestrrl.periods import PeriodState
 from orchestrrl.rpc.fabric_service import FabricService
 from orchestrrl.rpc.pb import fabric_pb2 as pb
+from planner.fabric.model import PortPair
+from planner.fabric.transition import TransitionStage
 from planner.fabric.windows import Window
 from planner.model import Hold
 
@@ -193,3 +197,76 @@ async def test_other_pods_do_not_count(site: House) -> None:
     assert neighbours(site.site, OVER_CORE, [elsewhere, OVER_CORE]) == frozenset()
     assert neighbours(site.site, SYNC, [elsewhere]) == {"other"}
     assert neighbours(site.site, OVER_CORE, [train("theirs", (0, 16), job="other")]) == {"other"}
+
+
+class Packets:
+    """The coordinator's `Routing`: on which cross-connects they are."""
+
+    def __init__(self) -> None:
+        self.on: frozenset[PortPair] = frozenset()
+
+    async def prepare(self, up: Iterable[PortPair], stages: Sequence[TransitionStage]) -> None:
+        pass
+
+    async def drain(self, going: Iterable[PortPair]) -> None:
+        self.on -= frozenset(going)
+
+    async def steer(self, usable: Iterable[PortPair]) -> str:
+        self.on = frozenset(usable)
+        return ""
+
+
+async def test_a_fault_that_nobody_foresaw_leaves_packets_on_what_is_up(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        site.agent("n0", range(16))
+        await site.pass_time(0.2)
+        await site.stop()
+        site.routing = packets = Packets()
+        site.start()
+        await site.pass_time(0.2)
+        assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
+        before = site.up()
+        assert packets.on == before
+        really = {id: switch.commit for id, switch in site.switches.items()}
+
+        async def fail(diff: Any, expect_revision: int) -> Any:
+            raise KeyError("no such port")
+
+        for switch in site.switches.values():
+            switch.commit = fail  # type: ignore[method-assign]
+        report = await site.in_window(ACROSS_RAILS)
+        assert (report.state, report.code) == (PeriodState.FAILED, "internal")
+        assert packets.on == before == site.up()
+        for id, commit in really.items():
+            site.switches[id].commit = commit  # type: ignore[method-assign]
+        assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
+        assert packets.on == site.up()
+
+
+async def test_looking_after_routes_outlasts_a_fault(site: House) -> None:
+    asked = 0
+
+    async def look() -> Any:
+        nonlocal asked
+        asked += 1
+        raise KeyError("no such port")
+
+    routing = FabricRouting(site.site, {}, cast(Any, None), look, site.journal, site.clock, offload=inline)
+    tending = asyncio.ensure_future(routing.tend())
+    await site.pass_time(21.0)
+    assert asked == 5
+    assert not tending.done()
+    tending.cancel()
+
+
+async def test_nobody_is_woken_for_a_clock_that_is_known(site: House) -> None:
+    agent = site.agent("n0", range(16))
+    watch = site.hub.watch("", frozenset(range(16)), 0.01)
+    await site.pass_time(0.2)
+    assert watch.changed.is_set()
+    watch.changed.clear()
+    await site.pass_time(9.0)
+    assert not watch.changed.is_set()
+    agent.leave()
+    assert watch.changed.is_set()
+    watch.close()

@@ -63,7 +63,7 @@ class OffsetEstimator:
     steps: int = 0
     refused: int = 0  # exchanges that cannot have been, e.g. answered before it was asked by more than any offset
     _recent: deque[Exchange] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
-    _edges: tuple[float, float] | None = None  # the tightest of `_recent`, as if they were of time 0
+    _edges: tuple[float, float] | None = None  # what they allow together when the newest came back
 
     def __post_init__(self) -> None:
         if not self.drift_ppm >= 0:
@@ -95,15 +95,14 @@ class OffsetEstimator:
         return ClockOffset((least_s + most_s) / 2, max(0.0, most_s - least_s) / 2, len(self._recent))
 
     def _allowed(self, now_s: float) -> tuple[float, float]:
-        """The least and the greatest offset that every exchange allows, its age considered. All of them widen alike, so
-        which ones are the tightest changes with the exchanges alone."""
+        """The least and the greatest offset that every exchange allows, its age considered. After the newest one all
+        widen alike, so what they allow together is worked out once."""
+        newest_s = self._recent[-1].back_s
         if self._edges is None:
-            drifts = [(each, self._drift_s(each.sent_s)) for each in self._recent]
-            self._edges = (
-                max(each.least_s + drift for each, drift in drifts),
-                min(each.most_s - drift for each, drift in drifts),
-            )
-        drift_s = self._drift_s(max(now_s, self._recent[-1].back_s))
+            drifts = [(each, self._drift_s(max(0.0, newest_s - each.sent_s))) for each in self._recent]
+            least_s = max(each.least_s - drift for each, drift in drifts)
+            self._edges = least_s, min(each.most_s + drift for each, drift in drifts)
+        drift_s = self._drift_s(max(0.0, now_s - newest_s))
         return self._edges[0] - drift_s, self._edges[1] + drift_s
 
     def _drift_s(self, age_s: float) -> float:

@@ -110,12 +110,15 @@ def _show_live(daemon: str, job: str | None, plot: Path | None, as_json: bool) -
 
     jobs: dict[str, list[SlackSummary]] = {}
     hosts: dict[str, set[str]] = {}
-    for host in ask(daemon, conversation):
+    seen = ask(daemon, conversation)
+    for host in seen:
         for rank in host["ranks"]:
             if job in (None, rank["job"]):
                 jobs.setdefault(rank["job"], []).append(SlackSummary.from_json(rank["summary"]))
                 hosts.setdefault(rank["job"], set()).add(host["host"])
     if not jobs:
+        if others := sorted({rank["job"] for host in seen for rank in host["ranks"]}):
+            fail(f"no job {job!r} is traced, but {', '.join(map(repr, others))}: name it with --job")
         of = "no job" if job is None else f"no job {job!r}"
         fail(f"{of} is traced: `orchestrrl agent --rings FOLDER` on its hosts tells the daemon of it")
     if plot is not None and len(jobs) > 1:
@@ -198,7 +201,7 @@ def show_positions(summary: "SlackSummary") -> None:
     changes = f", sequence changed {summary.relearned} times: {summary.reason}" if summary.relearned else ""
     print_table(
         f"Windows of an iteration, rank {summary.ranks[0]}: {summary.iterations} iterations of "
-        f"{len(summary.positions)} collectives{changes}",
+        f"{len(summary.positions)} collective{'' if len(summary.positions) == 1 else 's'}{changes}",
         ("before", "group", "size", "after mark", "opens at", "p5", "p50", "promised", "risk"),
         (_position_row(each, several) for each in sorted(shown, key=lambda each: each.position)),
         left=("after mark",),

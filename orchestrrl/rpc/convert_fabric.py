@@ -174,7 +174,11 @@ def hosts_to_pb(hub: TraceHub, now_s: float) -> list[pb.HostTrace]:
 
 def _host_to_pb(host: Host, now_s: float) -> pb.HostTrace:
     offset = host.clock.offset(now_s)
-    words = [f"{job or 'trainer'}: {word.detail}" for job, (_, _, word) in host.said.items() if isinstance(word, Hold)]
+    words = [
+        f"{job or 'trainer'}: {word.detail}"
+        for job, (_, _, word) in host.said.items()
+        if isinstance(word, Hold) and job in host.jobs  # it is asked for jobs that it has not, too
+    ]
     return pb.HostTrace(
         host=host.name,
         jobs=[pb.JobRanks(job=job, ranks=sorted(ranks)) for job, ranks in sorted(host.jobs.items())],

@@ -231,7 +231,9 @@ def test_slack_is_asked_of_agents(daemon: str, tmp_path: Path, agent: PlayedAgen
     told = said(command(daemon, "fabric", "slack", "--plot", str(picture)))
     assert "Slack before each operation, 2 ranks" in told
     assert picture.stat().st_size > 0
-    assert command(daemon, "fabric", "slack", "--job", "another").exit_code == 1
+    another = command(daemon, "fabric", "slack", "--job", "another")
+    assert another.exit_code == 1
+    assert "no job 'another' is traced, but ''" in another.stderr
 
 
 def test_slack_of_nobody(daemon: str) -> None:

@@ -192,6 +192,7 @@ def _homeless(placement: Placement, dropped_bytes: float) -> Iterator[str]:
     ranks = placement.homeless()
     if ranks:
         named = ", ".join(map(str, ranks[:NAMED_AT_MOST])) + (", ..." if len(ranks) > NAMED_AT_MOST else "")
-        yield f"{len(ranks)} ranks are on no server that works ({named})"
+        are = "1 rank is" if len(ranks) == 1 else f"{len(ranks)} ranks are"
+        yield f"{are} on no server of the site that works ({named})"
     if dropped_bytes:
         yield f"{dropped_bytes:.4g} bytes have no place to go from or to"

@@ -149,7 +149,7 @@ def test_ranks_that_are_nowhere_are_told() -> None:
     demand = demand_of(one(Primitive.PIPELINE, ((0, 9), (1, 2000))), site, Failures(servers=frozenset({"train0/s2"})))  # type: ignore[arg-type]
     assert not demand.core
     assert demand.notes == (
-        "2 ranks are on no server that works (9, 2000)",
+        "2 ranks are on no server of the site that works (9, 2000)",
         "2e+09 bytes have no place to go from or to",
     )
 

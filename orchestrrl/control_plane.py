@@ -117,7 +117,8 @@ class ControlPlane:
         self.fabric: Coordinator | None = None  # who changes circuits; None: there is no optical fabric
         self.routing: FabricRouting | None = None  # who has packets follow them
         self.gen_circuits: GenCircuits | None = None  # whose circuits follow the deployment
-        self.before_resume: Callable[[], Awaitable[str]] | None = None  # to be done before the gate opens
+        # To be done before the gate opens; given when it opens by itself.
+        self.before_resume: Callable[[float], Awaitable[str]] | None = None
         self.watch_deployed: WatchDeployed | None = None  # who reads engines that no agent does
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
         self.step_began = asyncio.Event()  # set with each new step, for who waits for one

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from orchestrrl.clock import Clock
@@ -29,7 +30,7 @@ LOOK_S = 0.25
 RESTED_S = 2.0  # between two steps, not between two requests
 LOOKED_BACK = 64  # periods
 WORDS_CHARACTERS = 160
-SYNC_OVER_WITHIN_S = 5.0  # the gate is held for no longer, and its lease is longer than that
+SYNC_OVER_WITHIN_S = 5.0  # the gate is held for no longer, nor beyond its lease
 
 
 class Serving(Protocol):
@@ -96,14 +97,17 @@ class GenCircuits:
             if not fleet.switching() and self._missed() and await self._rest(fleet):
                 await self._announce(fleet.serving(), boundary=True)
 
-    async def after_sync(self, fleet: Fleet) -> str:
+    async def after_sync(self, fleet: Fleet, until_s: float = inf) -> str:
         """Requests are about to be let in again: where weights were brought over circuits of their own, engines get
         theirs back. What became of it, in words; nothing where there was no such sync, or a switch goes before. A
         trainer that does not use the gate announces `generation` itself: nobody else knows when its broadcast is
-        over."""
+        over. `until_s`: when requests are let in anyway."""
         if not self._fabric.sync_is_up or fleet.switching() or not (engines := fleet.serving()):
             return ""
-        return await self._announce(engines, boundary=True, within_s=min(self._within_s, SYNC_OVER_WITHIN_S))
+        within_s = min(self._within_s, SYNC_OVER_WITHIN_S, until_s - self._clock.now_s())
+        if within_s <= 0:
+            return "circuits stay as they are: no time is left"
+        return await self._announce(engines, boundary=True, within_s=within_s)
 
     def _missed(self) -> bool:
         """What was announced last waits for a boundary."""

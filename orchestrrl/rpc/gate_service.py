@@ -38,7 +38,12 @@ class GateService:
     async def _prepare(self, lease_id: str) -> None:
         """Whoever resumes again, or too late, finds requests going on."""
         lease, prepare = self._plane.gate.state.lease, self._plane.before_resume
-        if prepare is not None and lease is not None and lease.id == lease_id and (words := await prepare()):
+        if (
+            prepare is not None
+            and lease is not None
+            and lease.id == lease_id
+            and (words := await prepare(lease.until_s))
+        ):
             logger.info("before the gate opens: %s", words)
 
     async def set_version(self, request: pb.SetPolicyVersionRequest, context: Context) -> pb.SetPolicyVersionResponse:

@@ -125,7 +125,8 @@ async def test_pause_renew_resume(house: House) -> None:
 async def test_what_is_to_be_done_before_it_opens_is_done_while_it_is_closed(house: House) -> None:
     phases: list[str] = []
 
-    async def prepare() -> str:
+    async def prepare(until_s: float) -> str:
+        assert until_s == gate.lease_until_unix_s
         phases.append(house.plane.gate.state.phase)
         return "circuits committed"
 

@@ -287,6 +287,8 @@ async def test_after_a_weight_sync_engines_get_their_circuits_back(narrow: House
         assert house.fabric.period == "sync"
         assert house.circuits() != MESH
         assert await during(house, house.gen.after_sync(Found(specs(narrow), busy=True))) == ""
+        assert "no time is left" in await during(house, house.gen.after_sync(found, house.clock.now_s()))
+        assert house.circuits() != MESH
         assert (await during(house, house.gen.after_sync(found))).startswith("circuits committed")
         assert house.circuits() == MESH
         assert await during(house, house.gen.after_sync(found)) == ""

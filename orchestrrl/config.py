@@ -3,7 +3,6 @@
 `Reloadable` keeps the last good one when the file has become faulty.
 """
 
-import ipaddress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from orchestrrl.addresses import is_loopback, parse_address
 from orchestrrl.deploying import DeployerSettings, deployer_faults
 from orchestrrl.documents import (
     Name,
@@ -31,23 +31,6 @@ from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Knowl
 if TYPE_CHECKING:  # its curves bring numpy: loaded where a configuration names a profile, and nowhere else
     from planner.fabric.topology import Site
     from planner.profile import Profile
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """`127.0.0.1:7070` or `[::1]:7070` as host and port; ValueError with what is wrong."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError("must be HOST:PORT with a port of 0 to 65535")
-    return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_address(address: str) -> str:

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from orchestrrl.config import parse_address
+from orchestrrl.addresses import parse_address
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent
 from orchestrrl.fabric_metrics import fabric_metrics, pause_metrics

@@ -8,9 +8,9 @@ import grpc
 import typer
 from google.protobuf.message import Message
 
+from orchestrrl.addresses import parse_address
 from orchestrrl.cli.output import reporting_errors
 from orchestrrl.cli.running import until_stopped
-from orchestrrl.config import parse_address
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.rpc.control_client import CALL_TIMEOUT_S, ControlClient
 from orchestrrl.rpc.plain import plain

@@ -26,12 +26,20 @@ def test_a_known_command_is_found_without_the_others() -> None:
     assert not application("--version").registered_commands
 
 
-def test_one_command_imports_no_more_than_it_runs() -> None:
+@pytest.mark.parametrize(
+    ("command", "unwanted"),
+    [
+        (["engine"], {"grpc", "ortools", "statsmodels", "matplotlib", "numba"}),
+        (["fabric", "status"], {"orchestrrl.config", "numpy", "ortools", "matplotlib"}),
+    ],
+    ids=["offline", "asking"],
+)
+def test_one_command_imports_no_more_than_it_runs(command: list[str], unwanted: set[str]) -> None:
     code = (
-        "import sys; sys.argv = ['orchestrrl', 'engine', '--help']\n"
+        f"import sys; sys.argv = ['orchestrrl', *{command}, '--help']\n"
         "from orchestrrl.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "print(sorted({'grpc', 'ortools', 'statsmodels', 'matplotlib', 'numba'} & set(sys.modules)))"
+        f"print(sorted({unwanted} & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.endswith("[]\n")

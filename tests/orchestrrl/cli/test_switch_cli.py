@@ -99,7 +99,7 @@ def test_what_goes_back_or_misses_engines_is_status_1_with_the_reason(house: Swi
     assert "1 back stop tp8-0.0, tp8-0.1 done" in text
     assert "tp8-0.0: exited with 1: [out of memory]" in text
     assert "rolled back in" in text
-    assert "5 admit" not in text, "what was not begun is left out"
+    assert " 5 admit" not in text, "what was not begun is left out"
     house.switching.failing[BACK] = "no such GPU"
     degraded = run(house, "switch", "--to", "tp8", "--json")
     assert degraded.exit_code == 1

@@ -26,7 +26,11 @@ def make_driver(
     entries = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in entries:
         raise InvalidOptions([f"driver: must be one of {', '.join(sorted(entries))}, got {name!r}"], device=device)
-    factory: Any = entries[name].load()
+    try:
+        factory: Any = entries[name].load()
+    except ModuleNotFoundError as error:
+        wrong = f"driver: {name} needs {error.name}, which is not installed: pip install 'orchestrrl[{name}]'"
+        raise InvalidOptions([wrong], device=device) from error
     given = dict(options or {})
     accepted = _options(factory)
     faults = [

@@ -1,187 +1,27 @@
-"""A virtual switch that behaves like one: mirrors take time, connections break, bulk commands take in part.
+"""The driver `virtual`: a switch in this very process that behaves like one, see glass.py.
 
-`Glass` is the device: it outlives every session and every driver, and answers "where does port 3 go?". `VirtualWire` is
-a session with it. `VirtualSwitch` is the driver `virtual`. Time comes from the clock, randomness from the seed.
+`VirtualWire` is a session with a `Glass`, which outlives every session and every driver.
 """
 
-import asyncio
-import math
 import random
 from collections.abc import AsyncGenerator, Sequence
 
 from ocs_drivers.base import Clock, SystemClock
-from ocs_drivers.diff import occupants
-from ocs_drivers.driver import Limits, SwitchDriver, within
-from ocs_drivers.errors import InvalidOptions, OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.faults import Fault, FaultKind, FaultSchedule, parse_schedule
+from ocs_drivers.driver import SwitchDriver, within
+from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.faults import FaultKind, parse_schedule
+from ocs_drivers.glass import Glass
 from ocs_drivers.model import (
     BootBehaviour,
     Capabilities,
     Circuit,
-    CircuitState,
     Connectivity,
     CrossConnect,
     Event,
-    EventKind,
     Facts,
     PortState,
-    PortStatus,
 )
-
-LIT_DBM = -2.0
-DARK_DBM = -40.0
-
-
-class Glass:
-    """Ports, mirrors and fibres. Like many real devices it re-routes a port in use without a word."""
-
-    def __init__(
-        self,
-        facts: Facts,
-        clock: Clock,
-        rng: random.Random,
-        *,
-        jitter_s: float = 0.0,
-        schedule: FaultSchedule | None = None,
-    ) -> None:
-        self.facts = facts
-        self._clock = clock
-        self._rng = rng
-        self._jitter_s = jitter_s
-        self._switched_on_s = clock.now_s()
-        self._due = list((schedule or FaultSchedule()).due)
-        self._tuned_at_s: dict[CrossConnect, float] = {}
-        self._status = dict.fromkeys(sorted({*facts.ingress_ports, *facts.egress_ports}), PortStatus.ENABLED)
-        self._stuck: set[int] = set()
-        self._unplugged: set[int] = set()
-        self._next_setter: list[Fault] = []
-        self._listeners: list[asyncio.Queue[Event]] = []
-        self.session = 0  # counts up; a session with an older number is dead
-
-    def where_does(self, port: int) -> int | None:
-        """The port that light from `port` goes to, once the mirrors are in place; None: nowhere."""
-        for pair, at_s in self._tuned_at_s.items():
-            if at_s <= self._clock.now_s() and port in (pair.ingress_port, pair.egress_port):
-                return pair.egress_port if port == pair.ingress_port else pair.ingress_port
-        return None
-
-    def circuits(self) -> list[Circuit]:
-        return [Circuit(pair, self._state(pair), self._lit(pair)) for pair in sorted(self._tuned_at_s)]
-
-    def ports(self) -> list[PortState]:
-        lit = {port for pair in self._tuned_at_s if self._lit(pair) for port in (pair.ingress_port, pair.egress_port)}
-        return [PortState(port, status, LIT_DBM if port in lit else DARK_DBM) for port, status in self._status.items()]
-
-    def add(self, pairs: Sequence[CrossConnect]) -> None:
-        """Take the pairs in order, up to the first that is refused; raises Permanent with the device's words for it."""
-        for pair in self._taken_part(pairs):
-            for port in (pair.ingress_port, pair.egress_port):
-                if self._status.get(port) is not PortStatus.ENABLED:
-                    raise Permanent("refused", answer=f"PORT {port} {self._status.get(port, 'UNKNOWN')}".upper())
-            if pair not in self._tuned_at_s:
-                self._point(pair)
-        self._complain_about_rest(pairs)
-
-    def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        for pair in self._taken_part(pairs):
-            is_stuck = self._stuck & {pair.ingress_port, pair.egress_port}
-            if pair in self._tuned_at_s and not (is_stuck and math.isfinite(self._tuned_at_s[pair])):
-                self._forget(pair)
-        self._complain_about_rest(pairs)
-
-    def inject(self, fault: Fault) -> None:
-        """Let this go wrong now, or with the next setter."""
-        port = fault.port
-        if port is not None and port not in self._status:
-            raise ValueError(f"port must be one of the device's, got {port}")
-        if port is None:
-            if fault.kind is FaultKind.RESTART:
-                self._restart()
-            else:
-                self._next_setter.append(fault)
-        elif fault.kind is FaultKind.STICK_MIRROR:
-            self._stuck.add(port)
-        elif fault.kind is FaultKind.UNPLUG:
-            self._unplugged.add(port)
-        else:
-            self._set_status(port, fault.kind)
-
-    def advance(self) -> float:
-        """Let everything happen that the schedule has due by now; seconds until the next, inf if there is none."""
-        age_s = self._clock.now_s() - self._switched_on_s
-        while self._due and self._due[0][0] <= age_s:
-            self.inject(self._due.pop(0)[1])
-        return self._due[0][0] - age_s if self._due else math.inf
-
-    def taken(self, *kinds: FaultKind) -> Fault | None:
-        """The first pending fault of these kinds, which is then spent."""
-        for fault in self._next_setter:
-            if fault.kind in kinds:
-                self._next_setter.remove(fault)
-                return fault
-        return None
-
-    def listen(self) -> asyncio.Queue[Event]:
-        queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._listeners.append(queue)
-        return queue
-
-    def unlisten(self, queue: asyncio.Queue[Event]) -> None:
-        self._listeners.remove(queue)
-
-    def _point(self, pair: CrossConnect) -> None:
-        holders = occupants(self.facts, self._tuned_at_s)
-        for end in self.facts.ends(pair):
-            if end in holders and holders[end] in self._tuned_at_s:
-                self._forget(holders[end])
-        moving_s = self.facts.reconfiguration_s + self._rng.uniform(0.0, self._jitter_s)
-        is_stuck = self._stuck & {pair.ingress_port, pair.egress_port}
-        self._tuned_at_s[pair] = math.inf if is_stuck else self._clock.now_s() + moving_s
-        self._tell(EventKind.CIRCUIT, f"{pair} commanded", cross_connect=pair)
-
-    def _forget(self, pair: CrossConnect) -> None:
-        del self._tuned_at_s[pair]
-        self._tell(EventKind.CIRCUIT, f"{pair} disconnected", cross_connect=pair)
-
-    def _taken_part(self, pairs: Sequence[CrossConnect]) -> Sequence[CrossConnect]:
-        partial = next((fault for fault in self._next_setter if fault.kind is FaultKind.PARTIAL_COMMIT), None)
-        return pairs if partial is None else pairs[: partial.items]
-
-    def _complain_about_rest(self, pairs: Sequence[CrossConnect]) -> None:
-        partial = self.taken(FaultKind.PARTIAL_COMMIT)
-        if partial is not None and not partial.silent and partial.items < len(pairs):
-            raise Permanent("refused", answer=f"MIRROR DRIVER ERROR AFTER {partial.items} OF {len(pairs)}")
-
-    def _state(self, pair: CrossConnect) -> CircuitState:
-        if PortStatus.FAILED in (self._status[pair.ingress_port], self._status[pair.egress_port]):
-            return CircuitState.FAILED
-        return CircuitState.TUNED if self._tuned_at_s[pair] <= self._clock.now_s() else CircuitState.TUNING
-
-    def _lit(self, pair: CrossConnect) -> bool:
-        ports = {pair.ingress_port, pair.egress_port}
-        is_passing = all(self._status[port] is PortStatus.ENABLED for port in ports) and not self._unplugged & ports
-        return is_passing and self._state(pair) is CircuitState.TUNED
-
-    def _set_status(self, port: int, kind: FaultKind) -> None:
-        status = {FaultKind.FAIL_PORT: PortStatus.FAILED, FaultKind.DISABLE_PORT: PortStatus.DISABLED}
-        self._status[port] = status.get(kind, PortStatus.ENABLED)
-        if kind is FaultKind.MEND_PORT:
-            self._stuck.discard(port)
-            self._unplugged.discard(port)
-        self._tell(EventKind.PORT, f"port {port} {self._status[port]}", port=port)
-
-    def _restart(self) -> None:
-        self.session += 1
-        if self.facts.boot is not BootBehaviour.RESTORE:
-            for pair in list(self._tuned_at_s):
-                self._forget(pair)
-        self._tell(EventKind.ALARM, "the device restarted")
-
-    def _tell(
-        self, kind: EventKind, text: str, port: int | None = None, cross_connect: CrossConnect | None = None
-    ) -> None:
-        for queue in self._listeners:
-            queue.put_nowait(Event(self._clock.now_s(), kind, text, port, cross_connect))
+from ocs_drivers.options import Options
 
 
 class VirtualWire:
@@ -277,19 +117,22 @@ class VirtualSwitch(SwitchDriver):
         tune_timeout_s: float | None = None,
         link_timeout_s: float = 2.0,
     ) -> None:
-        times = {"reconfiguration_s": (reconfiguration_s, True), "jitter_s": (jitter_s, True)}
-        times |= {"command_timeout_s": (command_timeout_s, False), "lock_timeout_s": (lock_timeout_s, False)}
-        times |= {"link_timeout_s": (link_timeout_s, False), "tune_timeout_s": (tune_timeout_s or 1.0, False)}
+        options = Options(device)
         schedule, wrong = parse_schedule(faults)
-        wrong += _faults_of_choices(ports, connectivity, boot, bulk, seed)
-        wrong += [
-            f"faults: port must be within 1..{ports}, got {fault.port}"
-            for _, fault in schedule.due
-            if not wrong and fault.port is not None and not 1 <= fault.port <= ports
-        ]
-        wrong += [fault for name, (value, may_be_0) in times.items() for fault in _fault_of_time(name, value, may_be_0)]
-        if wrong:
-            raise InvalidOptions([f"options.{fault}" for fault in wrong], device=device)
+        options.faults += wrong
+        if isinstance(ports, bool) or not isinstance(ports, int) or ports < 2 or ports % 2:
+            options.add("ports", "must be an even number >= 2", ports)
+        options.choice("connectivity", connectivity, Connectivity)
+        options.choice("boot", boot, BootBehaviour)
+        options.flag("bulk", bulk)
+        options.whole("seed", seed)
+        options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
+        options.seconds("jitter_s", jitter_s, may_be_0=True)
+        limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
+        for _, fault in schedule.due if not options.faults else ():
+            if fault.port is not None and not 1 <= fault.port <= ports:
+                options.add("faults", f"port must be within 1..{ports}", fault.port)
+        options.check()
         half = range(1, ports + 1) if connectivity == Connectivity.ANY_TO_ANY else range(1, ports // 2 + 1)
         facts = Facts(
             vendor="OrchestrRL",
@@ -308,26 +151,5 @@ class VirtualSwitch(SwitchDriver):
             device,
             VirtualWire(self.glass, clock, bulk=bulk),
             clock=clock,
-            limits=Limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s),
+            limits=limits,
         )
-
-
-def _faults_of_choices(ports: object, connectivity: object, boot: object, bulk: object, seed: object) -> list[str]:
-    wrong = []
-    if isinstance(ports, bool) or not isinstance(ports, int) or ports < 2 or ports % 2:
-        wrong.append(f"ports: must be an even number >= 2, got {ports!r}")
-    for name, value, choices in (("connectivity", connectivity, Connectivity), ("boot", boot, BootBehaviour)):
-        if value not in list(choices):
-            wrong.append(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
-    if not isinstance(bulk, bool):
-        wrong.append(f"bulk: must be true or false, got {bulk!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        wrong.append(f"seed: must be a whole number, got {seed!r}")
-    return wrong
-
-
-def _fault_of_time(name: str, value: object, may_be_0: bool) -> list[str]:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if is_number and (value > 0 or (may_be_0 and value == 0)):  # type: ignore[operator]  # it is a number
-        return []
-    return [f"{name}: must be a number {'>=' if may_be_0 else '>'} 0, got {value!r}"]

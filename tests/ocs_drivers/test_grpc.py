@@ -129,7 +129,11 @@ async def test_a_commit_whose_answer_is_lost_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "fault"),
     [
-        ("scpii", {}, "driver: must be one of grpc, virtual, got 'scpii'"),
+        (
+            "scpii",
+            {},
+            "driver: must be one of calient_rest, gnmi, grpc, netconf, restconf, scpi, tl1, virtual, got 'scpii'",
+        ),
         ("grpc", {}, "options.target: is missing"),
         ("grpc", {"target": ""}, "options.target: must be HOST:PORT, got ''"),
         ("virtual", {"prots": 32}, "options.prots: is not an option of driver virtual (known: boot, bulk,"),

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from ocs_drivers.faults import Fault
 from ocs_drivers.model import CircuitState, Connectivity, CrossConnect
-from ocs_drivers.virtual import Glass as VirtualGlass
+from ocs_drivers.glass import Glass as VirtualGlass
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.clock import VirtualClock
 from orchestrrl.execute.circuits import CircuitExecutor

@@ -1,0 +1,1 @@
+"""Servers that speak the protocols of real switches on real sockets, quirks included: to develop and test against."""

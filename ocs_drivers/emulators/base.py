@@ -1,0 +1,107 @@
+"""What all emulators share: the glass behind the protocol, and what goes wrong between the two.
+
+An emulator is a server of one protocol in front of an `EmulatedDevice`. It speaks as the protocol's manual says, and
+hands setters to `set`, which plays the faults that a schedule or a test has injected: refusals, bulk commands taken in
+part, answers held back, connections broken before or after a command.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.errors import Permanent
+from ocs_drivers.faults import Fault, FaultKind, FaultSchedule
+from ocs_drivers.glass import Glass
+from ocs_drivers.model import Action, BootBehaviour, CrossConnect, Facts
+
+
+class ConnectionBroken(Exception):
+    """The emulator must break this connection now, without an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The device to emulate. Each family numbers its ports as it does, see `Emulator.facts`."""
+
+    ingress_ports: int = 32
+    egress_ports: int = 32
+    reconfiguration_s: float = 0.025
+    jitter_s: float = 0.0
+    boot: BootBehaviour = BootBehaviour.DARK
+    seed: int = 0
+    schedule: FaultSchedule = field(default_factory=FaultSchedule)
+
+    def __post_init__(self) -> None:
+        for name in ("ingress_ports", "egress_ports"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("reconfiguration_s", "jitter_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+
+class EmulatedDevice:
+    """The glass, and a record of the setters that reached it."""
+
+    def __init__(self, facts: Facts, panel: Panel, clock: Clock | None = None) -> None:
+        self.clock = clock or SystemClock()
+        rng = random.Random(panel.seed)
+        self.glass = Glass(facts, self.clock, rng, jitter_s=panel.jitter_s, schedule=panel.schedule)
+        self.setters: list[str] = []  # as received: what a driver sends is counted here
+        self.holding_back = asyncio.Event()  # set once an answer is being held back
+
+    @property
+    def facts(self) -> Facts:
+        return self.glass.facts
+
+    def session(self) -> int:
+        """The number of a session that begins now. It is dead, and its connection to be closed, once `is_alive` says
+        so: the device has restarted."""
+        self.glass.advance()
+        return self.glass.session
+
+    def is_alive(self, session: int) -> bool:
+        self.glass.advance()
+        return session == self.glass.session
+
+    async def set(self, action: Action, pairs: Sequence[CrossConnect], command: str) -> None:
+        """Carry out one setter that came as `command`. Raises Permanent, with the device's words as `answer`, where the
+        glass refuses (what came before it in the list is taken), and ConnectionBroken as the faults say."""
+        self.glass.advance()
+        self.setters.append(command)
+        if self.glass.taken(FaultKind.DROP_COMMAND):
+            raise ConnectionBroken
+        is_dropped = self.glass.taken(FaultKind.DROP_CONNECTION)
+        slow = self.glass.taken(FaultKind.SLOW_ANSWER)
+        refusal: Permanent | None = None
+        try:
+            (self.glass.add if action is Action.ADD else self.glass.remove)(pairs)
+        except Permanent as error:
+            refusal = error
+        if slow:
+            self.holding_back.set()
+            await self.clock.sleep(slow.delay_s)
+        if is_dropped:
+            raise ConnectionBroken
+        if refusal is not None:
+            raise refusal
+
+    def inject(self, fault: Fault) -> None:
+        self.glass.inject(fault)
+
+
+class Emulator(Protocol):
+    """One server. Made as `SomeEmulator(panel, clock=None, **quirks)`; construction opens nothing."""
+
+    device: EmulatedDevice
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listen; the address to give to a driver, `HOST:PORT`. Port 0: one that is free."""
+        ...
+
+    async def stop(self) -> None:
+        """Close every connection and stop listening."""
+        ...

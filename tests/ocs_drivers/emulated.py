@@ -1,0 +1,64 @@
+"""The suite of all drivers against an emulator: real sockets, real time, and no test that waits for a time limit."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
+
+import pytest
+
+from ocs_drivers.base import OcsDriver, SystemClock
+from ocs_drivers.conformance import DriverConformance
+from ocs_drivers.emulators.base import EmulatedDevice, Emulator, Panel
+from ocs_drivers.emulators.registry import make_emulator
+from ocs_drivers.faults import Fault
+from ocs_drivers.registry import make_driver
+
+PATIENCE_S = 60.0
+
+
+class ImpatientClock(SystemClock):
+    """Real time; but who would wait `PATIENCE_S` or longer for an answer gives up as soon as the device is known to
+    hold one back. So limits are generous, and no test waits for one."""
+
+    def __init__(self, devices: list[EmulatedDevice]) -> None:
+        super().__init__()
+        self._devices = devices
+
+    async def sleep(self, duration_s: float) -> None:
+        if duration_s < PATIENCE_S:
+            await super().sleep(duration_s)
+            return
+        stalled = [asyncio.create_task(device.holding_back.wait()) for device in self._devices]
+        try:
+            await asyncio.wait(stalled, timeout=duration_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in stalled:
+                task.cancel()
+
+
+class EmulatedConformance(DriverConformance):
+    """Subclass it as `class TestScpi(EmulatedConformance)` with the names below."""
+
+    driver: ClassVar[str]
+    protocol: ClassVar[str]
+    options: ClassVar[dict[str, Any]] = {}  # of the driver, besides its address
+    panel: ClassVar[Panel] = Panel(reconfiguration_s=0.002)
+    quirks: ClassVar[dict[str, Any]] = {}  # of the emulator
+
+    @pytest.fixture(autouse=True)
+    async def _emulators(self) -> AsyncIterator[None]:
+        self.emulators: list[Emulator] = []
+        yield
+        for emulator in self.emulators:
+            await emulator.stop()
+
+    async def make_driver(self) -> OcsDriver:
+        emulator = make_emulator(self.protocol, self.panel, **self.quirks)
+        address = await emulator.start()
+        self.emulators.append(emulator)
+        clock = ImpatientClock([each.device for each in self.emulators])
+        limits = {"command_timeout_s": PATIENCE_S, "tune_timeout_s": 1.0, "link_timeout_s": 0.5}
+        return make_driver(self.driver, "ocs1", {"address": address, **limits, **self.options}, clock)
+
+    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+        self.emulators[-1].device.inject(fault)

@@ -82,7 +82,8 @@ def fabric_windows(log_dir: Path) -> list[Figure]:
         return []
     log_dir.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()[0]
-    with TemporaryDirectory(dir=log_dir, prefix="fabric-") as folder:
+    # Jobs have working directories of their own.
+    with TemporaryDirectory(dir=log_dir.resolve(), prefix="fabric-") as folder:
         shown, slow = asyncio.run(_run(Path(folder)))
     return [
         _aim(shown, load),

@@ -2,7 +2,7 @@
 
 Modules `optical-switch` and `polatis-switch`, as published in opennetworkinglab/onos under models/polatis (revisions
 2017-08-04 and 2018-03-22, 2018-01-19). Relied on: the list of cross-connects is called `pairs` before revision
-2017-08-04 (onos' driver does the same), which also has no `port-config`; ports are numbered 1..N on the ingress side and
+2017-08-04 (as in onos' driver), which also has no `port-config`; ports are numbered 1..N on the ingress side and
 N+1..N+M on the egress side. Unknown: how a switch tells N from M. No leaf holds it, so it is read from the model name
 (`I-OST-24x24-LU1-DMHNS`; `..576xCC..` for any-to-any), and where that does not fit the ports, the user must give it.
 """

@@ -125,7 +125,10 @@ class FrozenRequests(StrEnum):
 @dataclass(frozen=True, slots=True)
 class CloseGate:
     """Take nothing new to the engines and bring them to rest: one item of the result for each. Where that is not done
-    by `quiet_by_s`, the gate opens again and the operation has failed. The same lease again renews it."""
+    by `quiet_by_s`, the gate opens again and the operation has failed. The same lease again renews it.
+
+    `engines_run`: no engine is paused yet, since what other gateways have there is to finish, and the result is of this
+    gateway's own requests. The same lease again without it pauses them."""
 
     lease: str
     holder: str
@@ -133,6 +136,7 @@ class CloseGate:
     frozen: FrozenRequests
     lease_until_s: float  # the gate opens by itself then
     quiet_by_s: float
+    engines_run: bool = False
     kind: Literal["close_gate"] = "close_gate"
 
 

@@ -178,11 +178,13 @@ class GateKeeper:
             raise Permanent("no gateway is attached, so nothing can be brought to rest: see `orchestrrl status`")
         self._take(state.paused(lease), "pause")
         self._rests = {}
-        quieting = self._quieting = Quieting()
+        quieting = self._quieting = Quieting(engines_run=wish.mode is PauseMode.WAIT)
         try:
             await self._engines_unchanging(lease, quieting)
-            quieting.orders.update({node: self._order_close(node) for node in self._nodes.gateways()})
-            self._rest(await quieting.wait(self._clock, lease.quiet_by_s + ANSWER_S, self._reports))
+            if quieting.engines_run:  # a gateway that has nothing left would freeze what another has to finish
+                await self._all_close(quieting, lease)
+                quieting.engines_run = False
+            self._rest(await self._all_close(quieting, lease))
         except asyncio.CancelledError:
             self._give_up(lease, "nobody waits any more for the fleet to come to rest")
             raise
@@ -324,6 +326,10 @@ class GateKeeper:
                 raise Retryable("engines are being started or stopped", ANSWER_S)
             await self._clock.sleep(BUSY_POLL_S)
 
+    async def _all_close(self, quieting: Quieting, lease: Lease) -> Iterable[OperationResult]:
+        quieting.orders.update({node: self._order_close(node) for node in self._nodes.gateways()})
+        return await quieting.wait(self._clock, lease.quiet_by_s + ANSWER_S, self._reports)
+
     def _away(self, lease_id: str) -> list[NodeId]:
         """Gateways that have closed for this lease, and of which nobody knows whether they are still there."""
         now_s, attached = self._clock.now_s(), self._nodes.gateways()
@@ -344,7 +350,9 @@ class GateKeeper:
     def _order_close(self, node: NodeId) -> Order:
         lease = self._state.lease
         assert lease is not None
-        return self._orders.close(node, lease, lease.until_s if self._state.quiet else lease.quiet_by_s)
+        quiet_by_s = lease.until_s if self._state.quiet else lease.quiet_by_s
+        running = self._quieting is not None and self._quieting.engines_run
+        return self._orders.close(node, lease, quiet_by_s, engines_run=running)
 
     def _rest(self, results: Iterable[OperationResult | None]) -> None:
         """An engine is at rest where it is so for every gateway."""

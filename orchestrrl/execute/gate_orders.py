@@ -32,8 +32,8 @@ class GateOrders:
         self._clock = clock
         self._tasks: set[Order] = set()
 
-    def close(self, node: NodeId, lease: Lease, quiet_by_s: float) -> Order:
-        action = CloseGate(lease.id, lease.holder, lease.mode, lease.frozen, lease.until_s, quiet_by_s)
+    def close(self, node: NodeId, lease: Lease, quiet_by_s: float, *, engines_run: bool = False) -> Order:
+        action = CloseGate(lease.id, lease.holder, lease.mode, lease.frozen, lease.until_s, quiet_by_s, engines_run)
         return self._order(node, action, quiet_by_s - self._clock.now_s() + ANSWER_S)
 
     def open(self, node: NodeId, opened: Opened) -> Order:
@@ -65,9 +65,11 @@ class GateOrders:
 
 
 class Quieting:
-    """One fleet on its way to rest. Whoever is told to close belongs to it, also who comes late."""
+    """One fleet on its way to rest. Whoever is told to close belongs to it, also who comes late. `engines_run` while
+    requests finish."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, engines_run: bool) -> None:
+        self.engines_run = engines_run
         self.orders: dict[NodeId, Order] = {}
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 

@@ -50,6 +50,8 @@ class Gate:
         self._clock = clock
         self._closed: CloseGate | None = None
         self._since_s = 0.0
+        self._own_at_rest = asyncio.Event()  # what was to finish or to end here has
+        self._may_pause = asyncio.Event()  # no other gateway has anything that is to finish
         self._quiet = asyncio.Event()
         self._rest: dict[EngineId, ItemResult] = {}
         self._opened = asyncio.Event()  # since it was last closed
@@ -94,14 +96,16 @@ class Gate:
     # --- closing -----------------------------------------------------------------------------------------------------
 
     async def close(self, order: CloseGate) -> tuple[ItemResult, ...]:
-        """Return when all is quiet: an item for each engine. The lease that holds the gate already is renewed.
+        """Return when all is quiet: an item for each engine; or, where these are to run on, when all that is here is.
+        The lease that holds the gate already is renewed.
 
         Raises Permanent where another lease holds it, where this one is over, and, the gate open again, where not all
         was quiet in time.
         """
         self._take(order)
+        at_rest = self._own_at_rest if order.engines_run else self._quiet
         deadline = asyncio.create_task(self._until(order.quiet_by_s))
-        waits = [asyncio.create_task(self._quiet.wait()), asyncio.create_task(self._opened.wait())]
+        waits = [asyncio.create_task(at_rest.wait()), asyncio.create_task(self._opened.wait())]
         try:
             await asyncio.wait({deadline, *waits}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -109,11 +113,11 @@ class Gate:
                 task.cancel()
         if not self._held_by(order):
             raise Permanent(f"the gate opened again before all was quiet: {self.opened_because}")
-        if not self._quiet.is_set():
+        if not at_rest.is_set():
             because = f"not quiet by the deadline: {self._still_running()}"
             await self._open(None, (), because)
             raise Permanent(because)
-        return self.rest
+        return () if order.engines_run else self.rest
 
     def _take(self, order: CloseGate) -> None:
         now_s = self._clock.now_s()
@@ -127,16 +131,23 @@ class Gate:
             raise Permanent(f"the lease ended {now_s - order.lease_until_s:.3g} s ago")
         if held is not None:
             self.renew(order.lease, order.lease_until_s)
+            self._let_pause(order)
             return
         logger.warning("the gate closes for %s (%s)", order.holder or "somebody", order.mode)
         self._closed = order
         self._since_s = now_s
         self._fleet.gate_open = False
-        self._quiet = asyncio.Event()  # one that waits for an earlier closing is not told of this one
+        # Ones that wait for an earlier closing are not told of this one.
+        self._own_at_rest, self._may_pause, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._let_pause(order)
         self._opened = asyncio.Event()
         self._rest = {}
         self._fleet.in_background(self._come_to_rest(order))
         self._fleet.in_background(self._expire(order))
+
+    def _let_pause(self, order: CloseGate) -> None:
+        if not order.engines_run:
+            self._may_pause.set()
 
     def renew(self, lease: str, until_s: float) -> None:
         """Raises Permanent where the gate is not closed under this lease."""
@@ -152,6 +163,9 @@ class Gate:
                 elif order.mode is PauseMode.ABORT:
                     relay.end("abort", "paused")
             await self._drained(order)
+        if self._held_by(order):
+            self._own_at_rest.set()
+            await self._may_pause.wait()
         async with self._engines_free:
             if self._held_by(order):
                 await asyncio.gather(*(self._bring_to_rest(slot, order) for slot in self._fleet.with_retired()))
@@ -208,7 +222,8 @@ class Gate:
             left_s = self._closed.lease_until_s - self._clock.now_s()
             if left_s <= 0:
                 self.expired_total += 1
-                await self._open(None, (), f"the lease of {order.holder or 'somebody'} ended")
+                missed = "" if self._quiet.is_set() else f", and {self._still_running()}"
+                await self._open(None, (), f"the lease of {order.holder or 'somebody'} ended{missed}")
                 return
             await self._clock.sleep(min(left_s, LEASE_LOOK_S))
 
@@ -240,6 +255,7 @@ class Gate:
             self._closed = None
             self._closed_total_s += self._clock.now_s() - self._since_s
             self._ended.append(closed.lease)
+            self._may_pause.set()  # whoever waits for it sees that there is nothing to pause any more
         if version is not None:
             self._told(version, without, self._rest if closed is not None else {})
             self._restart(closed)
@@ -404,7 +420,7 @@ class Gate:
     def _still_running(self) -> str:
         names = [relay.record.id for relay in self._relays.values() if self._runs(relay)]
         if not names:
-            return "an engine has not answered"
+            return "an engine has not answered" if self._may_pause.is_set() else "other gateways' requests still run"
         more = f" and {len(names) - NAMED_MOST} more" if len(names) > NAMED_MOST else ""
         return f"{len(names)} requests still run: {', '.join(names[:NAMED_MOST])}{more}"
 

@@ -167,7 +167,7 @@ def operation_to_pb(operation: Operation) -> agent_pb2.Operation:
             message.abort_requests.CopyFrom(agent_pb2.AbortRequests(engine_id=engine, request_ids=requests))
         case ProbeEngine(engine):
             message.probe_engine.CopyFrom(agent_pb2.ProbeEngine(engine_id=engine))
-        case CloseGate(lease, holder, gate_mode, frozen, lease_until_s, quiet_by_s):
+        case CloseGate(lease, holder, gate_mode, frozen, lease_until_s, quiet_by_s, engines_run):
             message.close_gate.CopyFrom(
                 agent_pb2.CloseGate(
                     lease_id=lease,
@@ -176,6 +176,7 @@ def operation_to_pb(operation: Operation) -> agent_pb2.Operation:
                     frozen=frozen_to_pb(frozen),
                     lease_until_unix_s=lease_until_s,
                     quiet_by_unix_s=quiet_by_s,
+                    engines_run=engines_run,
                 )
             )
         case OpenGate(lease, policy_version, without):
@@ -226,6 +227,7 @@ def _action_from_pb(message: agent_pb2.Operation) -> Action:
                 frozen_from_pb(close.frozen),
                 close.lease_until_unix_s,
                 close.quiet_by_unix_s,
+                close.engines_run,
             )
         case "open_gate":
             opened = message.open_gate

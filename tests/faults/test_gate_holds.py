@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,14 +91,28 @@ class Pair:
         await asyncio.sleep(for_s)
         assert await self.generated_tokens() == before
 
-    async def answers_despite(self, fault: Callable[[], Awaitable[None]]) -> list[list[int]]:
-        """The whole step, every other request by the second gateway."""
+    async def under_way(self, url: str, generated_tokens: int = 500) -> None:
+        """Wait until the requests in flight at this gateway have that many tokens."""
+        async with aiohttp.ClientSession() as session:
+
+            async def generating() -> bool:
+                async with session.get(f"{url}/orchestrrl/requests") as response:
+                    in_flight = (await response.json())["in_flight"]
+                return sum(request["generated_tokens"] for request in in_flight) >= generated_tokens
+
+            await until(generating)
+
+    async def answers_despite(
+        self, fault: Callable[[], Awaitable[None]], urls: Sequence[str] | None = None
+    ) -> list[list[int]]:
+        """The whole step, by these gateways in turn: both, where none are told."""
+        urls = urls or self.urls
         timeout = aiohttp.ClientTimeout(total=WITHIN_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
 
             async def ask(index: int) -> list[int]:
                 sample = self.fleet.step[index]
-                url = f"{self.urls[index % 2]}/v1/completions"
+                url = f"{urls[index % len(urls)]}/v1/completions"
                 async with session.post(
                     url, json=self.fleet.body(sample), headers={"X-Request-Id": sample.id}
                 ) as response:
@@ -107,7 +121,8 @@ class Pair:
                     return choice["token_ids"]
 
             asking = [asyncio.create_task(ask(index)) for index in range(len(self.fleet.step))]
-            await self.fleet.under_way()
+            for url in urls:
+                await self.under_way(url)
             await fault()
             return await asyncio.gather(*asking)
 
@@ -181,9 +196,12 @@ async def _nothing() -> None:
     return None
 
 
-async def test_waiting_for_what_runs(pair: Pair) -> None:
+@pytest.mark.parametrize("gateways", [(0, 1), (0,), (1,)])
+async def test_waiting_for_what_runs(pair: Pair, gateways: tuple[int, ...]) -> None:
+    """A gateway that has nothing lets the other's requests finish."""
+
     async def drain() -> None:
-        gate = await pair.pause(mode=agent_pb2.GATE_MODE_WAIT, lease_s=60.0, deadline_s=60.0)
+        gate = await pair.pause(mode=agent_pb2.GATE_MODE_WAIT, lease_s=4 * WITHIN_S, deadline_s=0.8 * WITHIN_S)
 
         async def told() -> bool:  # by the reports that come after the word that all is quiet
             seen = await pair.gate()
@@ -193,7 +211,8 @@ async def test_waiting_for_what_runs(pair: Pair) -> None:
         await pair.stands_still()
         await pair.resume(gate, 1)
 
-    assert await pair.answers_despite(drain) == pair.fleet.expected
+    urls = [pair.urls[index] for index in gateways]
+    assert await pair.answers_despite(drain, urls) == pair.fleet.expected
 
 
 @pytest.mark.parametrize("mode", [agent_pb2.GATE_MODE_KEEP, agent_pb2.GATE_MODE_WAIT])

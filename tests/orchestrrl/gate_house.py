@@ -58,6 +58,7 @@ class Gateway:
         self.unpaused: dict[EngineId, str] = {}  # engines that cannot be brought to rest, and why
         self.lease = ""
         self.until_s = self.quiet_at_s = 0.0
+        self.engines_run = False  # while the gate is closed
         self.ended: list[str] = []
         self.orders: list[Operation] = []
         self.routes: tuple[Route, ...] = ()
@@ -73,7 +74,8 @@ class Gateway:
     def phase(self) -> GatePhase:
         if not self.lease:
             return GatePhase.OPEN
-        return GatePhase.QUIET if self.clock.now_s() >= self.quiet_at_s else GatePhase.CLOSING
+        at_rest = self.clock.now_s() >= self.quiet_at_s and not self.engines_run
+        return GatePhase.QUIET if at_rest else GatePhase.CLOSING
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(part) for part in (self._attach(), self._report())]
@@ -141,10 +143,14 @@ class Gateway:
             raise Permanent("this lease is over")
         if not self.lease:
             self.quiet_at_s = self.clock.now_s() + self.drains_s
+            self.engines_run = order.engines_run
+        self.engines_run &= order.engines_run
         self.lease, self.until_s = order.lease, order.lease_until_s
         await self.clock.sleep(min(self.quiet_at_s, order.quiet_by_s) - self.clock.now_s())
         if self.lease != order.lease:
             raise Permanent("the gate opened again before all was quiet")
+        if order.engines_run and self.clock.now_s() >= self.quiet_at_s:
+            return ()
         if self.phase is not GatePhase.QUIET:
             self._open()
             raise Permanent("not quiet by the deadline: 3 requests still run: r1, r2, r3")

@@ -116,6 +116,7 @@ actions = st.one_of(
         st.sampled_from(FrozenRequests),
         numbers,
         numbers,
+        st.booleans(),
     ),
     st.builds(OpenGate, ids, optional(totals), tuples(engines)),
     st.builds(CancelRequests, tuples(requests), tuples(words), words),

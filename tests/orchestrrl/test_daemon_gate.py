@@ -110,6 +110,27 @@ async def test_a_drain_takes_as_long_as_it_may(house: House) -> None:
         assert (await asked).phase is GatePhase.QUIET
 
 
+async def test_engines_are_paused_when_no_gateway_has_anything_to_finish(house: House) -> None:
+    """The first one to be done would freeze what the others wait for."""
+    async with house.running("gw0", "gw1"):
+        house.gateways["gw1"].drains_s = 40.0
+        asked = asyncio.create_task(house.plane.gate.pause(GateWish(PauseMode.WAIT, deadline_s=120.0)))
+        await house.clock.advance(20.0)
+        house.gateways["gw2"] = late = Gateway(house.plane, house.clock, "gw2", drains_s=30.0)
+        late.start()
+        for told_s in (20.0, 5.0):  # a renewal does not pause them either
+            await house.renew(house.plane.gate.state.lease.id, 60.0)  # type: ignore[union-attr]
+            await house.clock.advance(told_s)
+            orders = [gateway.of(CloseGate) for gateway in house.gateways.values()]
+            assert {order.action.engines_run for each in orders for order in each} == {True}  # type: ignore[union-attr]
+            assert not asked.done()
+        await house.clock.advance(10.0)
+        assert (await asked).phase is GatePhase.QUIET
+        orders = [gateway.of(CloseGate) for gateway in house.gateways.values()]
+        assert [each[-1].action.engines_run for each in orders] == [False] * 3  # type: ignore[union-attr]
+        assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.QUIET] * 3
+
+
 @pytest.mark.parametrize("fault", ["slow", "silent", "gone", "refuses"])
 async def test_where_one_gateway_does_not_come_to_rest_all_go_on(house: House, fault: str) -> None:
     async with house.running("gw0", "gw1"):

@@ -12,6 +12,7 @@ from gate_house import E0, E1, House
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from orchestrrl.engines.base import PauseMode
 from orchestrrl.errors import OrchestrRLError
 from orchestrrl.execute.gate import GateWish
 from orchestrrl.gate import Ending
@@ -20,7 +21,12 @@ from orchestrrl.reports import GatePhase
 LONGEST_S = 60.0
 GATEWAYS = st.sampled_from(["gw0", "gw1"])
 EVENTS = st.one_of(
-    st.tuples(st.just("pause"), st.sampled_from([5.0, 20.0, LONGEST_S]), st.sampled_from([0.0, 3.0])),
+    st.tuples(
+        st.just("pause"),
+        st.sampled_from(PauseMode),
+        st.sampled_from([5.0, 20.0, LONGEST_S]),
+        st.sampled_from([0.0, 3.0]),
+    ),
     st.tuples(st.just("renew"), st.sampled_from([5.0, LONGEST_S])),
     st.tuples(st.just("resume"), st.sampled_from([None, 1, 2, 3]), st.sampled_from([(), (E1,)])),
     st.tuples(st.just("break off")),
@@ -49,8 +55,8 @@ class Trainers:
         with suppress(OrchestrRLError):
             await question
 
-    async def pause(self, lease_s: float, deadline_s: float) -> None:
-        state = await self.house.plane.gate.pause(GateWish(lease_s=lease_s, deadline_s=deadline_s))
+    async def pause(self, mode: PauseMode, lease_s: float, deadline_s: float) -> None:
+        state = await self.house.plane.gate.pause(GateWish(mode, lease_s=lease_s, deadline_s=deadline_s))
         assert state.lease is not None
         self.lease = state.lease.id
         event("the fleet came to rest")
@@ -104,8 +110,8 @@ async def _play(path: Path, events: list[tuple[Any, ...]]) -> None:
 
 async def _happen(house: House, trainers: Trainers, happening: tuple[Any, ...]) -> None:
     match happening:
-        case ("pause", lease_s, deadline_s):
-            trainers.ask(trainers.pause(lease_s, deadline_s))
+        case ("pause", mode, lease_s, deadline_s):
+            trainers.ask(trainers.pause(mode, lease_s, deadline_s))
         case ("renew", lease_s):
             trainers.ask(_discarded(house.plane.gate.renew(trainers.lease, lease_s)))
         case ("resume", version, without):

@@ -550,6 +550,7 @@ class CloseGate(_message.Message):
     FROZEN_FIELD_NUMBER: _builtins.int
     LEASE_UNTIL_UNIX_S_FIELD_NUMBER: _builtins.int
     QUIET_BY_UNIX_S_FIELD_NUMBER: _builtins.int
+    ENGINES_RUN_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     holder: _builtins.str
     """Who asked, in words for an operator."""
@@ -558,6 +559,10 @@ class CloseGate(_message.Message):
     lease_until_unix_s: _builtins.float
     """The gate opens by itself then."""
     quiet_by_unix_s: _builtins.float
+    engines_run: _builtins.bool
+    """Engines run on, since what other gateways have there is to finish: answered when all that this gateway has is at
+    rest. The same lease again without this pauses them.
+    """
     def __init__(
         self,
         *,
@@ -567,10 +572,11 @@ class CloseGate(_message.Message):
         frozen: Global___FrozenRequests.ValueType = ...,
         lease_until_unix_s: _builtins.float = ...,
         quiet_by_unix_s: _builtins.float = ...,
+        engines_run: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frozen", b"frozen", "holder", b"holder", "lease_id", b"lease_id", "lease_until_unix_s", b"lease_until_unix_s", "mode", b"mode", "quiet_by_unix_s", b"quiet_by_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines_run", b"engines_run", "frozen", b"frozen", "holder", b"holder", "lease_id", b"lease_id", "lease_until_unix_s", b"lease_until_unix_s", "mode", b"mode", "quiet_by_unix_s", b"quiet_by_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -306,6 +306,14 @@ class World:
         await self.settle()
 
 
+def beside(w: World) -> World:
+    """Another gateway over the same engines."""
+    by_url = {fake.url: fake for fake in w.engines.values()}
+    fleet = Fleet(lambda url: by_url[url], clock=w.clock)
+    fleet.set_routes([Route(EngineId(name), fake.url) for name, fake in w.engines.items()])
+    return World(Gateway(NodeId("other"), fleet, limits=Limits(), clock=w.clock), w.engines, w.clock)
+
+
 def world(engines: int = 2, **limits: Any) -> World:
     clock = VirtualClock(1000.0)
     fakes = {f"e{index}": FakeEngine(url=f"http://e{index}") for index in range(engines)}

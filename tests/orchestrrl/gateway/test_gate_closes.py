@@ -9,7 +9,7 @@ from orchestrrl.errors import Permanent
 from orchestrrl.operations import FrozenRequests, OpenGate, RequestMove, Route
 from orchestrrl.reports import GatePhase
 from planner.model import EngineId, RequestId
-from tests.orchestrrl.gateway.fakes import undisturbed, world
+from tests.orchestrrl.gateway.fakes import beside, undisturbed, world
 from tests.orchestrrl.gateway.gates import LEASE_S, close, open_gate, order, tokens_of
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish
 
@@ -72,6 +72,42 @@ async def test_wait_lets_running_requests_finish_and_takes_waiting_ones_back() -
             await open_gate(w)
             await finish(w, waits)
             assert_undisturbed(waits, PROMPT, 6)
+
+
+async def test_who_has_nothing_left_lets_the_others_requests_finish() -> None:
+    w = world(1)
+    other = beside(w)
+    async with other.gateway.job(other.ask(prompt=PROMPT, max_tokens=6)) as runs:
+        await w.settle()
+        await w.step()
+        drained = await close(w, PauseMode.WAIT, engines_run=True)
+        draining = await close(other, PauseMode.WAIT, engines_run=True)
+        await w.clock.advance(1.0)
+        assert (drained.done(), draining.done()) == (True, False)
+        assert [each.gateway.gate.report().phase for each in (w, other)] == [GatePhase.CLOSING] * 2
+        await finish(other, runs)
+        assert_undisturbed(runs, PROMPT, 6)
+        await w.clock.advance(1.0)
+        assert draining.done()
+        assert not w.engines["e0"].paused
+        for each in (w, other):
+            assert [item.done for item in await (await close(each, PauseMode.WAIT))] == [True]
+            assert each.gateway.gate.report().phase is GatePhase.QUIET
+        assert w.engines["e0"].paused
+        await open_gate(w)
+        await open_gate(other)
+        assert not w.engines["e0"].paused
+
+
+async def test_who_waits_for_others_opens_when_the_lease_ends_or_when_told() -> None:
+    w = world()
+    assert await (await close(w, PauseMode.WAIT, engines_run=True)) == ()
+    await w.clock.advance(LEASE_S)
+    assert w.gateway.gate.opened_because == "the lease of trainer ended, and other gateways' requests still run"
+    await (await close(w, PauseMode.WAIT, lease="second", engines_run=True))
+    await open_gate(w, lease="second")
+    assert w.gateway.gate.report().phase is GatePhase.OPEN
+    assert [engine.pauses for engine in w.engines.values()] == [[], []]
 
 
 async def test_abort_ends_what_runs_with_what_it_has_and_loses_nothing_that_waits() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,8 @@ acts = st.one_of(
     st.tuples(st.just("ask"), st.integers(1, 20)),
     st.tuples(st.just("step"), st.integers(1, 3)),
     st.tuples(st.just("advance"), st.sampled_from([0.1, 1.0, 15.0])),
-    st.tuples(st.just("close"), st.sampled_from(PauseMode), st.sampled_from(FrozenRequests)),
+    st.tuples(st.just("close"), st.sampled_from(PauseMode), st.sampled_from(FrozenRequests), st.booleans()),
+    st.tuples(st.just("pause engines")),
     st.tuples(st.just("open"), st.none() | st.integers(0, 9)),
     st.tuples(st.just("renew")),
     st.tuples(st.just("die"), engines),
@@ -54,11 +56,15 @@ class Story:
                     await self._step()
             case ("advance", float(seconds)):
                 await w.clock.advance(seconds)
-            case ("close", PauseMode() as mode, FrozenRequests() as frozen):
+            case ("close", PauseMode() as mode, FrozenRequests() as frozen, bool(engines_run)):
                 self.leases += 1
                 now_s = w.clock.now_s()
-                order = CloseGate(f"l{self.leases}", "", mode, frozen, now_s + LEASE_S, now_s + LEASE_S / 2)
+                until_s, quiet_by_s = now_s + LEASE_S, now_s + LEASE_S / 2
+                order = CloseGate(f"l{self.leases}", "", mode, frozen, until_s, quiet_by_s, engines_run)
                 self._begin(w.gateway.gate.close(order))
+            case ("pause engines",):
+                if (closed := w.gateway.gate.closed) is not None:
+                    self._begin(w.gateway.gate.close(replace(closed, engines_run=False)))
             case ("open", version):
                 assert version is None or isinstance(version, int)
                 self._begin(w.gateway.gate.open(OpenGate("", version)))

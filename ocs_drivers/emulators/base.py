@@ -7,15 +7,16 @@ part, answers held back, connections broken before or after a command.
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from ocs_drivers.base import Clock, SystemClock
 from ocs_drivers.errors import Permanent
 from ocs_drivers.faults import Fault, FaultKind, FaultSchedule
 from ocs_drivers.glass import Glass
-from ocs_drivers.model import Action, BootBehaviour, CrossConnect, Facts
+from ocs_drivers.model import Action, BootBehaviour, CrossConnect, Facts, PortStatus
 
 
 class ConnectionBroken(Exception):
@@ -51,6 +52,7 @@ class EmulatedDevice:
         rng = random.Random(panel.seed)
         self.glass = Glass(facts, self.clock, rng, jitter_s=panel.jitter_s, schedule=panel.schedule)
         self.setters: list[str] = []  # as received: what a driver sends is counted here
+        self.on_setter: Callable[[str], None] | None = None  # is told of each, as it is received
         self.holding_back = asyncio.Event()  # set once an answer is being held back
 
     @property
@@ -70,15 +72,32 @@ class EmulatedDevice:
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: str) -> None:
         """Carry out one setter that came as `command`. Raises Permanent, with the device's words as `answer`, where the
         glass refuses (what came before it in the list is taken), and ConnectionBroken as the faults say."""
+        await self._carry_out(command, partial(self.glass.add if action is Action.ADD else self.glass.remove, pairs))
+
+    async def replace(self, pairs: Sequence[CrossConnect], command: str) -> None:
+        """As `set`, for a setter that leaves these cross-connects and no others."""
+        present = [circuit.cross_connect for circuit in self.glass.circuits()]
+        gone = [pair for pair in present if pair not in pairs]
+        new = [pair for pair in pairs if pair not in present]
+        await self._carry_out(command, partial(self.glass.remove, gone), partial(self.glass.add, new))
+
+    async def enable(self, ports: Sequence[int], is_enabled: bool, command: str) -> None:
+        """As `set`, for a setter that enables or disables ports. A port that has failed stays so."""
+        await self._carry_out(command, partial(self._enable, ports, is_enabled))
+
+    async def _carry_out(self, command: str, *steps: Callable[[], None]) -> None:
         self.glass.advance()
         self.setters.append(command)
+        if self.on_setter is not None:
+            self.on_setter(command)
         if self.glass.taken(FaultKind.DROP_COMMAND):
             raise ConnectionBroken
         is_dropped = self.glass.taken(FaultKind.DROP_CONNECTION)
         slow = self.glass.taken(FaultKind.SLOW_ANSWER)
         refusal: Permanent | None = None
         try:
-            (self.glass.add if action is Action.ADD else self.glass.remove)(pairs)
+            for step in steps:
+                step()
         except Permanent as error:
             refusal = error
         if slow:
@@ -88,6 +107,13 @@ class EmulatedDevice:
             raise ConnectionBroken
         if refusal is not None:
             raise refusal
+
+    def _enable(self, ports: Sequence[int], is_enabled: bool) -> None:
+        states = {state.port: state.status for state in self.glass.ports()}
+        before = PortStatus.DISABLED if is_enabled else PortStatus.ENABLED
+        for port in ports:
+            if states[port] is before:
+                self.inject(Fault(FaultKind.MEND_PORT if is_enabled else FaultKind.DISABLE_PORT, port))
 
     def inject(self, fault: Fault) -> None:
         self.glass.inject(fault)

@@ -1,5 +1,6 @@
 """Emulators by the name of their protocol. A name is `FAMILY` or `FAMILY-DIALECT`."""
 
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -23,9 +24,37 @@ EMULATORS = {
 
 
 def make_emulator(protocol: str, panel: Panel, clock: Clock | None = None, **quirks: Any) -> Emulator:
-    """Raises InvalidOptions for a protocol that is not known, listing the known ones."""
+    """Raises InvalidOptions with every fault: a protocol that is not known (listing the known ones) or whose library is
+    not installed, quirks that it does not have (listing those that it has), values that it refuses."""
+    factory = _factory(protocol)
+    known = [
+        parameter.name
+        for parameter in inspect.signature(factory).parameters.values()
+        if parameter.name not in ("panel", "clock")
+    ]
+    faults = [
+        f"quirks.{name}: is not a quirk of {protocol} (known: {', '.join(known) or 'none'}), got {value!r}"
+        for name, value in quirks.items()
+        if name not in known
+    ]
+    if faults:
+        raise InvalidOptions(faults)
+    try:
+        emulator: Emulator = factory(panel, clock=clock, **quirks)
+    except ValueError as error:
+        raise InvalidOptions([str(error)]) from error
+    return emulator
+
+
+def _factory(protocol: str) -> Any:
     if protocol not in EMULATORS:
         raise InvalidOptions([f"protocol: must be one of {', '.join(sorted(EMULATORS))}, got {protocol!r}"])
     module, _, name = EMULATORS[protocol].partition(":")
-    emulator: Emulator = getattr(import_module(module), name)(panel, clock=clock, **quirks)
-    return emulator
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("ocs_drivers"):
+            raise
+        extra = protocol.partition("-")[0]
+        wrong = f"protocol: {protocol} needs {error.name}, which is not installed: pip install 'orchestrrl[{extra}]'"
+        raise InvalidOptions([wrong]) from error

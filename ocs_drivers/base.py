@@ -61,22 +61,43 @@ class OcsDriver(Protocol):
         """Every port, by number."""
         ...
 
-    async def cross_connects(self) -> Reading: ...
+    async def cross_connects(self) -> Reading:
+        """Every cross-connect, and whether it is ours: made by this driver, or taken over, until it was taken down or
+        others used its ports. What somebody else made never becomes ours by being named in a change."""
+        ...
 
     async def plan(self, change: Change, mode: ChangeMode = ChangeMode.SAFE) -> Diff:
         """What the change would do, evictions included. Reads the device and sends nothing.
 
-        Raises InvalidChange for what can never work on this device, Conflict for what cannot work on it now.
+        Raises InvalidChange for what can never work on this device, Conflict for what cannot work on it now: a port in
+        use or failed, a circuit in the way that is not ours.
         """
         ...
 
-    async def commit(self, diff: Diff, expect_revision: int) -> CommitResult:
+    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         """Carry out what of the diff is not yet so, then read back what took.
 
-        Refuses with Conflict, before anything is sent, when the device is not at `expect_revision`. Sends no command
-        twice: a part that did not take is reported, not repeated. Raises OutcomeUnknown only if the device could not
-        be read afterwards either.
+        Refuses with Conflict, before anything is sent, when the device is not at `expect_revision`, or a circuit that
+        is to go is not ours. Sends no command twice: a part that did not take is reported, not repeated. Raises
+        OutcomeUnknown only if the device could not be read afterwards either.
+
+        With `revert_in_s` the change is on trial: what this commit sent reverts itself that long after the commit is
+        over, however it ended, unless it is confirmed. Until then every other commit is refused with Conflict; the same
+        diff may be committed again, with `revert_in_s`, to complete it, and its time begins anew. It reverts in the
+        process that owns the device, whoever asked for it. A revert that fails is repeated, told as an alarm, and shown
+        by `cross_connects` and `verify`.
         """
+        ...
+
+    async def confirm(self, revision: int) -> None:
+        """Keep what is on trial. `revision` is that of the commit's result, or of the device as it is now, where the
+        result was lost or the revert fails. To confirm twice is harmless. Raises Conflict where nothing is on trial,
+        it has been reverted, or the revision is another."""
+        ...
+
+    async def take_over(self, pairs: Sequence[CrossConnect]) -> Reading:
+        """From now on these are ours, whoever made them; the device is only read. All must be on it, else Conflict,
+        with all that are not, and none is taken over."""
         ...
 
     async def verify(self, diff: Diff) -> Verification:
@@ -85,14 +106,16 @@ class OcsDriver(Protocol):
 
     async def rollback(self, diff: Diff) -> CommitResult:
         """From any point of the diff, bring back what it removed and take down what it added. Raises Conflict where
-        somebody else has meanwhile taken the ports."""
+        somebody else has meanwhile taken the ports, or another change is on trial. Ends the trial of this diff."""
         ...
 
     def watch(self) -> AsyncGenerator[Event, None]:
         """Events from now on, until closed; raises Permanent when iterated if the capability is not declared."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Drop the session. Who owns the device reverts what is on trial first: nobody would later."""
+        ...
 
 
 class Wire(Protocol):

@@ -36,12 +36,13 @@ def plan(
     reading: Reading,
     change: Change,
     mode: ChangeMode = ChangeMode.SAFE,
+    device: str = "SWITCH",
 ) -> Diff:
     """The diff that makes `change` true on a device that shows `reading`.
 
     `safe` refuses where a port is in use by a circuit that the change does not itself take down; `update` evicts that
-    circuit; `overwrite` evicts every circuit that the change does not name. Raises InvalidChange or Conflict, each with
-    every fault.
+    circuit; `overwrite` evicts every circuit of ours that the change does not name. None takes down what is not ours.
+    Raises InvalidChange or Conflict, each with every fault; `device` is named in the way out.
     """
     connect = tuple(facts.normal(pair) for pair in change.connect)
     disconnect = tuple(facts.normal(pair) for pair in change.disconnect)
@@ -51,14 +52,25 @@ def plan(
     add = frozenset(connect) - present
     holders = occupants(facts, present)
     in_the_way = {holders[end] for pair in add for end in facts.ends(pair) if end in holders}
-    evicted = (present - frozenset(connect) if mode is ChangeMode.OVERWRITE else in_the_way) - frozenset(disconnect)
+    # Whoever shares the device with us keeps what is theirs, so `overwrite` clears ours only.
+    unnamed = present - frozenset(connect) - reading.foreign if mode is ChangeMode.OVERWRITE else frozenset()
+    evicted = (in_the_way | unnamed) - frozenset(disconnect)
     faults = [*_unusable_ports(facts, ports, connect, add), *_not_as_named(facts, holders, disconnect, connect)]
     if mode is ChangeMode.SAFE:
         faults += _in_use(facts, holders, connect, evicted)
+    remove = (frozenset(disconnect) & present) | evicted
+    faults += not_ours(remove & reading.foreign, device)
     if faults:
         raise Conflict(faults)
-    remove = (frozenset(disconnect) & present) | evicted
     return Diff(mode, reading.revision, present, tuple(sorted(remove)), tuple(sorted(add)), tuple(sorted(evicted)))
+
+
+def not_ours(foreign: Iterable[CrossConnect], device: str) -> list[str]:
+    """What to say of circuits of somebody else that a change would take down."""
+    return [
+        f"{pair}: is not ours and stays as it is; take it over first: orchestrrl ocs take-over {device} {pair}"
+        for pair in sorted(foreign)
+    ]
 
 
 def occupants(facts: Facts, present: Iterable[CrossConnect]) -> dict[tuple[str, int], CrossConnect]:
@@ -96,6 +108,7 @@ def compare(diff: Diff, reading: Reading) -> Verification:
         lingering=tuple(pair for pair in diff.remove if pair in seen),
         untuned=tuple(pair for pair in wanted if seen[pair].state is not CircuitState.TUNED),
         dark=tuple(pair for pair in wanted if seen[pair].link_up is False),
+        unconfirmed=reading.unconfirmed,
     )
 
 

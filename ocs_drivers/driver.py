@@ -2,18 +2,23 @@
 
 Every commit begins by reading the device and ends by reading it. So an outcome that was unknown, a setter that answers
 nothing and a bulk command that took in part are one case: what counts is what the device shows.
+
+Circuits that are not ours are read, and never sent a command; see ownership.py. A change on trial reverts itself by a
+task of this driver, see trial.py.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import TypeVar
 
 from ocs_drivers import diff as diffs
 from ocs_drivers.base import Clock, SystemClock, Wire
-from ocs_drivers.errors import Conflict, DriverError, Faults, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.errors import Conflict, DriverError, Faults, InvalidChange, OutcomeUnknown, Permanent, Retryable
 from ocs_drivers.model import (
     Action,
     Capabilities,
@@ -23,13 +28,18 @@ from ocs_drivers.model import (
     CrossConnect,
     Diff,
     Event,
+    EventKind,
     Facts,
     PortState,
     Reading,
     Verification,
     fingerprint,
 )
+from ocs_drivers.ownership import Ownership
 from ocs_drivers.progress import Progress
+from ocs_drivers.trial import FIRST_PAUSE_S, LONGEST_PAUSE_S, Trial, revert_steps
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -65,6 +75,28 @@ async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
         await asyncio.gather(task, alarm, return_exceptions=True)
 
 
+async def _both(events: AsyncGenerator[Event, None], queue: asyncio.Queue[Event]) -> AsyncGenerator[Event, None]:
+    """What the device tells and what the driver tells, as it comes; ends with the device's."""
+    theirs, ours = asyncio.ensure_future(anext(events)), asyncio.ensure_future(queue.get())
+    try:
+        while True:
+            await asyncio.wait({theirs, ours}, return_when=asyncio.FIRST_COMPLETED)
+            if ours.done():
+                yield ours.result()
+                ours = asyncio.ensure_future(queue.get())
+            if theirs.done():
+                try:
+                    event = theirs.result()
+                except StopAsyncIteration:
+                    return
+                yield event
+                theirs = asyncio.ensure_future(anext(events))
+    finally:
+        for waiting in (theirs, ours):
+            waiting.cancel()
+        await asyncio.gather(theirs, ours, return_exceptions=True)
+
+
 class SwitchDriver:
     """An OcsDriver over one wire. See `base.OcsDriver` for what each call promises."""
 
@@ -77,6 +109,12 @@ class SwitchDriver:
         self._session = asyncio.Lock()  # held through one command: sessions are not shared
         self._is_open = False
         self._facts: Facts | None = None
+        self._ownership = Ownership()
+        self._trial: Trial | None = None
+        self._timer: asyncio.Task[None] | None = None  # takes back what is on trial
+        self._last_trial = ""  # what became of it, for who confirms it too late
+        self._confirmed: int | None = None  # the revision of the last trial, where it was confirmed
+        self._listeners: list[asyncio.Queue[Event]] = []
 
     async def facts(self) -> Facts:
         if self._facts is None:
@@ -94,21 +132,26 @@ class SwitchDriver:
         facts = await self.facts()
         circuits = await self._read("read cross-connects", self._wire.read_circuits)
         normal = (replace(circuit, cross_connect=facts.normal(circuit.cross_connect)) for circuit in circuits)
-        in_order = tuple(sorted(normal, key=lambda circuit: circuit.cross_connect))
-        return Reading(in_order, fingerprint(circuit.cross_connect for circuit in in_order))
+        marked = self._ownership.marked(facts, normal)
+        unconfirmed = self._trial.shown() if self._trial else None
+        return Reading(marked, fingerprint(circuit.cross_connect for circuit in marked), unconfirmed)
 
     async def plan(self, change: Change, mode: ChangeMode = ChangeMode.SAFE) -> Diff:
         facts = await self.facts()
         ports = await self.ports()
         reading = await self.cross_connects()
         try:
-            return diffs.plan(facts, ports, reading, change, mode)
+            return diffs.plan(facts, ports, reading, change, mode, self.device)
         except Faults as error:
             error.device = self.device
             raise
 
-    async def commit(self, diff: Diff, expect_revision: int) -> CommitResult:
+    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
+        if revert_in_s is not None and not 0 < revert_in_s < inf:
+            raise InvalidChange([f"revert_in_s: must be > 0, got {revert_in_s}"], device=self.device)
         async with self._writing():
+            if revert_in_s is None or (self._trial and self._trial.diff != diff):
+                self._refuse_on_trial()
             now = await self.cross_connects()
             if now.revision != expect_revision:
                 raise Conflict(
@@ -116,12 +159,48 @@ class SwitchDriver:
                     device=self.device,
                 )
             steps = await self._steps(diffs.remaining, diff, now)
-            return await self._carry_out(diffs.Steps(diff.remove, diff.add), steps)
+            if revert_in_s is None or (steps.empty and self._trial is None):
+                return await self._carry_out(diffs.Steps(diff.remove, diff.add), steps)
+            return await self._carry_out_on_trial(diff, steps, revert_in_s)
+
+    async def confirm(self, revision: int) -> None:
+        async with self._writing():
+            trial = self._trial
+            if trial is None:
+                if revision == self._confirmed:
+                    return
+                raise Conflict([self._last_trial or "nothing waits to be confirmed"], device=self.device)
+            if not trial.failure and trial.until_s is not None and self._clock.now_s() >= trial.until_s:
+                raise Conflict([f"too late, it is being reverted: {trial.shown()}"], device=self.device)
+            if trial.failure or revision != trial.revision:
+                now = await self.cross_connects()
+                if revision != now.revision:
+                    raise Conflict(
+                        [f"device is at revision {now.revision}, got {revision}: look at it and confirm what is there"],
+                        device=self.device,
+                    )
+            self._end_trial("confirmed")
+            self._confirmed = revision
+
+    async def take_over(self, pairs: Sequence[CrossConnect]) -> Reading:
+        async with self._writing():
+            facts, now = await self.facts(), await self.cross_connects()
+            wanted = [facts.normal(pair) for pair in pairs]
+            if absent := [pair for pair in wanted if pair not in now.cross_connects]:
+                faults = [f"{pair}: is not on the device, so it cannot be taken over" for pair in absent]
+                raise Conflict(faults, device=self.device)
+            self._ownership.take(wanted)
+            return replace(now, circuits=self._ownership.marked(facts, now.circuits))
 
     async def rollback(self, diff: Diff) -> CommitResult:
         async with self._writing():
+            if self._trial and self._trial.diff != diff:
+                self._refuse_on_trial()
             steps = await self._steps(diffs.way_back, diff, await self.cross_connects())
-            return await self._carry_out(diffs.Steps(diff.add, diff.remove), steps)
+            result = await self._carry_out(diffs.Steps(diff.add, diff.remove), steps)
+            if self._trial and result.done:
+                self._end_trial("rolled back")
+            return result
 
     async def verify(self, diff: Diff) -> Verification:
         return diffs.compare(diff, await self.cross_connects())
@@ -130,22 +209,37 @@ class SwitchDriver:
         if not self._wire.capabilities.events:
             raise Permanent("this device reports no events", device=self.device, command="watch")
         await self.facts()  # connects
-        async with aclosing(self._wire.events()) as events:
-            async for event in events:
-                yield event
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._listeners.append(queue)
+        try:
+            async with aclosing(self._wire.events()) as theirs, aclosing(_both(theirs, queue)) as events:
+                async for event in events:
+                    yield event
+        except DriverError as error:
+            error.device, error.command = error.device or self.device, error.command or "watch"
+            raise
+        finally:
+            self._listeners.remove(queue)
 
     async def close(self) -> None:
-        async with self._session:
-            await self._drop_session()
+        try:
+            if self._trial is not None:
+                await self._revert_now()
+        finally:
+            async with self._session:
+                await self._drop_session()
 
     async def _steps(
         self, choose: Callable[[Facts, Diff, frozenset[CrossConnect]], diffs.Steps], diff: Diff, now: Reading
     ) -> diffs.Steps:
         try:
-            return choose(await self.facts(), diff, now.cross_connects)
+            steps = choose(await self.facts(), diff, now.cross_connects)
         except Conflict as error:
             error.device = self.device
             raise
+        if faults := diffs.not_ours(now.foreign.intersection(steps.remove), self.device):
+            raise Conflict(faults, device=self.device)
+        return steps
 
     async def _carry_out(self, wanted: diffs.Steps, steps: diffs.Steps) -> CommitResult:
         """Send the steps, those of what is wanted that are not yet so; wait for the mirrors and, where the device can
@@ -161,6 +255,7 @@ class SwitchDriver:
             await self._send(Action.ADD, steps.add, progress)
         reading = await self._settle(progress)
         seen = {circuit.cross_connect: circuit for circuit in reading.circuits}
+        self._ownership.release(progress.gone(seen))
         results = tuple(
             progress.result(action, pair, seen.get(pair))
             for action, pairs in ((Action.REMOVE, wanted.remove), (Action.ADD, wanted.add))
@@ -176,12 +271,90 @@ class SwitchDriver:
             command = f"{action} {' '.join(str(pair) for pair in batch)}"
             try:
                 progress.sent(batch)
+                if action is Action.ADD:
+                    self._ownership.take(batch)
                 await self._command(command, partial(setter, batch), is_setter=True)
             except DriverError as error:
                 progress.went_wrong(batch, str(error))
                 if not isinstance(error, OutcomeUnknown) or not await self._took(action, batch):
                     return
             progress.commanded(batch, self._clock.now_s())
+
+    async def _carry_out_on_trial(self, diff: Diff, steps: diffs.Steps, revert_in_s: float) -> CommitResult:
+        """The trial stands before the first command, and its time begins when the commit is over, however it ends."""
+        self._stop_timer()
+        trial = self._trial.more(steps, revert_in_s) if self._trial else Trial(diff, steps, revert_in_s)
+        self._trial, self._confirmed = trial, None
+        until_s = inf
+        try:
+            result = await self._carry_out(diffs.Steps(diff.remove, diff.add), steps)
+            trial = replace(trial, revision=result.revision)
+        finally:
+            until_s = self._clock.now_s() + revert_in_s
+            self._trial = replace(trial, until_s=until_s)
+            self._timer = asyncio.create_task(self._revert_when_due(until_s))
+        return replace(result, revert_at_s=until_s)
+
+    async def _revert_when_due(self, until_s: float) -> None:
+        while (left_s := until_s - self._clock.now_s()) > 0:
+            await self._clock.sleep(left_s)
+        pause_s = FIRST_PAUSE_S
+        while True:
+            async with self._writer:
+                if self._trial is None or await self._revert(self._trial):
+                    return
+            await self._clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _revert_now(self) -> None:
+        """Raises Retryable where that fails: the device keeps what was on trial."""
+        self._stop_timer()
+        async with self._writing():
+            if self._trial is not None and not await self._revert(self._trial):
+                raise Retryable(str(self._trial.shown()), device=self.device, command="revert")
+
+    async def _revert(self, trial: Trial) -> bool:
+        """Whether the trial is over. What fails is told once for each new reason."""
+        try:
+            steps, lost = revert_steps(await self.facts(), trial.sent, await self.cross_connects())
+            result = await self._carry_out(steps, steps)
+            failure = "; ".join(f"{i.action} {i.cross_connect}: {i.detail}" for i in result.items if not i.done)
+        except DriverError as error:
+            failure = str(error)
+        except Exception as error:  # of the wire: the trial must not be lost with this task
+            logger.exception("%s: a change on trial cannot be reverted", self.device)
+            failure = f"{type(error).__name__}: {error}"
+        if not failure:
+            self._end_trial("reverted, nobody confirmed it in time")
+            self._alarm("; ".join((self._last_trial, *lost)))
+            return True
+        if failure != trial.failure:
+            self._trial = replace(trial, failure=failure)
+            self._alarm(str(self._trial.shown()))
+        return False
+
+    def _refuse_on_trial(self) -> None:
+        if self._trial is not None:
+            raise Conflict(
+                [f"{self._trial.shown()}: confirm it or roll it back before anything else is changed"],
+                device=self.device,
+            )
+
+    def _end_trial(self, how: str) -> None:
+        assert self._trial is not None
+        self._last_trial = self._trial.ended(how, self._clock.now_s())
+        self._trial = None
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None and self._timer is not asyncio.current_task():
+            self._timer.cancel()
+        self._timer = None
+
+    def _alarm(self, text: str) -> None:
+        logger.warning("%s: %s", self.device, text)
+        for queue in self._listeners:
+            queue.put_nowait(Event(self._clock.now_s(), EventKind.ALARM, text))
 
     async def _took(self, action: Action, pairs: Sequence[CrossConnect]) -> bool:
         """After an unknown outcome: read the device, over a new session, before anything else is sent."""

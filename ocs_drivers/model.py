@@ -7,6 +7,7 @@ number the egress side after the ingress side (Polatis); both are the two ranges
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Self
 
@@ -27,7 +28,8 @@ class BootBehaviour(StrEnum):
 
 
 class ChangeMode(StrEnum):
-    """What "connect" means for a port that is in use: refuse, take it over, or clear the whole device first."""
+    """What "connect" means for a port that is in use: refuse, evict who holds it, or clear the whole device first. Only
+    circuits of ours are ever evicted."""
 
     SAFE = "safe"
     UPDATE = "update"
@@ -143,6 +145,30 @@ class Circuit:
     cross_connect: CrossConnect
     state: CircuitState = CircuitState.TUNED
     link_up: bool | None = None  # None: nobody measures it
+    ours: bool = False  # made by this driver, or taken over; filled in by the driver, a wire leaves it alone
+
+
+@dataclass(frozen=True, slots=True)
+class Unconfirmed:
+    """A change that is up on trial: it reverts itself unless it is confirmed in time."""
+
+    revision: int | None  # that a confirmation has to name; None: nobody knows how the device came out of it
+    until_s: float | None  # by the driver's clock, seconds since the Unix epoch; None: still being carried out
+    removed: tuple[CrossConnect, ...] = ()  # come back when it reverts
+    added: tuple[CrossConnect, ...] = ()  # go when it reverts
+    failure: str = ""  # its time is over and it could not be reverted, why; that is tried again and again
+
+    def __str__(self) -> str:
+        change = " ".join((*(f"-{pair}" for pair in self.removed), *(f"+{pair}" for pair in self.added)))
+        if self.failure:
+            return f"a change was not confirmed and cannot be reverted ({change}): {self.failure}"
+        until = "it is carried out and its time is over" if self.until_s is None else utc(self.until_s)
+        return f"a change waits to be confirmed until {until} ({change})"
+
+
+def utc(at_s: float) -> str:
+    """A time of the driver's clock, for people."""
+    return datetime.fromtimestamp(at_s, UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00") + " UTC"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +178,16 @@ class Reading:
 
     circuits: tuple[Circuit, ...]
     revision: int
+    unconfirmed: Unconfirmed | None = None
 
     @property
     def cross_connects(self) -> frozenset[CrossConnect]:
         return frozenset(circuit.cross_connect for circuit in self.circuits)
+
+    @property
+    def foreign(self) -> frozenset[CrossConnect]:
+        """Those that are not ours: never touched unless somebody takes them over by name."""
+        return frozenset(circuit.cross_connect for circuit in self.circuits if not circuit.ours)
 
 
 def fingerprint(cross_connects: Iterable[CrossConnect]) -> int:
@@ -216,6 +248,7 @@ class CommitResult:
     items: tuple[ItemResult, ...]
     revision: int  # of the device afterwards
     commands_sent: int
+    revert_at_s: float | None = None  # by the driver's clock, unless confirmed before; None: nothing to be confirmed
 
     @property
     def done(self) -> bool:
@@ -231,6 +264,7 @@ class Verification:
     lingering: tuple[CrossConnect, ...] = ()  # should be gone and is not
     untuned: tuple[CrossConnect, ...] = ()  # there, but the mirrors are not in place
     dark: tuple[CrossConnect, ...] = ()  # in place, but no light arrives; empty where nobody measures it
+    unconfirmed: Unconfirmed | None = None  # what will revert itself, or could not be reverted
 
     @property
     def ok(self) -> bool:

@@ -51,6 +51,11 @@ class Progress:
                 dark |= self._note_circuit(circuit, at_s)
         return waiting, dark
 
+    def gone(self, seen: Iterable[CrossConnect]) -> frozenset[CrossConnect]:
+        """What is not shown and will not come late: it was taken down, or the device has not taken the command."""
+        refused = (pair for pair in self.steps.add if pair not in self._commanded_s)
+        return frozenset((*self.steps.remove, *refused)).difference(seen)
+
     def result(self, action: Action, pair: CrossConnect, circuit: Circuit | None) -> ItemResult:
         """What became of one item that the device now shows as `circuit`; None: not at all."""
         if action is Action.REMOVE:

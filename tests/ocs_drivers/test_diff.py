@@ -30,7 +30,7 @@ Pairs = frozenset[CrossConnect]
 
 
 def reading(pairs: Pairs) -> Reading:
-    return Reading(tuple(Circuit(pair) for pair in sorted(pairs)), fingerprint(pairs))
+    return Reading(tuple(Circuit(pair, ours=True) for pair in sorted(pairs)), fingerprint(pairs))
 
 
 def clash(facts: Facts, one: CrossConnect, two: CrossConnect) -> bool:

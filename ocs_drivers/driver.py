@@ -382,7 +382,7 @@ class SwitchDriver:
     async def _read_after_setting(self) -> Reading:
         try:
             return await self.cross_connects()
-        except Retryable as error:
+        except (Permanent, Retryable) as error:
             raise OutcomeUnknown(
                 "the device could not be read after a command was sent to it",
                 device=self.device,

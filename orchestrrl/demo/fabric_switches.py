@@ -33,9 +33,9 @@ class NotingSwitch(VirtualSwitch):
         self._received_s: list[float] = []
         self._set_s: list[float] = []
 
-    async def commit(self, diff: Diff, expect_revision: int) -> CommitResult:
+    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         self._received_s.append(time.monotonic())
-        return await super().commit(diff, expect_revision)
+        return await super().commit(diff, expect_revision, revert_in_s)
 
     def noted(self) -> dict[str, list[float]]:
         while not self._happened.empty():

@@ -28,6 +28,7 @@ from ocs_drivers.model import (
     PortState,
     PortStatus,
     Reading,
+    Unconfirmed,
     Verification,
 )
 from orchestrrl.rpc.pb import ocs_pb2
@@ -154,23 +155,53 @@ def port_from_pb(pb: ocs_pb2.PortState) -> PortState:
 
 def circuit_to_pb(circuit: Circuit) -> ocs_pb2.Circuit:
     return ocs_pb2.Circuit(
-        cross_connect=pair_to_pb(circuit.cross_connect), state=_CIRCUIT[circuit.state], link_up=circuit.link_up
+        cross_connect=pair_to_pb(circuit.cross_connect),
+        state=_CIRCUIT[circuit.state],
+        link_up=circuit.link_up,
+        ours=circuit.ours,
     )
 
 
 def circuit_from_pb(pb: ocs_pb2.Circuit) -> Circuit:
     link_up = pb.link_up if pb.HasField("link_up") else None
-    return Circuit(pair_from_pb(pb.cross_connect), _value("state", _CIRCUIT, pb.state), link_up)
+    return Circuit(pair_from_pb(pb.cross_connect), _value("state", _CIRCUIT, pb.state), link_up, pb.ours)
+
+
+def unconfirmed_to_pb(trial: Unconfirmed | None) -> ocs_pb2.UnconfirmedChange | None:
+    if trial is None:
+        return None
+    return ocs_pb2.UnconfirmedChange(
+        revision=trial.revision,
+        until_unix_s=trial.until_s,
+        removed=pairs_to_pb(trial.removed),
+        added=pairs_to_pb(trial.added),
+        failure=trial.failure,
+    )
+
+
+def unconfirmed_from_pb(pb: ocs_pb2.ListCrossConnectsResponse | ocs_pb2.Verification) -> Unconfirmed | None:
+    if not pb.HasField("unconfirmed"):
+        return None
+    trial = pb.unconfirmed
+    return Unconfirmed(
+        revision=trial.revision if trial.HasField("revision") else None,
+        until_s=trial.until_unix_s if trial.HasField("until_unix_s") else None,
+        removed=pairs_from_pb(trial.removed),
+        added=pairs_from_pb(trial.added),
+        failure=trial.failure,
+    )
 
 
 def reading_to_pb(reading: Reading) -> ocs_pb2.ListCrossConnectsResponse:
     circuits = [circuit_to_pb(circuit) for circuit in reading.circuits]
-    return ocs_pb2.ListCrossConnectsResponse(circuits=circuits, revision=reading.revision)
+    return ocs_pb2.ListCrossConnectsResponse(
+        circuits=circuits, revision=reading.revision, unconfirmed=unconfirmed_to_pb(reading.unconfirmed)
+    )
 
 
 def reading_from_pb(pb: ocs_pb2.ListCrossConnectsResponse) -> Reading:
     circuits = sorted((circuit_from_pb(circuit) for circuit in pb.circuits), key=lambda circuit: circuit.cross_connect)
-    return Reading(tuple(circuits), pb.revision)
+    return Reading(tuple(circuits), pb.revision, unconfirmed_from_pb(pb))
 
 
 def change_to_pb(change: Change, mode: ChangeMode) -> ocs_pb2.PlanChangeRequest:
@@ -232,11 +263,17 @@ def item_from_pb(pb: ocs_pb2.CrossConnectResult) -> ItemResult:
 
 def result_to_pb(result: CommitResult) -> ocs_pb2.CommitResult:
     items = [item_to_pb(item) for item in result.items]
-    return ocs_pb2.CommitResult(results=items, revision=result.revision, commands_sent=result.commands_sent)
+    return ocs_pb2.CommitResult(
+        results=items,
+        revision=result.revision,
+        commands_sent=result.commands_sent,
+        revert_at_unix_s=result.revert_at_s,
+    )
 
 
 def result_from_pb(pb: ocs_pb2.CommitResult) -> CommitResult:
-    return CommitResult(tuple(item_from_pb(item) for item in pb.results), pb.revision, pb.commands_sent)
+    revert_at_s = pb.revert_at_unix_s if pb.HasField("revert_at_unix_s") else None
+    return CommitResult(tuple(item_from_pb(item) for item in pb.results), pb.revision, pb.commands_sent, revert_at_s)
 
 
 def verification_to_pb(seen: Verification) -> ocs_pb2.Verification:
@@ -246,6 +283,7 @@ def verification_to_pb(seen: Verification) -> ocs_pb2.Verification:
         lingering=pairs_to_pb(seen.lingering),
         untuned=pairs_to_pb(seen.untuned),
         dark=pairs_to_pb(seen.dark),
+        unconfirmed=unconfirmed_to_pb(seen.unconfirmed),
     )
 
 
@@ -256,6 +294,7 @@ def verification_from_pb(pb: ocs_pb2.Verification) -> Verification:
         lingering=pairs_from_pb(pb.lingering),
         untuned=pairs_from_pb(pb.untuned),
         dark=pairs_from_pb(pb.dark),
+        unconfirmed=unconfirmed_from_pb(pb),
     )
 
 

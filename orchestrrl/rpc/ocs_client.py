@@ -2,10 +2,11 @@
 
 The other process owns the device: its lock, its limits, its reading back. What is added here is the connection to that
 process, which can break too: then nobody knows whether a commit took, and it is read back before anything else is sent.
+A process that was started anew does not know what it made before. This side does, and gives it back.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from ocs_drivers.model import (
     ChangeMode,
     CircuitState,
     CommitResult,
+    CrossConnect,
     Diff,
     Event,
     Facts,
@@ -37,6 +39,7 @@ from ocs_drivers.model import (
     Reading,
     Verification,
 )
+from ocs_drivers.ownership import Ownership
 from orchestrrl.rpc import convert_ocs as convert
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
 from orchestrrl.rpc.ocs_server import ERROR_METADATA
@@ -48,6 +51,7 @@ Value = TypeVar("Value")
 
 # Pauses between readings while a commit whose answer was lost may still be going on.
 READ_BACK_PAUSE_S = 0.05
+LARGEST_PORT = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +86,12 @@ class GrpcSwitch:
         self._command_timeout_s = command_timeout_s
         self._commit_timeout_s = commit_timeout_s
         self._session: _Session | None = None
+        self._ownership = Ownership()  # as far as it is known here
+        self._facts: Facts | None = None  # as last read
 
     async def facts(self) -> Facts:
-        return self._sense(convert.facts_from_pb, await self._read_facts())
+        self._facts = self._sense(convert.facts_from_pb, await self._read_facts())
+        return self._facts
 
     async def capabilities(self) -> Capabilities:
         return convert.capabilities_from_pb((await self._read_facts()).capabilities)
@@ -95,29 +102,51 @@ class GrpcSwitch:
         return tuple(sorted(ports, key=lambda port: port.port))
 
     async def cross_connects(self) -> Reading:
-        request = ocs_pb2.ListCrossConnectsRequest()
-        response = await self._read("ListCrossConnects", self._stub().ListCrossConnects, request)
-        return self._sense(convert.reading_from_pb, response)
+        return (await self._read_circuits())[0]
 
     async def plan(self, change: Change, mode: ChangeMode = ChangeMode.SAFE) -> Diff:
-        if faults := _negative_ports(change):  # they would not fit into the message
+        named = {"connect": change.connect, "disconnect": change.disconnect}
+        if faults := _unfit_ports(named):
             raise InvalidChange(faults, device=self.device)
-        response = await self._read("Plan", self._stub().Plan, convert.change_to_pb(change, mode))
+        request = convert.change_to_pb(change, mode)
+        response = await self._as_owner(lambda: self._read("Plan", self._stub().Plan, request))
         return self._sense(convert.diff_from_pb, response)
 
-    async def commit(self, diff: Diff, expect_revision: int) -> CommitResult:
-        request = ocs_pb2.CommitRequest(diff=convert.diff_to_pb(diff), expect_revision=expect_revision)
-        call = self._ask("Commit", self._stub().Commit, request, self._commit_timeout_s, is_setter=True)
-        return await self._settled(call, Steps(diff.remove, diff.add))
+    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
+        request = ocs_pb2.CommitRequest(
+            diff=convert.diff_to_pb(diff), expect_revision=expect_revision, revert_in_s=revert_in_s
+        )
+
+        def call() -> Awaitable[ocs_pb2.CommitResult]:
+            return self._ask("Commit", self._stub().Commit, request, self._commit_timeout_s, is_setter=True)
+
+        return await self._owning(call, Steps(diff.remove, diff.add))
+
+    async def confirm(self, revision: int) -> None:
+        request = ocs_pb2.ConfirmRequest(revision=revision)
+        # To confirm twice is harmless, so a lost answer is no riddle.
+        await self._ask("Confirm", self._stub().Confirm, request, self._commit_timeout_s, is_setter=False)
+
+    async def take_over(self, pairs: Sequence[CrossConnect]) -> Reading:
+        if faults := _unfit_ports({"pairs": pairs}):
+            raise Conflict(faults, device=self.device)
+        request = ocs_pb2.TakeOverRequest(cross_connects=convert.pairs_to_pb(pairs))
+        response = await self._ask("TakeOver", self._stub().TakeOver, request, self._commit_timeout_s, is_setter=False)
+        reading = self._sense(convert.reading_from_pb, response)
+        self._ownership.take(reading.cross_connects - reading.foreign)
+        return reading
 
     async def verify(self, diff: Diff) -> Verification:
         request = ocs_pb2.VerifyRequest(diff=convert.diff_to_pb(diff))
-        return convert.verification_from_pb(await self._read("Verify", self._stub().Verify, request))
+        return self._sense(convert.verification_from_pb, await self._read("Verify", self._stub().Verify, request))
 
     async def rollback(self, diff: Diff) -> CommitResult:
         request = ocs_pb2.RollbackRequest(diff=convert.diff_to_pb(diff))
-        call = self._ask("Rollback", self._stub().Rollback, request, self._commit_timeout_s, is_setter=True)
-        return await self._settled(call, Steps(diff.add, diff.remove))
+
+        def call() -> Awaitable[ocs_pb2.CommitResult]:
+            return self._ask("Rollback", self._stub().Rollback, request, self._commit_timeout_s, is_setter=True)
+
+        return await self._owning(call, Steps(diff.add, diff.remove))
 
     async def watch(self) -> AsyncGenerator[Event, None]:
         call = self._stub().Watch(ocs_pb2.WatchEventsRequest())
@@ -137,11 +166,48 @@ class GrpcSwitch:
     async def _read_facts(self) -> ocs_pb2.DeviceFacts:
         return await self._read("GetFacts", self._stub().GetFacts, ocs_pb2.GetFactsRequest())
 
+    async def _read_circuits(self) -> tuple[Reading, bool]:
+        """The reading, and whether something of ours had to be given back to the process first."""
+        request = ocs_pb2.ListCrossConnectsRequest()
+        response = await self._read("ListCrossConnects", self._stub().ListCrossConnects, request)
+        reading = self._sense(convert.reading_from_pb, response)
+        marked = self._ownership.marked(self._facts or await self.facts(), reading.circuits)
+        self._ownership.take(reading.cross_connects - reading.foreign)
+        unknown_there = [
+            circuit.cross_connect for circuit in marked if circuit.ours and circuit.cross_connect in reading.foreign
+        ]
+        if not unknown_there:
+            return reading, False
+        try:
+            return await self.take_over(unknown_there), True
+        except Conflict:  # gone meanwhile
+            return reading, False
+
+    async def _as_owner(self, call: Callable[[], Awaitable[Response]]) -> Response:
+        """The answer; where it was refused, once more if the process did not know what is ours."""
+        try:
+            return await call()
+        except Conflict:
+            if not (await self._read_circuits())[1]:
+                raise
+            return await call()
+
+    async def _owning(self, call: Callable[[], Awaitable[ocs_pb2.CommitResult]], wanted: Steps) -> CommitResult:
+        """Carry it out, and know afterwards what is ours; what nobody knows of may come late, and is then ours."""
+        claimed = frozenset(wanted.add) - self._ownership.pairs
+        self._ownership.take(claimed)
+        try:
+            return await self._settled(self._as_owner(call), wanted)
+        except (Permanent, Retryable):  # nothing was sent
+            self._ownership.release(claimed)
+            raise
+
     async def _settled(self, call: Awaitable[ocs_pb2.CommitResult], wanted: Steps) -> CommitResult:
         """The answer, or, where the answer was lost, what the device shows once it has come to rest."""
         try:
             result = convert.result_from_pb(await call)
             if [item.cross_connect for item in result.items] == [*wanted.remove, *wanted.add]:
+                self._ownership.release(_not_here(result.items))
                 return result
             words = "the driver process did not answer for every circuit of the change, in order"
         except OutcomeUnknown as error:
@@ -154,13 +220,14 @@ class GrpcSwitch:
             reading = await self._after_setting(self.cross_connects())
             items = _as_shown(wanted, reading, words)
             if all(item.done for item in items) or self._clock.now_s() >= deadline_s:
-                return CommitResult(items, reading.revision, commands_sent=1)
+                until_s = reading.unconfirmed.until_s if reading.unconfirmed else None
+                return CommitResult(items, reading.revision, commands_sent=1, revert_at_s=until_s)
             await self._clock.sleep(READ_BACK_PAUSE_S)
 
     async def _after_setting(self, reading: Awaitable[Response]) -> Response:
         try:
             return await reading
-        except Retryable as error:
+        except (Permanent, Retryable) as error:
             raise OutcomeUnknown(
                 f"the device could not be read after a command was sent to it: {error.message}",
                 device=self.device,
@@ -234,13 +301,23 @@ class GrpcSwitch:
                 return Permanent(message, device=self.device, command=command, answer=words)
 
 
-def _negative_ports(change: Change) -> list[str]:
+def _unfit_ports(named: Mapping[str, Iterable[CrossConnect]]) -> list[str]:
+    """Those that would not fit into the message."""
     return [
-        f"{name}[{index}].{side}: must be >= 0, got {port}"
-        for name, pairs in (("connect", change.connect), ("disconnect", change.disconnect))
+        f"{name}[{index}].{side}: must be within 0..{LARGEST_PORT}, got {port}"
+        for name, pairs in named.items()
         for index, pair in enumerate(pairs)
         for side, port in (("ingress_port", pair.ingress_port), ("egress_port", pair.egress_port))
-        if port < 0
+        if not 0 <= port <= LARGEST_PORT
+    ]
+
+
+def _not_here(items: Iterable[ItemResult]) -> list[CrossConnect]:
+    """What was taken down, and what was refused: neither comes late."""
+    return [
+        item.cross_connect
+        for item in items
+        if (item.done if item.action is Action.REMOVE else not item.done and item.commanded_s is None)
     ]
 
 

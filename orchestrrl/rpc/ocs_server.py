@@ -48,7 +48,19 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
     async def Commit(self, request: ocs_pb2.CommitRequest, context: Context) -> ocs_pb2.CommitResult:
         async with _speaking(context):
             diff = convert.diff_from_pb(request.diff)
-            return convert.result_to_pb(await asyncio.shield(self._driver.commit(diff, request.expect_revision)))
+            revert_in_s = request.revert_in_s if request.HasField("revert_in_s") else None
+            commit = self._driver.commit(diff, request.expect_revision, revert_in_s)
+            return convert.result_to_pb(await asyncio.shield(commit))
+
+    async def Confirm(self, request: ocs_pb2.ConfirmRequest, context: Context) -> ocs_pb2.ConfirmResponse:
+        async with _speaking(context):
+            await asyncio.shield(self._driver.confirm(request.revision))
+            return ocs_pb2.ConfirmResponse()
+
+    async def TakeOver(self, request: ocs_pb2.TakeOverRequest, context: Context) -> ocs_pb2.ListCrossConnectsResponse:
+        async with _speaking(context):
+            pairs = convert.pairs_from_pb(request.cross_connects)
+            return convert.reading_to_pb(await self._driver.take_over(pairs))
 
     async def Verify(self, request: ocs_pb2.VerifyRequest, context: Context) -> ocs_pb2.Verification:
         async with _speaking(context):

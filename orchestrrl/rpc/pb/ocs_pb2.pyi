@@ -74,9 +74,9 @@ class _ChangeModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChangeMode
     CHANGE_MODE_SAFE: _ChangeMode.ValueType  # 1
     """Refuse where a port is in use."""
     CHANGE_MODE_UPDATE: _ChangeMode.ValueType  # 2
-    """Evict whoever holds the ports."""
+    """Evict whoever holds the ports, if it is ours."""
     CHANGE_MODE_OVERWRITE: _ChangeMode.ValueType  # 3
-    """Evict everybody that the change does not name. Refused with an empty list."""
+    """Evict all of ours that the change does not name. Refused with an empty list."""
 
 class ChangeMode(_ChangeMode, metaclass=_ChangeModeEnumTypeWrapper): ...
 
@@ -84,9 +84,9 @@ CHANGE_MODE_UNSPECIFIED: ChangeMode.ValueType  # 0
 CHANGE_MODE_SAFE: ChangeMode.ValueType  # 1
 """Refuse where a port is in use."""
 CHANGE_MODE_UPDATE: ChangeMode.ValueType  # 2
-"""Evict whoever holds the ports."""
+"""Evict whoever holds the ports, if it is ours."""
 CHANGE_MODE_OVERWRITE: ChangeMode.ValueType  # 3
-"""Evict everybody that the change does not name. Refused with an empty list."""
+"""Evict all of ours that the change does not name. Refused with an empty list."""
 Global___ChangeMode: _TypeAlias = ChangeMode  # noqa: Y015
 
 class _PortStatus:
@@ -352,23 +352,74 @@ class ListCrossConnectsResponse(_message.Message):
 
     CIRCUITS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    UNCONFIRMED_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Moves whenever the set of cross-connects does, whoever moved it."""
     @_builtins.property
     def circuits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Circuit]: ...
+    @_builtins.property
+    def unconfirmed(self) -> Global___UnconfirmedChange:
+        """Absent: nothing is on trial."""
+
     def __init__(
         self,
         *,
         circuits: _abc.Iterable[Global___Circuit] | None = ...,
         revision: _builtins.int = ...,
+        unconfirmed: Global___UnconfirmedChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["unconfirmed", b"unconfirmed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["circuits", b"circuits", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["circuits", b"circuits", "revision", b"revision", "unconfirmed", b"unconfirmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListCrossConnectsResponse: _TypeAlias = ListCrossConnectsResponse  # noqa: Y015
+
+@_typing.final
+class UnconfirmedChange(_message.Message):
+    """A change on trial: it reverts itself, in the process that serves this, unless it is confirmed in time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    UNTIL_UNIX_S_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    ADDED_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """That a confirmation has to name; absent: nobody knows how the device came out of it."""
+    until_unix_s: _builtins.float
+    """By the serving process's clock; absent: it is still being carried out."""
+    failure: _builtins.str
+    """Its time is over and it could not be reverted, why. That is tried again and again."""
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___CrossConnect]: ...
+    @_builtins.property
+    def added(self) -> _containers.RepeatedCompositeFieldContainer[Global___CrossConnect]: ...
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int | None = ...,
+        until_unix_s: _builtins.float | None = ...,
+        removed: _abc.Iterable[Global___CrossConnect] | None = ...,
+        added: _abc.Iterable[Global___CrossConnect] | None = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "_until_unix_s", b"_until_unix_s", "revision", b"revision", "until_unix_s", b"until_unix_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "_until_unix_s", b"_until_unix_s", "added", b"added", "failure", b"failure", "removed", b"removed", "revision", b"revision", "until_unix_s", b"until_unix_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__revision: _TypeAlias = _typing.Literal["revision"]  # noqa: Y015
+    _WhichOneofArgType__revision: _TypeAlias = _typing.Literal["_revision", b"_revision"]  # noqa: Y015
+    _WhichOneofReturnType__until_unix_s: _TypeAlias = _typing.Literal["until_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__until_unix_s: _TypeAlias = _typing.Literal["_until_unix_s", b"_until_unix_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__revision) -> _WhichOneofReturnType__revision | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__until_unix_s) -> _WhichOneofReturnType__until_unix_s | None: ...
+
+Global___UnconfirmedChange: _TypeAlias = UnconfirmedChange  # noqa: Y015
 
 @_typing.final
 class CrossConnect(_message.Message):
@@ -399,9 +450,12 @@ class Circuit(_message.Message):
     CROSS_CONNECT_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     LINK_UP_FIELD_NUMBER: _builtins.int
+    OURS_FIELD_NUMBER: _builtins.int
     state: Global___CircuitState.ValueType
     link_up: _builtins.bool
     """Light at the far end; absent: nobody measures it."""
+    ours: _builtins.bool
+    """Made by this process, or taken over. Others are never touched."""
     @_builtins.property
     def cross_connect(self) -> Global___CrossConnect: ...
     def __init__(
@@ -410,10 +464,11 @@ class Circuit(_message.Message):
         cross_connect: Global___CrossConnect | None = ...,
         state: Global___CircuitState.ValueType = ...,
         link_up: _builtins.bool | None = ...,
+        ours: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_link_up", b"_link_up", "cross_connect", b"cross_connect", "link_up", b"link_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_link_up", b"_link_up", "cross_connect", b"cross_connect", "link_up", b"link_up", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_link_up", b"_link_up", "cross_connect", b"cross_connect", "link_up", b"link_up", "ours", b"ours", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__link_up: _TypeAlias = _typing.Literal["link_up"]  # noqa: Y015
     _WhichOneofArgType__link_up: _TypeAlias = _typing.Literal["_link_up", b"_link_up"]  # noqa: Y015
@@ -499,7 +554,12 @@ class CommitRequest(_message.Message):
 
     DIFF_FIELD_NUMBER: _builtins.int
     EXPECT_REVISION_FIELD_NUMBER: _builtins.int
+    REVERT_IN_S_FIELD_NUMBER: _builtins.int
     expect_revision: _builtins.int
+    revert_in_s: _builtins.float
+    """On trial: what this sends reverts itself that long after the commit is over, unless it is confirmed. Absent: it
+    stays.
+    """
     @_builtins.property
     def diff(self) -> Global___ChangeDiff: ...
     def __init__(
@@ -507,14 +567,72 @@ class CommitRequest(_message.Message):
         *,
         diff: Global___ChangeDiff | None = ...,
         expect_revision: _builtins.int = ...,
+        revert_in_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_revert_in_s", b"_revert_in_s", "diff", b"diff", "revert_in_s", b"revert_in_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "expect_revision", b"expect_revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revert_in_s", b"_revert_in_s", "diff", b"diff", "expect_revision", b"expect_revision", "revert_in_s", b"revert_in_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__revert_in_s: _TypeAlias = _typing.Literal["revert_in_s"]  # noqa: Y015
+    _WhichOneofArgType__revert_in_s: _TypeAlias = _typing.Literal["_revert_in_s", b"_revert_in_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__revert_in_s) -> _WhichOneofReturnType__revert_in_s | None: ...
+
+Global___CommitRequest: _TypeAlias = CommitRequest  # noqa: Y015
+
+@_typing.final
+class ConfirmRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """Of the commit's result, or of the device as it is now."""
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CommitRequest: _TypeAlias = CommitRequest  # noqa: Y015
+Global___ConfirmRequest: _TypeAlias = ConfirmRequest  # noqa: Y015
+
+@_typing.final
+class ConfirmResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfirmResponse: _TypeAlias = ConfirmResponse  # noqa: Y015
+
+@_typing.final
+class TakeOverRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CROSS_CONNECTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cross_connects(self) -> _containers.RepeatedCompositeFieldContainer[Global___CrossConnect]: ...
+    def __init__(
+        self,
+        *,
+        cross_connects: _abc.Iterable[Global___CrossConnect] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cross_connects", b"cross_connects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeOverRequest: _TypeAlias = TakeOverRequest  # noqa: Y015
 
 @_typing.final
 class CommitResult(_message.Message):
@@ -523,9 +641,12 @@ class CommitResult(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     COMMANDS_SENT_FIELD_NUMBER: _builtins.int
+    REVERT_AT_UNIX_S_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Of the device afterwards."""
     commands_sent: _builtins.int
+    revert_at_unix_s: _builtins.float
+    """By the serving process's clock, unless confirmed before; absent: there is nothing to be confirmed."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___CrossConnectResult]: ...
     def __init__(
@@ -534,12 +655,15 @@ class CommitResult(_message.Message):
         results: _abc.Iterable[Global___CrossConnectResult] | None = ...,
         revision: _builtins.int = ...,
         commands_sent: _builtins.int = ...,
+        revert_at_unix_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_revert_at_unix_s", b"_revert_at_unix_s", "revert_at_unix_s", b"revert_at_unix_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands_sent", b"commands_sent", "results", b"results", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revert_at_unix_s", b"_revert_at_unix_s", "commands_sent", b"commands_sent", "results", b"results", "revert_at_unix_s", b"revert_at_unix_s", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__revert_at_unix_s: _TypeAlias = _typing.Literal["revert_at_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__revert_at_unix_s: _TypeAlias = _typing.Literal["_revert_at_unix_s", b"_revert_at_unix_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__revert_at_unix_s) -> _WhichOneofReturnType__revert_at_unix_s | None: ...
 
 Global___CommitResult: _TypeAlias = CommitResult  # noqa: Y015
 
@@ -627,6 +751,7 @@ class Verification(_message.Message):
     LINGERING_FIELD_NUMBER: _builtins.int
     UNTUNED_FIELD_NUMBER: _builtins.int
     DARK_FIELD_NUMBER: _builtins.int
+    UNCONFIRMED_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     @_builtins.property
     def missing(self) -> _containers.RepeatedCompositeFieldContainer[Global___CrossConnect]: ...
@@ -636,6 +761,10 @@ class Verification(_message.Message):
     def untuned(self) -> _containers.RepeatedCompositeFieldContainer[Global___CrossConnect]: ...
     @_builtins.property
     def dark(self) -> _containers.RepeatedCompositeFieldContainer[Global___CrossConnect]: ...
+    @_builtins.property
+    def unconfirmed(self) -> Global___UnconfirmedChange:
+        """What will revert itself, or could not be reverted; absent: nothing."""
+
     def __init__(
         self,
         *,
@@ -644,10 +773,11 @@ class Verification(_message.Message):
         lingering: _abc.Iterable[Global___CrossConnect] | None = ...,
         untuned: _abc.Iterable[Global___CrossConnect] | None = ...,
         dark: _abc.Iterable[Global___CrossConnect] | None = ...,
+        unconfirmed: Global___UnconfirmedChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["unconfirmed", b"unconfirmed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dark", b"dark", "lingering", b"lingering", "missing", b"missing", "revision", b"revision", "untuned", b"untuned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dark", b"dark", "lingering", b"lingering", "missing", b"missing", "revision", b"revision", "unconfirmed", b"unconfirmed", "untuned", b"untuned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

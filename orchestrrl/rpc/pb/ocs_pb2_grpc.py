@@ -59,6 +59,16 @@ class OcsDriverStub:
                 request_serializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitRequest.SerializeToString,
                 response_deserializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitResult.FromString,
                 _registered_method=True)
+        self.Confirm = channel.unary_unary(
+                '/orchestrrl.v1.OcsDriver/Confirm',
+                request_serializer=orchestrrl_dot_v1_dot_ocs__pb2.ConfirmRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_ocs__pb2.ConfirmResponse.FromString,
+                _registered_method=True)
+        self.TakeOver = channel.unary_unary(
+                '/orchestrrl.v1.OcsDriver/TakeOver',
+                request_serializer=orchestrrl_dot_v1_dot_ocs__pb2.TakeOverRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_ocs__pb2.ListCrossConnectsResponse.FromString,
+                _registered_method=True)
         self.Verify = channel.unary_unary(
                 '/orchestrrl.v1.OcsDriver/Verify',
                 request_serializer=orchestrrl_dot_v1_dot_ocs__pb2.VerifyRequest.SerializeToString,
@@ -105,7 +115,22 @@ class OcsDriverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Refused with FAILED_PRECONDITION when the device is not at expect_revision.
+        """Refused with FAILED_PRECONDITION when the device is not at expect_revision, while another change is on trial, and
+        where a circuit would go that is not ours.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Confirm(self, request, context):
+        """Keep what is on trial. FAILED_PRECONDITION: nothing is, it has been reverted, or the revision is another.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeOver(self, request, context):
+        """From now on these circuits are ours. FAILED_PRECONDITION, and none is, when one is not on the device.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,6 +183,16 @@ def add_OcsDriverServicer_to_server(servicer, server):
                     servicer.Commit,
                     request_deserializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitRequest.FromString,
                     response_serializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitResult.SerializeToString,
+            ),
+            'Confirm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Confirm,
+                    request_deserializer=orchestrrl_dot_v1_dot_ocs__pb2.ConfirmRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_ocs__pb2.ConfirmResponse.SerializeToString,
+            ),
+            'TakeOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOver,
+                    request_deserializer=orchestrrl_dot_v1_dot_ocs__pb2.TakeOverRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_ocs__pb2.ListCrossConnectsResponse.SerializeToString,
             ),
             'Verify': grpc.unary_unary_rpc_method_handler(
                     servicer.Verify,
@@ -310,6 +345,60 @@ class OcsDriver:
             '/orchestrrl.v1.OcsDriver/Commit',
             orchestrrl_dot_v1_dot_ocs__pb2.CommitRequest.SerializeToString,
             orchestrrl_dot_v1_dot_ocs__pb2.CommitResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Confirm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.OcsDriver/Confirm',
+            orchestrrl_dot_v1_dot_ocs__pb2.ConfirmRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_ocs__pb2.ConfirmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.OcsDriver/TakeOver',
+            orchestrrl_dot_v1_dot_ocs__pb2.TakeOverRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_ocs__pb2.ListCrossConnectsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,7 +43,13 @@ class OcsDriverStub:
     Plan: _grpc.UnaryUnaryMultiCallable[_ocs_pb2.PlanChangeRequest, _ocs_pb2.ChangeDiff]
     """What a change would do, evictions included. Sends nothing to the device."""
     Commit: _grpc.UnaryUnaryMultiCallable[_ocs_pb2.CommitRequest, _ocs_pb2.CommitResult]
-    """Refused with FAILED_PRECONDITION when the device is not at expect_revision."""
+    """Refused with FAILED_PRECONDITION when the device is not at expect_revision, while another change is on trial, and
+    where a circuit would go that is not ours.
+    """
+    Confirm: _grpc.UnaryUnaryMultiCallable[_ocs_pb2.ConfirmRequest, _ocs_pb2.ConfirmResponse]
+    """Keep what is on trial. FAILED_PRECONDITION: nothing is, it has been reverted, or the revision is another."""
+    TakeOver: _grpc.UnaryUnaryMultiCallable[_ocs_pb2.TakeOverRequest, _ocs_pb2.ListCrossConnectsResponse]
+    """From now on these circuits are ours. FAILED_PRECONDITION, and none is, when one is not on the device."""
     Verify: _grpc.UnaryUnaryMultiCallable[_ocs_pb2.VerifyRequest, _ocs_pb2.Verification]
     Rollback: _grpc.UnaryUnaryMultiCallable[_ocs_pb2.RollbackRequest, _ocs_pb2.CommitResult]
     """From any point of the diff, back to what was before it."""
@@ -59,7 +65,13 @@ class OcsDriverAsyncStub(OcsDriverStub):
     Plan: _aio.UnaryUnaryMultiCallable[_ocs_pb2.PlanChangeRequest, _ocs_pb2.ChangeDiff]  # type: ignore[assignment]
     """What a change would do, evictions included. Sends nothing to the device."""
     Commit: _aio.UnaryUnaryMultiCallable[_ocs_pb2.CommitRequest, _ocs_pb2.CommitResult]  # type: ignore[assignment]
-    """Refused with FAILED_PRECONDITION when the device is not at expect_revision."""
+    """Refused with FAILED_PRECONDITION when the device is not at expect_revision, while another change is on trial, and
+    where a circuit would go that is not ours.
+    """
+    Confirm: _aio.UnaryUnaryMultiCallable[_ocs_pb2.ConfirmRequest, _ocs_pb2.ConfirmResponse]  # type: ignore[assignment]
+    """Keep what is on trial. FAILED_PRECONDITION: nothing is, it has been reverted, or the revision is another."""
+    TakeOver: _aio.UnaryUnaryMultiCallable[_ocs_pb2.TakeOverRequest, _ocs_pb2.ListCrossConnectsResponse]  # type: ignore[assignment]
+    """From now on these circuits are ours. FAILED_PRECONDITION, and none is, when one is not on the device."""
     Verify: _aio.UnaryUnaryMultiCallable[_ocs_pb2.VerifyRequest, _ocs_pb2.Verification]  # type: ignore[assignment]
     Rollback: _aio.UnaryUnaryMultiCallable[_ocs_pb2.RollbackRequest, _ocs_pb2.CommitResult]  # type: ignore[assignment]
     """From any point of the diff, back to what was before it."""
@@ -102,7 +114,25 @@ class OcsDriverServicer(metaclass=_abc_1.ABCMeta):
         request: _ocs_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_ocs_pb2.CommitResult, _abc.Awaitable[_ocs_pb2.CommitResult]]:
-        """Refused with FAILED_PRECONDITION when the device is not at expect_revision."""
+        """Refused with FAILED_PRECONDITION when the device is not at expect_revision, while another change is on trial, and
+        where a circuit would go that is not ours.
+        """
+
+    @_abc_1.abstractmethod
+    def Confirm(
+        self,
+        request: _ocs_pb2.ConfirmRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ocs_pb2.ConfirmResponse, _abc.Awaitable[_ocs_pb2.ConfirmResponse]]:
+        """Keep what is on trial. FAILED_PRECONDITION: nothing is, it has been reverted, or the revision is another."""
+
+    @_abc_1.abstractmethod
+    def TakeOver(
+        self,
+        request: _ocs_pb2.TakeOverRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ocs_pb2.ListCrossConnectsResponse, _abc.Awaitable[_ocs_pb2.ListCrossConnectsResponse]]:
+        """From now on these circuits are ours. FAILED_PRECONDITION, and none is, when one is not on the device."""
 
     @_abc_1.abstractmethod
     def Verify(

@@ -110,6 +110,11 @@ class Glass:
             self.inject(self._due.pop(0)[1])
         return self._due[0][0] - age_s if self._due else math.inf
 
+    def moving_s(self) -> float:
+        """Seconds until the next mirror that moves is in place; inf if none will be."""
+        now_s = self._clock.now_s()
+        return min((at_s - now_s for at_s in self._tuned_at_s.values() if at_s > now_s), default=math.inf)
+
     def taken(self, *kinds: FaultKind) -> Fault | None:
         """The first pending fault of these kinds, which is then spent."""
         for fault in self._next_setter:

@@ -34,6 +34,8 @@ class ImpatientClock(SystemClock):
         finally:
             for task in stalled:
                 task.cancel()
+            for device in self._devices:
+                device.holding_back.clear()  # the next command is another matter
 
 
 class EmulatedConformance(DriverConformance):

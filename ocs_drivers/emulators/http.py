@@ -1,0 +1,105 @@
+"""What the HTTP emulators share: a server that can break connections, Basic authentication, and what is listed when."""
+
+import base64
+import binascii
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice
+from ocs_drivers.model import Circuit, CircuitState, CrossConnect
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int = 200
+    content: object = None  # goes out as JSON
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class HttpServer:
+    """Hands each request with its body to `answer`. Where `answer` raises ConnectionBroken, the TCP connection is cut
+    without a byte. With `chunked`, answers come without a length, in pieces."""
+
+    def __init__(
+        self, answer: Callable[[web.Request, bytes], Awaitable[Reply]], media_type: str, *, chunked: bool = False
+    ) -> None:
+        self._answer = answer
+        self._media_type = media_type
+        self._chunked = chunked
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        app = web.Application(client_max_size=16 * 1024 * 1024)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        # A client that goes away takes its request with it: an answer may be held back for a day.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+        bound_host, bound_port, *_ = self._runner.addresses[0]
+        return f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
+
+    async def stop(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        try:
+            reply = await self._answer(request, await request.read())
+        except ConnectionBroken:
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()  # into the void
+        headers = {"Content-Type": self._media_type, **reply.headers}
+        body = b"" if reply.content is None else json.dumps(reply.content).encode()
+        if not body:
+            return web.Response(status=reply.status, headers=reply.headers)
+        if not self._chunked:
+            return web.Response(status=reply.status, body=body, headers=headers)
+        response = web.StreamResponse(status=reply.status, headers=headers)
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for at in range(0, len(body), 7):
+            await response.write(body[at : at + 7])
+        await response.write_eof()
+        return response
+
+
+class Listing:
+    """Cross-connects as a switch lists them that knows no state between: at once when commanded, and no more when the
+    mirrors are not in place after the stated time, until they are. With `late`, only once they are in place."""
+
+    def __init__(self, device: EmulatedDevice, late: bool = False) -> None:
+        self._device = device
+        self._late = late
+        self._commanded_s: dict[CrossConnect, float] = {}
+
+    def commanded(self, pairs: Sequence[CrossConnect]) -> None:
+        """Call it before the glass is told."""
+        present = {circuit.cross_connect for circuit in self._device.glass.circuits()}
+        now_s = self._device.clock.now_s()
+        self._commanded_s.update({pair: now_s for pair in pairs if pair not in present})
+
+    def circuits(self) -> list[Circuit]:
+        self._device.glass.advance()
+        return [circuit for circuit in self._device.glass.circuits() if self._is_listed(circuit)]
+
+    def _is_listed(self, circuit: Circuit) -> bool:
+        if circuit.state is not CircuitState.TUNING:
+            return True
+        age_s = self._device.clock.now_s() - self._commanded_s.get(circuit.cross_connect, 0.0)
+        return not self._late and age_s < self._device.facts.reconfiguration_s
+
+
+def is_let_in(request: web.Request, user: str, password: str) -> bool:
+    """Whether the request has these words as Basic authentication; nobody asks for any if `user` is empty."""
+    if not user:
+        return True
+    kind, _, words = request.headers.get("Authorization", "").partition(" ")
+    try:
+        return kind.lower() == "basic" and base64.b64decode(words, validate=True) == f"{user}:{password}".encode()
+    except binascii.Error:
+        return False

@@ -1,0 +1,260 @@
+"""HTTP with a device: one request at a time, each on a connection of its own, and never an open question about what it
+may have done.
+
+A connection is not used twice: where a device has meanwhile closed an idle one, a setter would be lost without anybody
+knowing whether it was taken. Nothing is repeated, no redirect is followed, answers are bounded, certificates checked.
+"""
+
+import base64
+import json
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from urllib.parse import quote
+
+import aiohttp
+from yarl import URL
+
+from ocs_drivers.base import Clock
+from ocs_drivers.driver import within
+from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.options import Options
+
+MAX_BODY_BYTES = 4 * 1024 * 1024  # a list of 65,535 cross-connects is half of it
+MAX_HEADER_BYTES = 8 * 1024
+SHOWN_CHARACTERS = 300
+MAX_RETRY_AFTER_S = 60.0
+
+
+class Scheme(StrEnum):
+    HTTP = "http"
+    HTTPS = "https"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a device answers, and as whom we ask."""
+
+    url: str  # without a path
+    user: str = ""  # "": no authentication
+    password: str = field(default="", repr=False)
+    tls: ssl.SSLContext | bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def words(self) -> str:
+        """The beginning of the body, fit to be shown."""
+        text = " ".join(self.body[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace").split())
+        shown = "".join(sign if sign.isprintable() else "?" for sign in text)
+        return f"HTTP {self.status}" + (f": {shown[:SHOWN_CHARACTERS]}" if shown else "")
+
+
+def read_endpoint(
+    options: Options,
+    *,
+    address: object,
+    default_ports: Mapping[str, int],
+    scheme: object,
+    tls_verify: object,
+    tls_ca_file: object,
+    user: object,
+    password: object,
+) -> Endpoint:
+    """The endpoint that the options of a driver name; faults go to `options`."""
+    is_scheme = options.choice("scheme", scheme, Scheme)
+    host, port = options.address(address, default_ports[str(scheme)] if is_scheme else 0)
+    for name, value in (("user", user), ("password", password)):
+        options.text(name, value, may_be_empty=True)
+    if isinstance(user, str) and ":" in user:  # Basic authentication ends the name there
+        options.add("user", "must be without a colon", user)
+    if password and not user:
+        options.faults.append("user: is missing, and a password is given")
+    verify = options.flag("tls_verify", tls_verify)
+    tls: ssl.SSLContext | bool = True
+    if tls_ca_file is not None and options.text("tls_ca_file", tls_ca_file):
+        if scheme != Scheme.HTTPS or not verify:
+            options.add("tls_ca_file", "needs scheme https and tls_verify", tls_ca_file)
+        try:
+            tls = ssl.create_default_context(cafile=str(tls_ca_file))
+        except (OSError, ssl.SSLError) as error:
+            options.add("tls_ca_file", f"cannot be used ({error})", tls_ca_file)
+    elif not verify:
+        tls = False
+    return Endpoint(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", str(user), str(password), tls)
+
+
+class HttpSession:
+    """Requests to one endpoint. With `cookies` a session cookie takes the place of the password once it is given, and
+    when the device does not know it any more, the password is sent again."""
+
+    def __init__(self, endpoint: Endpoint, clock: Clock, limit_s: float, *, cookies: bool = False) -> None:
+        self._endpoint = endpoint
+        self._clock = clock
+        self._limit_s = limit_s
+        self._with_cookies = cookies
+        self._client: aiohttp.ClientSession | None = None
+        self._cookie = ""
+
+    async def open(self) -> None:
+        await self.close()
+        trace = aiohttp.TraceConfig()
+        trace.on_request_headers_sent.append(_note_sent)
+        self._client = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True, ssl=self._endpoint.tls),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # ours, by the clock
+            trace_configs=[trace],
+            auto_decompress=False,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            headers={"Accept-Encoding": "identity"},
+        )
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        self._cookie = ""
+        if client is not None:
+            await client.close()
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        content: object = None,
+        headers: Mapping[str, str] | None = None,
+        is_setter: bool = False,
+    ) -> Answer:
+        """The answer, whatever its status. `content` goes out as JSON.
+
+        Raises Retryable if nothing can have happened, OutcomeUnknown if a setter went out and no answer came back,
+        Permanent if what answers is not the device: an untrusted certificate, no HTTP.
+        """
+        target = path + ("?" + "&".join(f"{quote(k)}={quote(v, safe='')}" for k, v in query.items()) if query else "")
+        body = None if content is None else json.dumps(content, separators=(",", ":")).encode()
+        answer = await self._bounded(method, target, body, headers or {}, is_setter)
+        if answer.status == 401 and self._cookie:
+            # Refused before anything was done: the session has expired, or another took its place.
+            self._cookie = ""
+            answer = await self._bounded(method, target, body, headers or {}, is_setter)
+        if self._with_cookies and answer.status < 300:
+            self._cookie = answer.headers.get("Set-Cookie", "").partition(";")[0].strip() or self._cookie
+        return answer
+
+    async def _bounded(
+        self, method: str, target: str, body: bytes | None, headers: Mapping[str, str], is_setter: bool
+    ) -> Answer:
+        command = f"{method} {target}"
+        noted = SimpleNamespace(is_sent=False)
+        try:
+            return await within(self._clock, self._limit_s, self._exchange(method, target, body, headers, noted))
+        except aiohttp.ClientConnectorCertificateError as error:
+            wrong = f"its certificate is not trusted ({error.certificate_error}): set tls_ca_file"
+            raise Permanent(wrong, command=command) from None
+        except aiohttp.ClientConnectorSSLError as error:
+            raise Permanent(f"no TLS session comes about ({error})", command=command) from None
+        except _TooLong:
+            wrong = f"its answer is longer than {MAX_BODY_BYTES} bytes"
+        except TimeoutError as error:
+            wrong = str(error)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            is_http = not isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError | ValueError)
+            wrong = f"{'the connection failed' if is_http else 'its answer is not HTTP'} ({_said(error)})"
+            if not is_http and not is_setter:
+                raise Permanent(wrong, command=command) from None
+        if is_setter and noted.is_sent:
+            raise OutcomeUnknown(wrong, command=command)
+        raise Retryable(wrong, command=command)
+
+    async def _exchange(
+        self, method: str, target: str, body: bytes | None, headers: Mapping[str, str], noted: SimpleNamespace
+    ) -> Answer:
+        if self._client is None:
+            raise Retryable("the session is closed")
+        sent = {**headers, **({"Cookie": self._cookie} if self._cookie else self._authorization())}
+        url = URL(self._endpoint.url + target, encoded=True)
+        async with self._client.request(
+            method, url, data=body, headers=sent, allow_redirects=False, trace_request_ctx=noted
+        ) as response:
+            received = bytearray()
+            async for chunk in response.content.iter_any():
+                received += chunk
+                if len(received) > MAX_BODY_BYTES:
+                    raise _TooLong
+            return Answer(response.status, dict(response.headers), bytes(received))
+
+    def _authorization(self) -> dict[str, str]:
+        if not self._endpoint.user:
+            return {}
+        words = f"{self._endpoint.user}:{self._endpoint.password}".encode()
+        return {"Authorization": f"Basic {base64.b64encode(words).decode()}"}
+
+
+class _TooLong(Exception):
+    pass
+
+
+async def _note_sent(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
+    context.trace_request_ctx.is_sent = True
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def check_status(answer: Answer, command: str, is_setter: bool, words: str = "") -> None:
+    """Raises what a status other than 2xx means; `words` are the device's own, found in the body."""
+    words = words or answer.words
+    match answer.status:
+        case status if 200 <= status < 300:
+            return
+        case 401:
+            raise Permanent("not let in: check user and password", command=command, answer=words)
+        case 403:
+            raise Permanent("the user may not do that", command=command, answer=words)
+        case status if 300 <= status < 400:
+            to = answer.headers.get("Location", "nowhere")[:SHOWN_CHARACTERS]
+            wrong = f"it redirects to {to!r}, which is not followed: set address and scheme to what answers itself"
+            raise Permanent(wrong, command=command, answer=words)
+        case 429:
+            raise Retryable("too many requests", after_s=_after_s(answer), command=command, answer=words)
+        case status if (status < 500 and status != 408) or status == 501:
+            raise Permanent("refused", command=command, answer=words)
+        case _ if is_setter:
+            raise OutcomeUnknown("it failed while it carried this out", command=command, answer=words)
+        case _:
+            raise Retryable("it cannot answer now", after_s=_after_s(answer), command=command, answer=words)
+
+
+def _after_s(answer: Answer) -> float:
+    text = answer.headers.get("Retry-After", "")
+    return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdecimal() and len(text) < 6 else 1.0
+
+
+def parse_json(body: bytes) -> object:
+    """ValueError with what is wrong, whatever the bytes are."""
+    try:
+        value: object = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error or 'nested too deep'})") from None
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON value")
+
+
+def nonsense(error: ValueError, answer: Answer, command: str, is_setter: bool) -> DriverError:
+    """What to raise where an answer makes no sense: after a setter nobody knows."""
+    kind = OutcomeUnknown if is_setter else Permanent
+    return kind(f"it answered nonsense: {error}", command=command, answer=answer.words)

@@ -1,0 +1,257 @@
+"""The driver `restconf`: Polatis switches by their YANG model over RESTCONF (RFC 8040), TCP 8008.
+
+Known from clients that work, none from a manual: `/api/data/optical-switch:cross-connects[/pair=<ingress>]`, Basic
+authentication, `application/yang-data+json`; no cross-connects at all is answered 204; POST of a pair whose port is in
+use 409, of one that is not 201; DELETE of a pair 204, or 404 where there is none.
+
+How circuits are set (`add_with`):
+
+- `patch` (the default): one PATCH of the collection for all of them. RFC 8040, 4.6.1: a plain patch creates and updates
+  children and deletes none, so it adds however many pairs and leaves the others alone. It asks nobody: an ingress port
+  that somebody else connected after our last reading is re-routed.
+- `post`: one POST per circuit, which creates and so is refused where the ingress port is in use. RFC 8040, 4.4.1 lets a
+  POST create one child only, so this is not a bulk command.
+
+A PUT of the collection replaces it, and takes down whatever somebody else connected since we last read it: it is not in
+this file. Neither is DELETE of the collection. Pairs are deleted one by one, each named by its ingress port; a plain
+patch cannot delete.
+
+Unknown: whether a switch takes a PATCH as a whole or in part; whether it lists a pair before its mirrors are in place
+(both are read back, and a pair counts as tuned after the stated time at the earliest); whether it has `yang-library`
+at this path (`yang_revision` says it otherwise). One public lab tool says that pairs set by POST vanish after seconds.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import TypeVar
+
+from ocs_drivers import polatis_yang as yang
+from ocs_drivers import restconf_json as parse
+from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.driver import SwitchDriver
+from ocs_drivers.errors import Permanent
+from ocs_drivers.http_session import (
+    Answer,
+    HttpSession,
+    Scheme,
+    check_status,
+    nonsense,
+    parse_json,
+    read_endpoint,
+)
+from ocs_drivers.model import BootBehaviour, Capabilities, Circuit, CrossConnect, Event, Facts, PortState
+from ocs_drivers.options import Options
+from ocs_drivers.settling import Settling
+
+T = TypeVar("T")
+
+DEFAULT_PORT = 8008
+RECONFIGURATION_S = 0.025  # piezo (Polatis), the paper's table 2
+MEDIA_TYPE = "application/yang-data+json"
+COLLECTION = f"/data/{yang.MODULE}:cross-connects"
+YANG_LIBRARY = "/data/ietf-yang-library:modules-state"
+STARTUP_MODE = f"/data/{yang.MODULE}:system-config/{yang.POLATIS_MODULE}:startup-mode"
+# A removal of many circuits is many requests, each with its own limit; this one is for all of them.
+BATCH_S = 3600.0
+
+
+class AddWith(StrEnum):
+    PATCH = "patch"
+    POST = "post"
+
+
+class RestconfWire:
+    """The verbs of `base.Wire` as requests. Needs to know the revision of the model before it can set anything."""
+
+    def __init__(
+        self,
+        session: HttpSession,
+        clock: Clock,
+        *,
+        root: str,
+        size: str | None,
+        yang_revision: str | None,
+        reconfiguration_s: float,
+        add_with: AddWith,
+        power: bool,
+    ) -> None:
+        self.capabilities = Capabilities(bulk=add_with is AddWith.PATCH, port_power=power)
+        self._session = session
+        self._root = root
+        self._size = size
+        self._revision = yang_revision
+        self._is_revision_given = yang_revision is not None
+        self._reconfiguration_s = reconfiguration_s
+        self._power = power
+        self._settling = Settling(clock, reconfiguration_s)
+        self._keys: dict[CrossConnect, int] = {}  # the ingress port by which the switch lists it
+
+    async def open(self) -> None:
+        await self._session.open()
+        if not self._is_revision_given:
+            self._revision = await self._read(YANG_LIBRARY, parse.revision) or yang.PAIR_REVISION
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def read_facts(self) -> Facts:
+        path = f"/data/{yang.MODULE}:product-information"
+        information = await self._read(path, parse.information)
+        if information is None:
+            raise Permanent(f"there is no {yang.MODULE} model at {self._root}: set option root", command=f"GET {path}")
+        ports = await self._read_statuses()
+        sides = yang.sides(information.model_name, [port.port for port in ports], self._size)
+        return Facts(
+            vendor=information.manufacturer or "Polatis",
+            model=information.model_name or "unknown",
+            serial=information.serial_number,
+            software=information.software_version,
+            connectivity=sides.connectivity,
+            ingress_ports=sides.ingress_ports,
+            egress_ports=sides.egress_ports,
+            reconfiguration_s=self._reconfiguration_s,
+            boot=await self._read(STARTUP_MODE, parse.boot) or BootBehaviour.UNKNOWN,
+        )
+
+    async def read_ports(self) -> Sequence[PortState]:
+        ports = await self._read_statuses()
+        if not self._power:
+            return [replace(port, power_dbm=None) for port in ports]
+        # The older model has the power beside the status.
+        measured = {port.port: port.power_dbm for port in ports if port.power_dbm is not None}
+        if yang.has_port_config(self._known_revision):
+            measured |= await self._read(f"/data/{yang.MODULE}:opm-power", parse.powers) or {}
+        return [replace(port, power_dbm=measured.get(port.port)) for port in ports]
+
+    async def read_circuits(self) -> Sequence[Circuit]:
+        listed = await self._read(COLLECTION, parse.cross_connects) or []
+        self._keys = {}
+        for pair in listed:
+            self._keys[pair] = self._keys[CrossConnect(pair.egress_port, pair.ingress_port)] = pair.ingress_port
+        return self._settling.circuits(listed)
+
+    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+        if not pairs:
+            raise ValueError("an empty list of cross-connects must not reach the device")
+        name = yang.pair_list(self._known_revision)
+        entries = [{"ingress": pair.ingress_port, "egress": pair.egress_port} for pair in pairs]
+        try:
+            if self.capabilities.bulk:
+                await self._set("PATCH", COLLECTION, {f"{yang.MODULE}:cross-connects": {name: entries}})
+            else:
+                for entry in entries:
+                    await self._set("POST", COLLECTION, {f"{yang.MODULE}:{name}": [entry]})
+        finally:
+            self._settling.commanded(pairs)
+
+    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
+        if not pairs:
+            raise ValueError("an empty list of cross-connects must not reach the device")
+        name = yang.pair_list(self._known_revision)
+        for pair in pairs:
+            await self._set("DELETE", f"{COLLECTION}/{name}={self._keys.get(pair, pair.ingress_port)}")
+
+    def events(self) -> AsyncGenerator[Event, None]:
+        raise Permanent("this driver reports no events")
+
+    @property
+    def _known_revision(self) -> str:
+        return self._revision or yang.PAIR_REVISION
+
+    async def _read_statuses(self) -> list[PortState]:
+        container = "port-config" if yang.has_port_config(self._known_revision) else "ports"
+        return await self._read(f"/data/{yang.MODULE}:{container}", parse.ports) or []
+
+    async def _read(self, path: str, parse_body: Callable[[object], T]) -> T | None:
+        """None: the switch has no such data."""
+        command = f"GET {self._root}{path}"
+        answer = await self._session.ask("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
+        if answer.status == 204 or (answer.status == 404 and _errors(answer)):
+            return None
+        check_status(answer, command, is_setter=False, words=_errors(answer))
+        try:
+            return parse_body(parse_json(answer.body))
+        except ValueError as error:
+            raise nonsense(error, answer, command, is_setter=False) from None
+
+    async def _set(self, method: str, path: str, content: object = None) -> None:
+        headers = {"Accept": MEDIA_TYPE} | ({} if content is None else {"Content-Type": MEDIA_TYPE})
+        answer = await self._session.ask(method, self._root + path, content=content, headers=headers, is_setter=True)
+        if method == "DELETE" and answer.status == 404 and _errors(answer):
+            return  # gone already
+        check_status(answer, f"{method} {self._root}{path}", is_setter=True, words=_errors(answer))
+
+
+def _errors(answer: Answer) -> str:
+    """The device's words in an `ietf-restconf:errors` body; "" where there is none."""
+    try:
+        return parse.errors(parse_json(answer.body))
+    except ValueError:
+        return ""
+
+
+class RestconfSwitch(SwitchDriver):
+    """A Polatis switch at `address`, HOST or HOST:PORT.
+
+    `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, in the place of the system's); `user` and `password` for
+    Basic authentication; `size` as 16x16, or 32xCC for any-to-any, where the model name does not tell; `yang_revision`
+    of `optical-switch` where the switch does not tell; `power`: the switch measures optical power.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        clock: Clock | None = None,
+        address: str,
+        scheme: str = Scheme.HTTP,
+        tls_verify: bool = True,
+        tls_ca_file: str | None = None,
+        user: str = "",
+        password: str = "",
+        root: str = "/api",
+        size: str | None = None,
+        yang_revision: str | None = None,
+        add_with: str = AddWith.PATCH,
+        power: bool = False,
+        reconfiguration_s: float = RECONFIGURATION_S,
+        command_timeout_s: float = 5.0,
+        lock_timeout_s: float = 10.0,
+        tune_timeout_s: float | None = None,
+        link_timeout_s: float = 2.0,
+    ) -> None:
+        options = Options(device)
+        endpoint = read_endpoint(
+            options,
+            address=address,
+            default_ports={Scheme.HTTP: DEFAULT_PORT, Scheme.HTTPS: DEFAULT_PORT},
+            scheme=scheme,
+            tls_verify=tls_verify,
+            tls_ca_file=tls_ca_file,
+            user=user,
+            password=password,
+        )
+        if not isinstance(root, str) or not root.startswith("/") or not root.isascii() or set(root) & set("?# %"):
+            options.add("root", "must be a path from /", root)
+        if size is not None and not (isinstance(size, str) and yang.parse_size(size)):
+            options.add("size", "must be as 16x16, or 32xCC for any-to-any", size)
+        if yang_revision is not None and not (isinstance(yang_revision, str) and yang.is_revision(yang_revision)):
+            options.add("yang_revision", "must be a date as 2017-08-04", yang_revision)
+        options.choice("add_with", add_with, AddWith)
+        options.flag("power", power)
+        options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
+        limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
+        options.check()
+        clock = clock or SystemClock()
+        wire = RestconfWire(
+            HttpSession(endpoint, clock, limits.command_s),
+            clock,
+            root=root.rstrip("/"),
+            size=size,
+            yang_revision=yang_revision,
+            reconfiguration_s=reconfiguration_s,
+            add_with=AddWith(add_with),
+            power=power,
+        )
+        super().__init__(device, wire, clock=clock, limits=replace(limits, command_s=BATCH_S))

@@ -1,0 +1,34 @@
+"""Circuits of a device that lists a cross-connect as soon as it is commanded, and says no more: tuned by the clock.
+
+Until the vendor's stated time has passed since the command, mirrors are taken to be moving still.
+"""
+
+from collections.abc import Iterable
+
+from ocs_drivers.base import Clock
+from ocs_drivers.model import Circuit, CircuitState, CrossConnect
+
+
+class Settling:
+    """What was commanded, and when. Directions are not told apart: a device may list a pair the other way round."""
+
+    def __init__(self, clock: Clock, reconfiguration_s: float) -> None:
+        self._clock = clock
+        self._reconfiguration_s = reconfiguration_s
+        self._due_s: dict[frozenset[int], float] = {}
+
+    def commanded(self, pairs: Iterable[CrossConnect]) -> None:
+        """Call it when the setter is over, however it ended."""
+        due_s = self._clock.now_s() + self._reconfiguration_s
+        self._due_s.update({_key(pair): due_s for pair in pairs})
+
+    def circuits(self, listed: Iterable[CrossConnect]) -> list[Circuit]:
+        now_s = self._clock.now_s()
+        self._due_s = {key: due_s for key, due_s in self._due_s.items() if due_s > now_s}
+        return [
+            Circuit(pair, CircuitState.TUNING if _key(pair) in self._due_s else CircuitState.TUNED) for pair in listed
+        ]
+
+
+def _key(pair: CrossConnect) -> frozenset[int]:
+    return frozenset((pair.ingress_port, pair.egress_port))

@@ -1,0 +1,412 @@
+"""A switch that speaks SCPI over TCP, with the quirks of its makers: Polatis, and DiCon's GP750 and MXS.
+
+Read from the tables of the protocol and from SCPI's own rules, not from the driver: headers in short and long form, any
+case, relative to the one before in a compound line; setters that answer nothing; errors in a bounded queue.
+
+Assumed, since nobody states it: a setter with a wrong port takes nothing; sessions share the error queue; what does not
+fit into the queue is lost behind `-350`; after a wrong header the rest of its line is not looked at.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from ocs_drivers.base import Clock
+from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
+from ocs_drivers.errors import Permanent
+from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, Facts, PortStatus
+
+LONGEST_INPUT_BYTES = 1 << 20
+
+NO_ERROR = '0,"No error"'
+QUEUE_OVERFLOW = '-350,"Queue overflow"'
+
+LETTERS = {PortStatus.ENABLED: "E", PortStatus.DISABLED: "D", PortStatus.FAILED: "F"}
+
+# Answers a command, given what follows its header and the whole of it; None: in silence.
+Verb = Callable[[str, str], Awaitable[str | None]]
+
+# Headers in their long forms, capitals being the short one, and the methods below that answer them.
+HEADERS = {
+    "*IDN?": "_idn",
+    "*CLS": "_cls",
+    "*OPC?": "_opc",
+    "*STB?": "_stb",
+    "SYSTem:ERRor?": "_next_error",
+    "SYSTem:ERRor:NEXT?": "_next_error",
+    "SYSTem:ERRor:ALL?": "_all_errors",
+    "OXC:SWITch:SIZE?": "_size",
+    "OXC:SWITch:CONNect:ADD": "_add",
+    "OXC:SWITch:CONNect:ONLY": "_only",
+    "OXC:SWITch:CONNect:SUB": "_sub",
+    "OXC:SWITch:CONNect:STATe?": "_connections",
+    "OXC:SWITch:CONNect:PORT?": "_partner",
+    "OXC:SWITch:DISConnect:ALL": "_disconnect_all",
+    "OXC:SWITch:PORT:DISable": "_disable",
+    "OXC:SWITch:PORT:ENABle": "_enable",
+    "OXC:SWITch:PORT:STATe?": "_port_states",
+}
+
+
+class Complaint(Exception):
+    """What goes into the error queue instead of an answer."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f'{code},"{text}"')
+
+
+class UnknownHeader(Complaint):
+    """The rest of the line is not looked at."""
+
+    def __init__(self, header: str) -> None:
+        super().__init__(-113, f"Undefined header;{header[:40]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Quirks:
+    """Who is emulated, and what is peculiar about it."""
+
+    identity: str
+    error_queue: int
+    one_session: bool
+    crlf: bool
+    lists_at_once: bool
+    answers_apart: bool
+    longest_line_chars: int | None
+    unknown: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("one_session", "crlf", "lists_at_once", "answers_apart"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"quirks.{name}: must be true or false, got {getattr(self, name)!r}")
+        for name, least in (("error_queue", 2), ("longest_line_chars", 1)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"quirks.{name}: must be a whole number >= {least}, got {value!r}")
+        for header in self.unknown:
+            if header not in HEADERS:
+                raise ValueError(f"quirks.unknown: must be of {', '.join(HEADERS)}, got {header!r}")
+
+
+class ScpiEmulator:
+    """See the module; made by `polatis` and `dicon`."""
+
+    def __init__(self, panel: Panel, clock: Clock | None, quirks: Quirks) -> None:
+        ingress = range(1, panel.ingress_ports + 1)
+        vendor, model, serial, software = quirks.identity.split(",")
+        facts = Facts(
+            vendor=vendor,
+            model=model,
+            serial=serial,
+            software=software,
+            connectivity=Connectivity.INGRESS_EGRESS,
+            ingress_ports=ingress,
+            egress_ports=range(ingress.stop, ingress.stop + panel.egress_ports),
+            reconfiguration_s=panel.reconfiguration_s,
+            boot=panel.boot,
+        )
+        self.device = EmulatedDevice(facts, panel, clock)
+        self.quirks = quirks
+        self.errors: list[str] = []
+        self.sessions: list[_Session] = []
+        self._server: asyncio.Server | None = None
+        self._verbs: list[tuple[re.Pattern[str], Verb]] = [
+            (_pattern(header), getattr(self, name)) for header, name in HEADERS.items() if header not in quirks.unknown
+        ]
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Session(self), host, port)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        work = [session.end() for session in list(self.sessions)]
+        await asyncio.gather(*work, return_exceptions=True)
+
+    async def line(self, line: str) -> list[str]:
+        """The answers to one line of commands."""
+        if self.quirks.longest_line_chars is not None and len(line) > self.quirks.longest_line_chars:
+            self._complain(Complaint(-363, "Input buffer overrun"))
+            return []
+        answers: list[str] = []
+        path = ""
+        for unit in filter(None, (unit.strip() for unit in line.split(";"))):
+            header, _, parameters = unit.partition(" ")
+            if not header.startswith("*"):
+                header = header[1:] if header.startswith(":") else path + header
+                path = header[: header.rfind(":") + 1]
+            try:
+                answer = await self._verb(header)(parameters.strip(), unit)
+            except UnknownHeader as error:
+                self._complain(error)
+                break
+            except Complaint as error:
+                self._complain(error)
+            except Permanent as error:
+                self._complain(Complaint(-200, f"Execution error;{error.answer}"))
+            else:
+                answers += [] if answer is None else [answer]
+        return answers if self.quirks.answers_apart or not answers else [";".join(answers)]
+
+    def _verb(self, header: str) -> Verb:
+        for form, verb in self._verbs:
+            if form.fullmatch(header):
+                return verb
+        raise UnknownHeader(header)
+
+    def _complain(self, complaint: Complaint) -> None:
+        if len(self.errors) < self.quirks.error_queue:
+            self.errors.append(str(complaint))
+        else:
+            self.errors[-1] = QUEUE_OVERFLOW
+
+    # The verbs: what follows the header, and the whole command.
+
+    async def _idn(self, parameters: str, command: str) -> str:
+        facts = self.device.facts
+        return f"{facts.vendor},{facts.model},{facts.serial},{facts.software}"
+
+    async def _cls(self, parameters: str, command: str) -> None:
+        self.errors.clear()
+
+    async def _opc(self, parameters: str, command: str) -> str:
+        return "1"
+
+    async def _stb(self, parameters: str, command: str) -> str:
+        return "4" if self.errors else "0"
+
+    async def _next_error(self, parameters: str, command: str) -> str:
+        return self.errors.pop(0) if self.errors else NO_ERROR
+
+    async def _all_errors(self, parameters: str, command: str) -> str:
+        errors, self.errors = self.errors, []
+        return ",".join(errors) or NO_ERROR
+
+    async def _size(self, parameters: str, command: str) -> str:
+        return f"{len(self.device.facts.ingress_ports)},{len(self.device.facts.egress_ports)}"
+
+    async def _add(self, parameters: str, command: str) -> None:
+        ingress, egress = self._sides(parameters)
+        await self.device.set(Action.ADD, _paired(ingress, egress), command)
+
+    async def _only(self, parameters: str, command: str) -> None:
+        ingress, egress = self._sides(parameters)
+        await self.device.replace(_paired(ingress, egress), command)
+
+    async def _sub(self, parameters: str, command: str) -> None:
+        """`(@1,2,3),(@)`: wherever these are connected to."""
+        ingress, egress = self._sides(parameters)
+        held = [pair for pair in self._present() if pair.ingress_port in ingress]
+        await self.device.set(Action.REMOVE, held if ingress and not egress else _paired(ingress, egress), command)
+
+    async def _disconnect_all(self, parameters: str, command: str) -> None:
+        await self.device.replace((), command)
+
+    async def _connections(self, parameters: str, command: str) -> str:
+        pairs = self._present()
+        return f"{_listed([p.ingress_port for p in pairs])},{_listed([p.egress_port for p in pairs])}"
+
+    async def _partner(self, parameters: str, command: str) -> str:
+        (port,) = self._known([_number(parameters)])
+        partners = {pair.ingress_port: pair.egress_port for pair in self._present()}
+        partners |= {egress: ingress for ingress, egress in partners.items()}
+        return f'"{partners.get(port, "")}"'
+
+    async def _disable(self, parameters: str, command: str) -> None:
+        await self.device.enable(self._known(_ports(parameters)), False, command)
+
+    async def _enable(self, parameters: str, command: str) -> None:
+        await self.device.enable(self._known(_ports(parameters)), True, command)
+
+    async def _port_states(self, parameters: str, command: str) -> str:
+        states = {state.port: LETTERS[state.status] for state in self.device.glass.ports()}
+        return f"({','.join(states[port] for port in self._known(_ports(parameters)))})"
+
+    # What they have in common.
+
+    def _present(self) -> list[CrossConnect]:
+        circuits = self.device.glass.circuits()
+        is_moving = CircuitState.TUNING
+        return [c.cross_connect for c in circuits if self.quirks.lists_at_once or c.state is not is_moving]
+
+    def _sides(self, parameters: str) -> tuple[list[int], list[int]]:
+        lists = re.fullmatch(r"(\(@[^()]*\))\s*,\s*(\(@[^()]*\))", parameters)
+        if not lists:
+            raise Complaint(-109, "Missing parameter")
+        ingress, egress = _ports(lists[1]), _ports(lists[2])
+        facts = self.device.facts
+        for ports, valid in ((ingress, facts.ingress_ports), (egress, facts.egress_ports)):
+            if wrong := [port for port in ports if port not in valid]:
+                raise Complaint(-222, f"Data out of range;{wrong[0]}")
+        return ingress, egress
+
+    def _known(self, ports: Sequence[int]) -> Sequence[int]:
+        facts = self.device.facts
+        if wrong := [port for port in ports if port not in facts.ingress_ports and port not in facts.egress_ports]:
+            raise Complaint(-222, f"Data out of range;{wrong[0]}")
+        return ports
+
+
+class _Session(asyncio.Protocol):
+    """One connection. Lines are taken in while one is worked on, so that a client that goes away is noticed."""
+
+    def __init__(self, emulator: ScpiEmulator) -> None:
+        self._emulator = emulator
+        self._lines: asyncio.Queue[str | None] = asyncio.Queue()  # None: no more will come
+        self._rest = b""
+        self.is_over = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._work = asyncio.ensure_future(self._work_off())
+        self._emulator.sessions.append(self)
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._lines.put_nowait(line.decode("ascii", "replace").rstrip("\r"))
+        if len(self._rest) > LONGEST_INPUT_BYTES:
+            self._transport.abort()
+
+    def eof_received(self) -> bool:
+        self.is_over = True
+        self._lines.put_nowait(None)
+        return True  # what came before is still worked off and answered
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_over = True
+        self._work.cancel()
+        self._emulator.sessions.remove(self)
+
+    def end(self) -> asyncio.Task[None]:
+        self._transport.abort()
+        self._work.cancel()
+        return self._work
+
+    async def _work_off(self) -> None:
+        if self._emulator.quirks.one_session and not await self._is_seat_free():
+            self._transport.close()
+            return
+        device = self._emulator.device
+        session = device.session()
+        line_end = "\r\n" if self._emulator.quirks.crlf else "\n"
+        try:
+            while (line := await self._lines.get()) is not None:
+                if not device.is_alive(session):
+                    raise ConnectionBroken
+                answers = await self._emulator.line(line)
+                self._transport.write("".join(answer + line_end for answer in answers).encode())
+        except ConnectionBroken:
+            self._transport.abort()
+        else:
+            self._transport.close()
+
+    async def _is_seat_free(self) -> bool:
+        """A client that hung up just before may not have been noticed yet: the next turns of the event loop tell."""
+        for _ in range(5):
+            earlier = self._emulator.sessions[: self._emulator.sessions.index(self)]
+            if all(session.is_over for session in earlier):
+                return True
+            await asyncio.sleep(0)
+        return False
+
+
+def polatis(
+    panel: Panel,
+    clock: Clock | None = None,
+    *,
+    one_session: bool = False,
+    crlf: bool = False,
+    lists_at_once: bool = False,
+    answers_apart: bool = False,
+    longest_line_chars: int | None = None,
+    error_queue: int = 32,
+    unknown: Sequence[str] = (),
+) -> ScpiEmulator:
+    """A Polatis. Quirks: one session at a time; lines that end in `\\r\\n`; connections that are listed as soon as they
+    are commanded; the answers to a compound line on lines of their own; an input buffer of so many characters; headers
+    that it does not know, as the module writes them (`OXC:SWITch:PORT:STATe?`)."""
+    return ScpiEmulator(
+        panel,
+        clock,
+        Quirks(
+            identity=f"Polatis,I-OST-{panel.ingress_ports}x{panel.egress_ports}-LU1-DMHNS,002414,6.5.2.18",
+            error_queue=error_queue,
+            one_session=one_session,
+            crlf=crlf,
+            lists_at_once=lists_at_once,
+            answers_apart=answers_apart,
+            longest_line_chars=longest_line_chars,
+            unknown=tuple(unknown),
+        ),
+    )
+
+
+def dicon(
+    panel: Panel,
+    clock: Clock | None = None,
+    *,
+    one_session: bool = False,
+    crlf: bool = True,
+    lists_at_once: bool = False,
+    answers_apart: bool = False,
+    longest_line_chars: int | None = None,
+    unknown: Sequence[str] = (),
+) -> ScpiEmulator:
+    """A DiCon GP750: the same tree, and an error queue of 8. Its identity is made up. Quirks as of `polatis`."""
+    return ScpiEmulator(
+        panel,
+        clock,
+        Quirks(
+            identity="DiCon,GP750,000001,1.0",
+            error_queue=8,
+            one_session=one_session,
+            crlf=crlf,
+            lists_at_once=lists_at_once,
+            answers_apart=answers_apart,
+            longest_line_chars=longest_line_chars,
+            unknown=tuple(unknown),
+        ),
+    )
+
+
+def _pattern(form: str) -> re.Pattern[str]:
+    """`SWITch:SIZE?` in short and long form, in any case: the capitals are the short form."""
+    words = []
+    for word in form.removesuffix("?").split(":"):
+        short = "".join(sign for sign in word if not sign.islower())
+        words.append(re.escape(short) if short == word else f"(?:{re.escape(short)}|{re.escape(word)})")
+    return re.compile(":".join(words) + (r"\?" if form.endswith("?") else ""), re.IGNORECASE)
+
+
+def _ports(text: str) -> list[int]:
+    """`(@1, 2, 3)`, `(@1:3)` and `(@)`."""
+    listed = re.fullmatch(r"\(@([^()]*)\)", text)
+    if not listed:
+        raise Complaint(-102, "Syntax error;a list of ports is (@1,2,3)")
+    ports: list[int] = []
+    for item in listed[1].split(",") if listed[1].strip() else ():
+        first, colon, last = item.partition(":")
+        ports += range(_number(first), _number(last) + 1) if colon else [_number(first)]
+    return ports
+
+
+def _number(text: str) -> int:
+    if not re.fullmatch(r"\s*[0-9]{1,5}\s*", text):
+        raise Complaint(-104, "Data type error")
+    return int(text)
+
+
+def _listed(ports: Sequence[int]) -> str:
+    return f"(@{','.join(map(str, ports))})"
+
+
+def _paired(ingress: Sequence[int], egress: Sequence[int]) -> list[CrossConnect]:
+    if len(ingress) != len(egress) or len(set(ingress)) < len(ingress) or len(set(egress)) < len(egress):
+        raise Complaint(-220, "Parameter error;lists of different ports, equally long")
+    return [CrossConnect(a, b) for a, b in zip(ingress, egress, strict=True)]

@@ -1,0 +1,346 @@
+"""The driver `scpi`: switches of HUBER+SUHNER Polatis, and DiCon's GP750 and MXS with the profile `dicon`, on TCP 5025.
+
+What it relies on, as working client code sends it: the lines of scpi_text.py; ingress ports 1..N and egress ports
+N+1..N+M, from `size?`; setters that answer nothing and leave their errors in a queue; `conn:add` with lists, which
+leaves other connections; a listed connection is one that is made.
+
+What is not verified, and how it is met:
+
+- what `conn:add` does with a port in use (probably it re-routes the port without a word): the ports are made free by
+  `conn:sub`, and seen to be free, before
+- whether a list takes effect as a whole: every commit is read back
+- when the mirrors are in place: the device does not tell, so a circuit counts as tuned once it is listed and the stated
+  reconfiguration time has passed since it was commanded, and as failed where one of its ports is
+- how compound queries are answered: there is one query to a line, and none is sent before the last was answered
+- when a connection is listed, as it is commanded or as it is made: after a setter that was refused, or whose outcome is
+  not known, ten times the stated reconfiguration time passes before the connections are read
+- how long a line may be: the option `longest_line_chars` cuts lists into several lines
+- how long the error queue is on a Polatis, and whether sessions share it: it is cleared before each setter, and read to
+  its end afterwards
+- whether cross-connects survive a restart: no query for it is known, the option `boot` says it
+- how a DiCon numbers its ports, and how fast it is: the options `ingress_ports`, `egress_ports`, `reconfiguration_s`.
+
+`only` and `disc:all`, which wipe a switch, are never sent.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import NoReturn, TypeVar
+
+from ocs_drivers import scpi_text as text
+from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.driver import SwitchDriver, within
+from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.model import (
+    Action,
+    BootBehaviour,
+    Capabilities,
+    Circuit,
+    CircuitState,
+    Connectivity,
+    CrossConnect,
+    Event,
+    Facts,
+    PortState,
+    PortStatus,
+)
+from ocs_drivers.options import Options
+
+T = TypeVar("T")
+
+DEFAULT_PORT = 5025
+POLATIS_RECONFIGURATION_S = 0.025  # the paper's table 2, piezo; it has no figure for DiCon
+LONGEST_ANSWER_BYTES = 1 << 20
+SHOWN_CHARS = 200  # of a line, in an error
+
+
+class Profile(StrEnum):
+    POLATIS = "polatis"
+    DICON = "dicon"
+
+
+class LineEnd(StrEnum):
+    LF = "lf"
+    CRLF = "crlf"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What the makers do differently."""
+
+    error_query: str
+    error_queue: int  # entries to read at most, its end not counted
+
+
+DIALECTS = {
+    # Nobody states how many errors a Polatis keeps: so many that an end is certain.
+    Profile.POLATIS: Dialect(":syst:err?", 1024),
+    Profile.DICON: Dialect(":SYSTem:ERRor?", 8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the user says of a device; ports None: ask it."""
+
+    host: str
+    port: int
+    dialect: Dialect
+    reconfiguration_s: float
+    boot: BootBehaviour
+    ports: tuple[range, range] | None
+    port_states: bool
+    line_end: bytes
+    longest_line_chars: int | None
+    unclear_s: float  # to let mirrors come to rest before looking what became of a setter
+    answer_s: float  # to wait for an answer before the error queue is asked why there is none
+
+
+class ScpiWire:
+    """One session: the `base.Wire` of SCPI."""
+
+    capabilities = Capabilities(bulk=True)
+
+    def __init__(self, setup: Setup, clock: Clock) -> None:
+        self._setup = setup
+        self._clock = clock
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._commanded_at_s: dict[CrossConnect, float] = {}  # of circuits that may still be moving
+        self._unclear_since_s: float | None = None  # since when a setter may have taken in part
+
+    async def open(self) -> None:
+        host, port = self._setup.host, self._setup.port
+        try:
+            self._streams = await asyncio.open_connection(host, port, limit=LONGEST_ANSWER_BYTES)
+        except OSError as error:
+            raise Retryable(f"cannot connect to {host}:{port}", answer=str(error)) from error
+
+    async def close(self) -> None:
+        if self._streams is None:
+            return
+        (_, writer), self._streams = self._streams, None
+        writer.transport.abort()  # waits for nothing, also where the device takes no more bytes
+        with suppress(OSError):
+            await writer.wait_closed()
+
+    async def read_facts(self) -> Facts:
+        vendor, model, serial, software = await self._ask(text.IDENTITY, text.read_identity)
+        ingress, egress = await self._sides()
+        connectivity, reconfiguration_s = Connectivity.INGRESS_EGRESS, self._setup.reconfiguration_s
+        boot = self._setup.boot
+        return Facts(vendor, model, serial, software, connectivity, ingress, egress, reconfiguration_s, boot)
+
+    async def read_ports(self) -> Sequence[PortState]:
+        return await self._states(sorted({port for side in await self._sides() for port in side}))
+
+    async def read_circuits(self) -> Sequence[Circuit]:
+        if self._unclear_since_s is not None:
+            pause_s = self._unclear_since_s + self._setup.unclear_s - self._clock.now_s()
+            await self._clock.sleep(max(0.0, pause_s))
+            self._unclear_since_s = None
+        pairs = await self._ask(text.CONNECTIONS, text.read_connections)
+        used = sorted({port for pair in pairs for port in (pair.ingress_port, pair.egress_port)})
+        failed = {state.port for state in await self._states(used) if state.status is PortStatus.FAILED}
+        moving_since_s = self._clock.now_s() - self._setup.reconfiguration_s
+        present = frozenset(pairs)
+        self._commanded_at_s = {
+            pair: at_s for pair, at_s in self._commanded_at_s.items() if at_s > moving_since_s and pair in present
+        }
+        return [Circuit(pair, self._state(pair, failed)) for pair in pairs]
+
+    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+        await self._set(Action.ADD, pairs)
+
+    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
+        await self._set(Action.REMOVE, pairs)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        raise Permanent("this device reports no events", command="watch")
+        yield  # an async generator, as the contract has it
+
+    async def _sides(self) -> tuple[range, range]:
+        return self._setup.ports if self._setup.ports else await self._ask(text.SIZE, text.read_size)
+
+    async def _states(self, ports: Sequence[int]) -> list[PortState]:
+        if not self._setup.port_states or not ports:
+            return [PortState(port, PortStatus.ENABLED) for port in ports]
+        states: list[PortState] = []
+        for asked, query in text.fitting(ports, text.port_states, self._setup.longest_line_chars):
+            letters = await self._ask(query, partial(text.read_port_states, count=len(asked)))
+            states += [PortState(port, status) for port, status in zip(asked, letters, strict=True)]
+        return states
+
+    def _state(self, pair: CrossConnect, failed: set[int]) -> CircuitState:
+        if failed & {pair.ingress_port, pair.egress_port}:
+            return CircuitState.FAILED
+        return CircuitState.TUNING if pair in self._commanded_at_s else CircuitState.TUNED
+
+    async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        self._session()
+        for batch, line in text.fitting(pairs, partial(text.setter, action), self._setup.longest_line_chars):
+            is_clear = False
+            try:
+                await self._set_line(line)
+                is_clear = True
+            finally:
+                now_s = self._clock.now_s()
+                self._unclear_since_s = None if is_clear else now_s
+                if action is Action.ADD:
+                    self._commanded_at_s.update(dict.fromkeys(batch, now_s))
+
+    async def _set_line(self, line: str) -> None:
+        """Send the setter, then ask for its errors: it answers nothing itself."""
+        try:
+            # What is in the queue already is another's, or an alarm's: it would be taken for this setter's.
+            await self._send(text.CLEAR_ERRORS, line, self._setup.dialect.error_query)
+            complaints = await self._complaints()
+        except Retryable as error:
+            raise OutcomeUnknown(error.message, command=_short(line), answer=error.answer) from error
+        if complaints:
+            raise Permanent("refused", command=_short(line), answer="; ".join(map(str, complaints)))
+
+    async def _ask(self, query: str, understand: Callable[[str], T]) -> T:
+        """What the device says to a query. SCPI leaves a query that it does not know without an answer, and the reason
+        in the error queue: that is asked for before anybody gives up."""
+        await self._send(query)
+        try:
+            line = await within(self._clock, self._setup.answer_s, self._line())
+        except TimeoutError as error:
+            await self._send(self._setup.dialect.error_query)
+            if complaints := await self._complaints():
+                answer = "; ".join(map(str, complaints))
+                raise Permanent("the query was refused", command=_short(query), answer=answer) from None
+            raise Retryable(str(error), command=_short(query)) from None
+        try:
+            return understand(line)
+        except ValueError as error:
+            await self._misunderstood(query, line, error)
+
+    async def _misunderstood(self, query: str, line: str, error: ValueError) -> NoReturn:
+        await self.close()  # who knows which question this was an answer to
+        wrong = f"an answer that makes no sense: {error}"
+        raise Permanent(wrong, command=_short(query), answer=_short(line)) from error
+
+    async def _complaints(self) -> list[text.Complaint]:
+        """The error queue, its query having been sent, read to its end."""
+        complaints: list[text.Complaint] = []
+        for _ in range(self._setup.dialect.error_queue + 1):
+            line = await self._line()
+            try:
+                complaint = text.read_complaint(line)
+            except ValueError as error:
+                raise Retryable(f"an answer that makes no sense: {error}", answer=_short(line)) from error
+            if complaint.code == 0:
+                return complaints
+            complaints.append(complaint)
+            await self._send(self._setup.dialect.error_query)
+        raise Retryable("the error queue has no end", answer=str(complaints[-1]))
+
+    def _session(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._streams is None or self._streams[0].at_eof():
+            raise Retryable("the device has closed the session", after_s=0.0)
+        return self._streams
+
+    async def _send(self, *lines: str) -> None:
+        _, writer = self._session()
+        try:
+            writer.write(b"".join(line.encode("ascii") + self._setup.line_end for line in lines))
+            await writer.drain()
+        except OSError as error:
+            raise Retryable("the connection broke", answer=str(error)) from error
+
+    async def _line(self) -> str:
+        """The next line, without its end. What is no line is not skipped: the session is out of step then."""
+        reader, _ = self._session()
+        try:
+            line = await reader.readuntil(b"\n")
+        except asyncio.IncompleteReadError as error:
+            raise Retryable("the device closed the connection", answer=_shown(error.partial)) from None
+        except asyncio.LimitOverrunError as error:
+            begin = await reader.read(SHOWN_CHARS)
+            wrong = f"an answer longer than {LONGEST_ANSWER_BYTES} bytes"
+            raise Retryable(wrong, answer=_shown(begin)) from error
+        except OSError as error:
+            raise Retryable("the connection broke", answer=str(error)) from error
+        try:
+            return line.decode("ascii").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise Retryable("an answer that is not text", answer=_shown(line)) from error
+
+
+class ScpiSwitch(SwitchDriver):
+    """The driver `scpi`. `ingress_ports` and `egress_ports`, `FIRST..LAST`, are for devices that do not answer `size?`;
+    `port_states` false for those that do not answer `port:stat?`: their ports are then taken to be enabled."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        clock: Clock | None = None,
+        address: str,
+        profile: str = Profile.POLATIS,
+        reconfiguration_s: float = POLATIS_RECONFIGURATION_S,
+        boot: str = BootBehaviour.UNKNOWN,
+        ingress_ports: str | None = None,
+        egress_ports: str | None = None,
+        port_states: bool = True,
+        line_end: str = LineEnd.LF,
+        longest_line_chars: int | None = None,
+        command_timeout_s: float = 5.0,
+        lock_timeout_s: float = 10.0,
+        tune_timeout_s: float | None = None,
+        link_timeout_s: float = 2.0,
+    ) -> None:
+        options = Options(device)
+        host, port = options.address(address, DEFAULT_PORT)
+        options.choice("profile", profile, Profile)
+        options.choice("boot", boot, BootBehaviour)
+        options.choice("line_end", line_end, LineEnd)
+        options.flag("port_states", port_states)
+        options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
+        if longest_line_chars is not None:
+            options.whole("longest_line_chars", longest_line_chars, at_least=64)
+        ports = _ports(options, ingress_ports, egress_ports)
+        limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
+        options.check()
+        setup = Setup(
+            host=host,
+            port=port,
+            dialect=DIALECTS[Profile(profile)],
+            reconfiguration_s=reconfiguration_s,
+            boot=BootBehaviour(boot),
+            ports=ports,
+            port_states=port_states,
+            line_end=b"\n" if line_end == LineEnd.LF else b"\r\n",
+            longest_line_chars=longest_line_chars,
+            unclear_s=min(10 * reconfiguration_s, limits.command_s / 4),
+            answer_s=limits.command_s / 2,
+        )
+        clock = clock or SystemClock()
+        super().__init__(device, ScpiWire(setup, clock), clock=clock, limits=limits)
+
+
+def _ports(options: Options, ingress: object, egress: object) -> tuple[range, range] | None:
+    if ingress is None and egress is None:
+        return None
+    sides = []
+    for name, value in (("ingress_ports", ingress), ("egress_ports", egress)):
+        bounds = re.fullmatch(r"(\d{1,5})\.\.(\d{1,5})", value, re.ASCII) if isinstance(value, str) else None
+        if bounds and int(bounds[1]) <= int(bounds[2]):
+            sides.append(range(int(bounds[1]), int(bounds[2]) + 1))
+        else:
+            options.add(name, "must be FIRST..LAST, and be given for both sides", value)
+    return (sides[0], sides[1]) if len(sides) == 2 else None
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= SHOWN_CHARS else f"{line[:SHOWN_CHARS]}... ({len(line)} characters)"
+
+
+def _shown(data: bytes) -> str:
+    return _short(data.decode("ascii", "backslashreplace").rstrip("\r\n"))

@@ -1,0 +1,146 @@
+"""SCPI as optical switches write it: the lines to send, and what their answers say. Pure; the session is scpi.py.
+
+Every function that reads an answer raises ValueError with what is wrong with it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ocs_drivers.model import Action, CrossConnect, PortStatus
+
+T = TypeVar("T")
+
+IDENTITY = "*idn?"
+CLEAR_ERRORS = "*cls"
+SIZE = ":oxc:swit:size?"
+CONNECTIONS = ":oxc:swit:conn:stat?"
+PORT_STATES = ":oxc:swit:port:stat? "
+
+MOST_PORTS = 99_999  # in one list: what is longer is no answer of a switch
+
+_SETTERS = {Action.ADD: ":oxc:swit:conn:add ", Action.REMOVE: ":oxc:swit:conn:sub "}
+_STATES = {"E": PortStatus.ENABLED, "D": PortStatus.DISABLED, "F": PortStatus.FAILED}
+
+_LIST = re.compile(r"\(\s*@([^()]*)\)")
+_PAIR_OF_LISTS = re.compile(r"\s*(\(\s*@[^()]*\))\s*,\s*(\(\s*@[^()]*\))\s*", re.ASCII)
+_ERROR = re.compile(r'\s*([+-]?\d{1,9})\s*(?:,\s*(?:"(.*)"|([^"]*)))?\s*', re.ASCII)
+_NUMBER = re.compile(r"\d{1,5}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """One entry of the error queue; code 0 is its end."""
+
+    code: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.text}".rstrip()
+
+
+def setter(action: Action, pairs: Sequence[CrossConnect]) -> str:
+    """The line that commands these, both ends of each named. With an empty list `sub` means every egress port, and the
+    verbs that wipe a switch, `only` and `disc:all`, are not written by anything here."""
+    if not pairs:
+        raise ValueError("a setter with an empty list: on some devices that means every circuit")
+    ingress = port_list([pair.ingress_port for pair in pairs])
+    egress = port_list([pair.egress_port for pair in pairs])
+    return f"{_SETTERS[action]}{ingress},{egress}"
+
+
+def port_states(ports: Sequence[int]) -> str:
+    return PORT_STATES + port_list(ports)
+
+
+def port_list(ports: Sequence[int]) -> str:
+    """`(@1,2,3)`. Raises ValueError for an empty list, which means all ports to some verbs."""
+    if not ports:
+        raise ValueError("a list of no ports")
+    return f"(@{','.join(map(str, ports))})"
+
+
+def fitting(
+    items: Sequence[T], write: Callable[[Sequence[T]], str], longest_chars: int | None
+) -> list[tuple[Sequence[T], str]]:
+    """The items with the line that `write` makes of them, cut in halves until each line is no longer than that, or of
+    one item. None: one line."""
+    line = write(items)
+    if longest_chars is None or len(line) <= longest_chars or len(items) == 1:
+        return [(items, line)]
+    middle = len(items) // 2
+    return [*fitting(items[:middle], write, longest_chars), *fitting(items[middle:], write, longest_chars)]
+
+
+def read_ports(text: str) -> tuple[int, ...]:
+    """`(@1,2,3)`, also with ranges as SCPI's channel lists have them: `(@1:3)`."""
+    listed = _LIST.fullmatch(text.strip())
+    if not listed:
+        raise ValueError("must be a list of ports, (@1,2,3)")
+    ports: list[int] = []
+    for item in listed[1].split(",") if listed[1].strip() else ():
+        first, colon, last = (part.strip() for part in item.partition(":"))
+        ports += range(_number(first), _number(last) + 1) if colon else [_number(first)]
+        if len(ports) > MOST_PORTS:
+            raise ValueError(f"must be a list of at most {MOST_PORTS} ports")
+    return tuple(ports)
+
+
+def read_connections(line: str) -> list[CrossConnect]:
+    """`(@1,2,3),(@19,18,22)`; with nothing connected `(@),(@)`."""
+    lists = _PAIR_OF_LISTS.fullmatch(line)
+    if not lists:
+        raise ValueError("must be two lists of ports, (@1,2,3),(@19,18,22)")
+    ingress, egress = read_ports(lists[1]), read_ports(lists[2])
+    if len(ingress) != len(egress):
+        raise ValueError(f"the lists must be equally long, got {len(ingress)} and {len(egress)} ports")
+    for side in (ingress, egress):
+        if len(set(side)) < len(side):
+            raise ValueError("a port must not be listed twice")
+    return [CrossConnect(a, b) for a, b in zip(ingress, egress, strict=True)]
+
+
+def read_size(line: str) -> tuple[range, range]:
+    """`16,16`: ingress ports 1..16, egress ports 17..32."""
+    numbers = [_number(part.strip()) for part in line.split(",")]
+    if len(numbers) != 2 or 0 in numbers:
+        raise ValueError("must be two numbers of ports >= 1")
+    ingress, egress = numbers
+    return range(1, ingress + 1), range(ingress + 1, ingress + egress + 1)
+
+
+def read_identity(line: str) -> tuple[str, str, str, str]:
+    """Vendor, model, serial and software of `Polatis,I-OST-24x24-LU1-DMHNS,002414,6.5.2.18`."""
+    parts = [part.strip() for part in line.split(",", 3)]
+    if len(parts) != 4 or not (parts[0] and parts[1]):
+        raise ValueError("must be vendor,model,serial,software")
+    vendor, model, serial, software = parts
+    return vendor, model, serial, software
+
+
+def read_port_states(line: str, count: int) -> list[PortStatus]:
+    """`(D,E,F)`, one letter for each port that was asked for."""
+    inner = line.strip()
+    if not (inner.startswith("(") and inner.endswith(")")):
+        raise ValueError("must be a list of E, D and F, (D,E,F)")
+    letters = [letter.strip().upper() for letter in inner[1:-1].split(",")]
+    if wrong := sorted({letter for letter in letters if letter not in _STATES}):
+        raise ValueError(f"a port is E, D or F, got {wrong[0]!r}")
+    if len(letters) != count:
+        raise ValueError(f"must be of {count} ports, got {len(letters)}")
+    return [_STATES[letter] for letter in letters]
+
+
+def read_complaint(line: str) -> Complaint:
+    """`-113,"Undefined header"`; at the end of the queue `0,"No error"`."""
+    parts = _ERROR.fullmatch(line)
+    if not parts:
+        raise ValueError('must be an entry of the error queue, 0,"No error"')
+    return Complaint(int(parts[1]), parts[2] or (parts[3] or "").strip())
+
+
+def _number(text: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"must be a number of at most 5 digits, got {text[:20]!r}")
+    return int(text)

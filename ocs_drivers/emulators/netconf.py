@@ -1,0 +1,323 @@
+"""A Polatis switch on NETCONF, over real SSH: the server of the tree in netconf_store.py.
+
+SSH is paramiko's, which is made of threads. They only move bytes: each message is handed to the event loop, where the
+glass lives, and its thread waits for the answer. The host key is made at start.
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from xml.etree.ElementTree import Element
+
+import paramiko
+
+from ocs_drivers import polatis_yang as yang
+from ocs_drivers.base import Clock
+from ocs_drivers.emulators import netconf_text as text
+from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
+from ocs_drivers.emulators.http import Listing
+from ocs_drivers.emulators.netconf_store import Store
+from ocs_drivers.emulators.netconf_text import NC, Framing, FramingError, RpcError, child, local
+from ocs_drivers.model import Connectivity, Facts
+
+T = TypeVar("T")
+
+POLATIS_REVISION = "2018-01-19"
+ESTABLISHED = 1  # a TCP state of Linux
+
+
+@dataclass
+class Session:
+    """One SSH connection, and what the loop knows of its NETCONF session."""
+
+    id: int
+    number: int  # of the device: dead once that has restarted
+    connection: socket.socket
+    transport: paramiko.Transport
+    answers: set[Any] = field(default_factory=set)  # futures that its thread waits for
+
+    def is_open(self) -> bool:
+        """Asked of the kernel, which knows of a goodbye before any thread has run."""
+        try:
+            return self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED
+        except OSError:
+            return False
+
+    def abort(self) -> None:
+        """Break the connection as a crash does: no goodbye of any layer."""
+        with contextlib.suppress(OSError):
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.close()
+        for answer in list(self.answers):
+            answer.cancel()
+
+
+class NetconfEmulator:
+    """`revision` of module optical-switch ("" announces none); `base` 1.0 or 1.1, which is the framing; `candidate`:
+    only that can be
+    edited; `one_session`: further connections are refused; `any_to_any`: one range of ports; `lists_late`: pairs are
+    listed once their mirrors are in place; `power`: every port has a monitor."""
+
+    def __init__(
+        self,
+        panel: Panel,
+        clock: Clock | None = None,
+        *,
+        revision: str = "2018-03-22",
+        base: str = "1.1",
+        candidate: bool = False,
+        one_session: bool = False,
+        any_to_any: bool = False,
+        lists_late: bool = False,
+        power: bool = False,
+        user: str = "admin",
+        password: str = "root",
+        authorized_key: str = "",
+    ) -> None:
+        if base not in ("1.0", "1.1"):
+            raise ValueError(f"base must be 1.0 or 1.1, got {base!r}")
+        if revision and not yang.is_revision(revision):
+            raise ValueError(f"revision must be a date, got {revision!r}")
+        self.device = EmulatedDevice(_facts(panel, any_to_any), panel, clock)
+        self.user, self.password, self.authorized_key = user, password, authorized_key
+        self.host_key = ""  # base64, as in a known_hosts line; once started
+        self._base = base
+        self._candidate = candidate
+        self._one_session = one_session
+        self._revision = revision
+        listing = Listing(self.device, panel.reconfiguration_s + panel.jitter_s, late=lists_late)
+        self._store = Store(
+            self.device, listing, revision or yang.PAIR_REVISION, has_candidate=candidate, has_monitors=power
+        )
+        self._sessions: dict[int, Session] = {}
+        self._last_id = 0
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._key: Any = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        self._loop = asyncio.get_running_loop()
+        self._key = paramiko.ECDSAKey.generate()
+        self.host_key = self._key.get_base64()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family)
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(self._listener))
+        bound = self._listener.getsockname()[1]
+        return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+
+    async def stop(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        sessions = list(self._sessions.values())
+        for session in sessions:
+            self._end(session)
+        for session in sessions:
+            await asyncio.to_thread(session.transport.join, 10)
+
+    def capabilities(self) -> list[str]:
+        told = [text.BASE_1_0] + ([text.BASE_1_1] if self._base == "1.1" else [])
+        told.append(text.CAPABILITY + ("candidate:1.0" if self._candidate else "writable-running:1.0"))
+        if not self._revision:
+            return [*told, yang.NAMESPACE]
+        return [
+            *told,
+            f"{yang.NAMESPACE}?module={yang.MODULE}&revision={self._revision}",
+            f"{yang.POLATIS_NAMESPACE}?module={yang.POLATIS_MODULE}&revision={POLATIS_REVISION}",
+        ]
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            for session in list(self._sessions.values()):
+                if not session.is_open():
+                    self._end(session)
+            if self._one_session and self._sessions:
+                connection.close()
+                continue
+            self._greet(connection)
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Let paramiko's threads have it: from here on they call `serve`, and `answer` through the loop."""
+        self._last_id += 1
+        connection.setblocking(True)
+        transport = paramiko.Transport(connection)
+        session = Session(self._last_id, self.device.session(), connection, transport)
+        self._sessions[session.id] = session
+        transport.set_log_channel("ocs_drivers.emulators.netconf.ssh")
+        transport.add_server_key(self._key)
+        transport.set_subsystem_handler("netconf", Subsystem, self, session)
+        transport.start_server(event=threading.Event(), server=Door(self))
+
+    def serve(self, session: Session, channel: Any) -> None:
+        """A NETCONF session, in a thread of paramiko's."""
+        framing = Framing()
+        channel.sendall(framing.frame(text.write(text.hello(self.capabilities(), session.id))))
+        if (greeting := _received(framing, channel)) is None:
+            return
+        theirs = {(each.text or "").strip() for each in text.parse(greeting).iter(f"{NC}capability")}
+        framing.is_chunked = self._base == "1.1" and text.BASE_1_1 in theirs
+        while (message := _received(framing, channel)) is not None:
+            reply, is_last = self._on_loop(session, self.answer(session, message))
+            channel.sendall(framing.frame(reply))
+            if is_last:
+                return
+
+    async def answer(self, session: Session, message: bytes) -> tuple[bytes, bool]:
+        """The reply, and whether it is the last of this session."""
+        if not self.device.is_alive(session.number):
+            raise ConnectionBroken
+        reply = Element(f"{NC}rpc-reply")
+        is_last = False
+        try:
+            request = text.parse(message)
+            if request.tag != f"{NC}rpc" or len(request) != 1:
+                raise RpcError("malformed-message", "an <rpc> with one operation is expected", kind="rpc")
+            reply.attrib.update(request.attrib)
+            if "message-id" not in request.attrib:
+                raise RpcError("missing-attribute", "message-id is missing", kind="rpc")
+            is_last = local(request[0]) == "close-session"
+            reply.extend(await self._operate(session, request[0], message.decode(errors="replace")))
+        except RpcError as error:
+            reply.append(error.element())
+        if not len(reply):
+            child(reply, "ok")
+        return text.write(reply), is_last
+
+    async def _operate(self, session: Session, operation: Element, command: str) -> list[Element]:
+        name = local(operation)
+        if operation.tag == f"{{{yang.NAMESPACE}}}port-set-state":
+            await self._store.set_ports(operation, command)
+        elif name in ("get", "get-config"):
+            return [self._read(operation)]
+        elif name == "edit-config":
+            await self._store.edit(operation, session.id, command)
+        elif name == "commit":
+            await self._store.commit(session.id, command)
+        elif name == "discard-changes":
+            self._store.discard()
+        elif name in ("lock", "unlock"):
+            target = next((local(each) for each in operation.iterfind(f"{NC}target/*")), "")
+            (self._store.lock if name == "lock" else self._store.unlock)(target, session.id)
+        elif name == "kill-session":
+            self._kill(session, (operation.findtext(f"{NC}session-id") or "").strip())
+        elif name != "close-session":
+            raise RpcError("operation-not-supported", f"{name} is not supported", kind="protocol")
+        return []
+
+    def _read(self, operation: Element) -> Element:
+        source = next((local(each) for each in operation.iterfind(f"{NC}source/*")), "running")
+        trees = self._store.state() if local(operation) == "get" else self._store.config(source)
+        wanted = operation.find(f"{NC}filter")
+        data = Element(f"{NC}data")
+        if wanted is None:
+            data.extend(trees)
+        elif wanted.get("type", "subtree") != "subtree":
+            raise RpcError("bad-attribute", "only subtree filters are supported", kind="protocol")
+        else:
+            data.extend(part for tree in trees for criterion in wanted for part in text.selected(tree, criterion))
+        return data
+
+    def _kill(self, session: Session, session_id: str) -> None:
+        if not session_id.isdecimal() or int(session_id) == session.id or int(session_id) not in self._sessions:
+            raise RpcError("invalid-value", f"there is no other session {session_id!r}", kind="protocol")
+        self._end(self._sessions[int(session_id)])
+
+    def _end(self, session: Session) -> None:
+        if self._sessions.pop(session.id, None) is not None:
+            self._store.leave(session.id)
+        session.abort()
+
+    def _on_loop(self, session: Session, work: Coroutine[Any, Any, T]) -> T:
+        assert self._loop is not None
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        session.answers.add(future)
+        try:
+            return future.result()
+        finally:
+            session.answers.discard(future)
+
+    def finish(self, session: Session) -> None:
+        """From a thread: its session is over."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: so is everything
+            self._loop.call_soon_threadsafe(self._end, session)
+
+
+def _facts(panel: Panel, any_to_any: bool) -> Facts:
+    ingress = range(1, panel.ingress_ports + 1)
+    egress = ingress if any_to_any else range(ingress[-1] + 1, ingress[-1] + 1 + panel.egress_ports)
+    size = f"{panel.ingress_ports}xCC" if any_to_any else f"{panel.ingress_ports}x{panel.egress_ports}"
+    return Facts(
+        vendor="Polatis",
+        model=f"I-OST-{size}-LU1-DMHNS",
+        serial="002414",
+        software="6.5.2.18",
+        connectivity=Connectivity.ANY_TO_ANY if any_to_any else Connectivity.INGRESS_EGRESS,
+        ingress_ports=ingress,
+        egress_ports=egress,
+        reconfiguration_s=panel.reconfiguration_s,
+        boot=panel.boot,
+    )
+
+
+class Subsystem(paramiko.SubsystemHandler):  # type: ignore[misc]  # paramiko is not typed
+    """The thread of one NETCONF session."""
+
+    def __init__(self, channel: Any, name: str, server: Any, emulator: NetconfEmulator, session: Session) -> None:
+        super().__init__(channel, name, server)
+        self._emulator = emulator
+        self._session = session
+
+    def start_subsystem(self, name: str, transport: Any, channel: Any) -> None:
+        # Each of these ends a session, and none of them the server.
+        with contextlib.suppress(ConnectionBroken, CancelledError, FramingError, RpcError, OSError, EOFError):
+            self._emulator.serve(self._session, channel)
+        self._emulator.finish(self._session)
+
+
+class Door(paramiko.ServerInterface):  # type: ignore[misc]  # paramiko is not typed
+    """Who may come in, and to what."""
+
+    def __init__(self, emulator: NetconfEmulator) -> None:
+        self._emulator = emulator
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "password,publickey" if self._emulator.authorized_key else "password"
+
+    def check_auth_password(self, username: str, password: str) -> int:
+        known = (self._emulator.user, self._emulator.password)
+        return self._verdict((username, password) == known)
+
+    def check_auth_publickey(self, username: str, key: Any) -> int:
+        is_known = key.get_base64() == self._emulator.authorized_key
+        return self._verdict(username == self._emulator.user and is_known)
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        opened: int = paramiko.OPEN_SUCCEEDED
+        refused: int = paramiko.OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
+        return opened if kind == "session" else refused
+
+    def _verdict(self, is_known: bool) -> int:
+        verdict: int = paramiko.AUTH_SUCCESSFUL if is_known else paramiko.AUTH_FAILED
+        return verdict
+
+
+def _received(framing: Framing, channel: Any) -> bytes | None:
+    """The next message; None once the other side has gone."""
+    while (message := framing.next()) is None:
+        if not (data := channel.recv(65536)):
+            return None
+        framing.feed(data)
+    return message

@@ -1,0 +1,281 @@
+"""The driver `netconf`: Polatis switches by their YANG model over NETCONF (RFC 6241), SSH port 830, with ncclient.
+
+Relied on, besides what polatis_yang.py says: the <hello> names the revision of module `optical-switch`; cross-connects
+are edited in `running` (what working clients do), or in `candidate`, under a lock and followed by a commit, where only
+that can be written; one <edit-config> carries many pairs. Each pair is marked `merge` or `delete` and the default
+operation is `none`: nothing that is not named can be touched, and no request replaces or deletes the collection.
+
+Unknown, and not relied upon: whether an edit is atomic (it is read back), whether the mirrors are in place when a pair
+is listed (`tuned_state` is not declared; a pair counts as tuned when the stated time has passed), whether
+`:confirmed-commit` works. Events are not declared either: switches have a notification stream (RFC 5277), but it carries
+power and system alarms; of cross-connects it tells only in the free text of an activity log, where an administrator has
+switched that on.
+"""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import paramiko
+from ncclient import NCClientError
+from ncclient.transport.errors import AuthenticationError, SSHUnknownHostError
+
+from ocs_drivers import netconf_xml as xml
+from ocs_drivers import polatis_yang as yang
+from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.driver import SwitchDriver
+from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.model import Action, BootBehaviour, Capabilities, Circuit, CrossConnect, Event, Facts, PortState
+from ocs_drivers.netconf_session import Login, NetconfSession
+from ocs_drivers.options import Options
+from ocs_drivers.settling import Settling
+
+T = TypeVar("T")
+
+DEFAULT_PORT = 830
+# The device is asked to wait for somebody else: nothing was done.
+BUSY_TAGS = frozenset({"lock-denied", "in-use", "resource-denied"})
+
+
+class Refused(Exception):
+    """The device answered with <rpc-error>."""
+
+    def __init__(self, errors: Sequence[Any]) -> None:
+        super().__init__("; ".join(_words(error) for error in errors))
+        self.is_busy = any(error.tag in BUSY_TAGS for error in errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the device does not tell."""
+
+    revision: str = ""  # of optical-switch; "": as announced
+    size: str = ""  # as 16x16; "": as in the model name
+    reconfiguration_s: float = 0.025
+    power: bool = False
+
+
+class NetconfWire:
+    """The `base.Wire` of one switch."""
+
+    def __init__(self, new_session: Callable[[], NetconfSession], settings: Settings, clock: Clock) -> None:
+        self.capabilities = Capabilities(bulk=True, port_power=settings.power)
+        self._new_session = new_session
+        self._settings = settings
+        self._settling = Settling(clock, settings.reconfiguration_s)
+        self._as_listed: dict[frozenset[int], CrossConnect] = {}
+        self._session: NetconfSession | None = None
+        self._announced: frozenset[str] = frozenset()
+        self._revision = ""
+
+    async def open(self) -> None:
+        self._session = self._new_session()
+        try:
+            self._announced = await _translated("open", self._session.open())
+            told = xml.module_revision(self._announced, yang.NAMESPACE, yang.MODULE)
+            self._revision = self._settings.revision or told or ""
+            if not self._revision:
+                what = "the revision of module" if told == "" else "module"
+                raise Permanent(
+                    f"the device does not announce {what} {yang.MODULE}: set option revision, as 2018-03-22",
+                    answer=" ".join(sorted(self._announced)),
+                )
+        except Permanent:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def read_facts(self) -> Facts:
+        filters = [xml.PRODUCT_FILTER, xml.ports_filter(self._revision, "port-id")]
+        if xml.module_revision(self._announced, yang.POLATIS_NAMESPACE, yang.POLATIS_MODULE) is not None:
+            filters.append(xml.STARTUP_FILTER)
+        data = await self._get(filters)
+        told = _sense(lambda: xml.product(data))
+        ports = _sense(lambda: xml.port_numbers(data, self._revision))
+        sides = yang.sides(told["model-name"], ports, self._settings.size or None)
+        return Facts(
+            vendor=told["manufacturer"] or "Polatis",
+            model=told["model-name"] or "unknown",
+            serial=told["serial-number"],
+            software=told["software-version"],
+            connectivity=sides.connectivity,
+            ingress_ports=sides.ingress_ports,
+            egress_ports=sides.egress_ports,
+            reconfiguration_s=self._settings.reconfiguration_s,
+            boot=yang.BOOT.get(xml.startup_mode(data), BootBehaviour.UNKNOWN),
+        )
+
+    async def read_ports(self) -> Sequence[PortState]:
+        with_power = self._settings.power
+        if yang.has_port_config(self._revision):
+            filters = [xml.ports_filter(self._revision, "port-id", "status"), *([xml.POWER_FILTER] * with_power)]
+        else:
+            filters = [xml.ports_filter(self._revision, "port-id", "port-status", *(["opm/power"] * with_power))]
+        data = await self._get(filters)
+        return _sense(lambda: xml.port_states(data, self._revision, with_power=with_power))
+
+    async def read_circuits(self) -> Sequence[Circuit]:
+        data = await self._read(lambda manager: manager.get_config("running", filter=[xml.CROSS_CONNECTS_FILTER]))
+        listed = _sense(lambda: xml.cross_connects(data, self._revision))
+        self._as_listed = {frozenset((pair.ingress_port, pair.egress_port)): pair for pair in listed}
+        return self._settling.circuits(listed)
+
+    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+        try:
+            await self._set(Action.ADD, pairs)
+        except DriverError:
+            await self._settling.rest()
+            raise
+        finally:
+            self._settling.commanded(pairs)
+
+    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
+        # An any-to-any switch lists a pair under the port that was named first when it was made.
+        listed = (self._as_listed.get(frozenset((pair.ingress_port, pair.egress_port)), pair) for pair in pairs)
+        await self._set(Action.REMOVE, tuple(listed))
+
+    def events(self) -> AsyncGenerator[Event, None]:
+        raise Permanent("the notifications of this device do not tell of cross-connects")
+
+    async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        config = xml.edit(self._revision, action, pairs)
+        is_direct = self._can("writable-running:1.0")
+        if not is_direct and not self._can("candidate:1.0"):
+            raise Permanent("the device announces neither :writable-running nor :candidate: it cannot be changed")
+        how = {"default_operation": "none"}
+        if self._can("rollback-on-error:1.0"):
+            how["error_option"] = "rollback-on-error"
+
+        def work(manager: Any) -> None:
+            if is_direct:
+                _checked(manager.edit_config(config, target="running", **how))
+            else:
+                _edit_candidate(manager, config, how)
+
+        await _translated(f"edit-config {config}", self._live().ask(work), is_setter=True)
+
+    def _can(self, capability: str) -> bool:
+        return xml.CAPABILITY + capability in self._announced
+
+    async def _get(self, filters: Sequence[str]) -> Any:
+        return await self._read(lambda manager: manager.get(filter=list(filters)))
+
+    async def _read(self, request: Callable[[Any], Any]) -> Any:
+        """The <data> of the reply."""
+        data = await _translated("read", self._live().ask(lambda manager: _checked(request(manager)).data_ele))
+        if data is None:
+            raise Permanent("the answer has no <data>")
+        return data
+
+    def _live(self) -> NetconfSession:
+        if self._session is None:
+            raise Retryable("there is no session", after_s=0.0)
+        return self._session
+
+
+def _checked(reply: Any) -> Any:
+    """The reply, unless it has an <rpc-error> that is more than a warning."""
+    if errors := [error for error in reply.errors if error.severity != "warning"]:
+        raise Refused(errors)
+    return reply
+
+
+def _edit_candidate(manager: Any, config: str, how: dict[str, str]) -> None:
+    # A candidate is shared, and whoever commits it commits what everybody has left in it. The lock keeps others out; it
+    # ends with the session, and what was edited under it is then discarded (RFC 6241, 8.3.5.2).
+    _checked(manager.lock("candidate"))
+    try:
+        _checked(manager.discard_changes())
+        _checked(manager.edit_config(config, target="candidate", **how))
+        _checked(manager.commit())
+    except Refused:
+        _checked(manager.discard_changes())
+        raise
+    finally:
+        _checked(manager.unlock("candidate"))
+
+
+async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = False) -> T:
+    """The work's result, or its error as one of ours."""
+    try:
+        return await work
+    except Refused as error:
+        kind: type[Retryable] | type[Permanent] = Retryable if error.is_busy else Permanent
+        raise kind("refused", command=command, answer=str(error)) from None
+    except (AuthenticationError, SSHUnknownHostError) as error:
+        raise Permanent("the device or we are not who the other expects", command=command, answer=str(error)) from None
+    except (NCClientError, paramiko.SSHException, OSError, EOFError) as error:
+        broken: type[Retryable] | type[OutcomeUnknown] = OutcomeUnknown if is_setter else Retryable
+        raise broken(f"the session broke: {error or type(error).__name__}", command=command) from None
+
+
+def _sense(read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except ValueError as error:
+        raise Permanent(f"the answer makes no sense: {error}") from None
+
+
+def _words(error: Any) -> str:
+    """An <rpc-error>, as the device put it."""
+    parts = (error.tag, error.app_tag, error.message, error.path and f"at {error.path}")
+    return ": ".join(" ".join(str(part).split()) for part in parts if part) or "rpc-error"
+
+
+class NetconfSwitch(SwitchDriver):
+    """The driver `netconf`. `address` is `HOST` or `HOST:PORT`.
+
+    The device must prove who it is by a host key in `known_hosts` (a file; by default the user's own) or by `host_key`
+    (base64, as in a known_hosts line), unless `verify_host_key` is false. `size`, as 16x16 or 32xCC, is for switches
+    whose model name does not tell; `revision` of module optical-switch for those that do not announce it; `power`
+    for those with power monitors.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        address: str,
+        clock: Clock | None = None,
+        user: str = "admin",
+        password: str = "",
+        key_file: str = "",
+        known_hosts: str = "",
+        host_key: str = "",
+        verify_host_key: bool = True,
+        revision: str = "",
+        size: str = "",
+        power: bool = False,
+        reconfiguration_s: float = 0.025,
+        command_timeout_s: float = 5.0,
+        lock_timeout_s: float = 10.0,
+        tune_timeout_s: float | None = None,
+        link_timeout_s: float = 2.0,
+    ) -> None:
+        options = Options(device)
+        host, port = options.address(address, DEFAULT_PORT)
+        options.text("user", user)
+        for name, text in (("password", password), ("key_file", key_file), ("known_hosts", known_hosts)):
+            options.text(name, text, may_be_empty=True)
+        options.text("host_key", host_key, may_be_empty=True)
+        if password == "" and key_file == "":
+            options.add("password", "must be set, or key_file", password)
+        options.flag("verify_host_key", verify_host_key)
+        options.flag("power", power)
+        if options.text("revision", revision, may_be_empty=True) and revision and not yang.is_revision(revision):
+            options.add("revision", "must be a date, as 2018-03-22", revision)
+        if options.text("size", size, may_be_empty=True) and size and yang.parse_size(size) is None:
+            options.add("size", "must be as 16x16, or 32xCC for any-to-any", size)
+        options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
+        limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
+        options.check()
+        login = Login(host, port, user, password, key_file, known_hosts, host_key, verify_host_key)
+        settings = Settings(revision, size, reconfiguration_s, power)
+        clock = clock or SystemClock()
+        # The driver's own limit comes first; that of the thread is for what nobody is left to cut.
+        wire = NetconfWire(lambda: NetconfSession(login, 2 * limits.command_s), settings, clock)
+        super().__init__(device, wire, clock=clock, limits=limits)

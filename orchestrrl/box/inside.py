@@ -1,0 +1,72 @@
+"""The process inside the namespaces: `python -m orchestrrl.box.inside ORDER`, ORDER as JSON; see `main`.
+
+Prints lines of JSON: what it is at, and last what the shows returned. Ends with its standard input.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.box import shows
+from orchestrrl.box.enter import end_with_input
+from orchestrrl.box.house import SITE_FILE, Box, standing
+from orchestrrl.box.plan import Rates
+from orchestrrl.errors import OrchestrRLError
+from orchestrrl.site import read_site
+
+
+async def _circuits(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    return await shows.rates_by_circuits(box, seconds=order["seconds"])
+
+
+async def _transition(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    return await shows.transfer_through_changes(box)
+
+
+async def _failed_port(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    return await shows.failed_port(box, order["seconds"])
+
+
+# In the order in which they are to be asked for: from the second on, the daemon drives the switches.
+SHOWS = {"circuits": _circuits, "transition": _transition, "failed_port": _failed_port}
+
+
+def say(**what: Any) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+async def main(order: dict[str, Any]) -> None:
+    loop, mine = asyncio.get_running_loop(), asyncio.current_task()
+    assert mine is not None
+
+    def stop() -> None:
+        loop.call_soon_threadsafe(mine.cancel)
+
+    end_with_input(stop)
+    folder = Path(order["folder"])
+    site = read_site(folder / SITE_FILE)
+    rates = Rates(order["mbps"] * 1e6 / site.link_gbps)
+    results: dict[str, Any] = {}
+    async with standing(folder, site, rates, order["protocols"]) as box:
+        for name in order["shows"]:
+            say(at=name)
+            if name != "circuits" and box.daemon is None:
+                await box.start_daemon()
+            results[name] = await SHOWS[name](box, order)
+    say(results=results)
+
+
+if __name__ == "__main__":
+    subprocess.run(["mount", "-t", "tmpfs", "none", "/run"], check=True)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    Path("/run/netns").mkdir()
+    try:
+        asyncio.run(main(json.loads(sys.argv[1])))
+    except OrchestrRLError as error:
+        say(failed=str(error))
+        os._exit(1)

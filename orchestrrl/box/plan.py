@@ -1,0 +1,120 @@
+"""What a site becomes in a box: rooms, addresses, and which end of a fibre is plugged in where. Pure.
+
+ToR n is the room `t<n>`, at 198.18.x.y, with its hosts in 10.x.y.0/24; host n is `h<n>`, switch n is `o<n>`. A ToR's
+fibres are `swp1`, `swp2`, ... in the order of the site's file.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.fabric.light import Interface, fibres_of
+from planner.fabric.masks import Port
+from planner.fabric.model import EndpointId, OcsId
+from planner.fabric.topology import ServerId, Site
+from planner.model import GpuId
+
+HOSTS_PER_TOR = 200
+TORS = 4000
+# Of a circuit, what the electrical network between the ToRs carries.
+PACKET_SIDE_SHARE = 0.1
+
+End = Interface | Port  # what a fibre at a port of a switch leads to
+
+
+def is_fibre(end: End) -> bool:
+    """To a ToR; else it is a lane, to a port of another switch."""
+    return isinstance(end[1], str)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one Gbps of the site is in the box, in bits per second."""
+
+    bps_per_gbps: float
+
+    def tbf(self, gbps: float) -> str:
+        """A line of that rate. What waits is 50 ms' worth at most: TCP fills the line, and what has been sent on a
+        circuit has left soon."""
+        bps = gbps * self.bps_per_gbps
+        burst = max(8000, int(bps / 8 * 0.004))
+        return f"tbf rate {int(bps)}bit burst {burst} limit {burst + max(30_000, int(bps / 8 * 0.05))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """A host's side of its cable to a ToR, and the ToR's."""
+
+    interface: str
+    address: str
+    tor: EndpointId
+    tor_interface: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`ends`: what the fibre at each port of a switch leads to."""
+
+    site: Site
+    tors: Mapping[EndpointId, str]  # rooms
+    hosts: Mapping[ServerId, str]
+    switches: Mapping[OcsId, str]
+    addresses: Mapping[EndpointId, str]
+    gateways: Mapping[EndpointId, str]  # of the hosts, at their ToR
+    prefixes: Mapping[EndpointId, str]
+    packet_side: Mapping[EndpointId, str]
+    interfaces: Mapping[EndpointId, tuple[str, ...]]  # of fibres
+    nics: Mapping[ServerId, tuple[Nic, ...]]
+    ends: Mapping[Port, End]
+
+    def nic_of(self, gpu: GpuId) -> tuple[str, str]:
+        """The room and the address from which a GPU sends."""
+        server = self.site.server_of[gpu]
+        return self.hosts[server.id], self.nics[server.id][server.nic(gpu)].address
+
+
+def plan_of(site: Site) -> Plan:
+    """Raises ValueError for a site that is too large."""
+    if len(site.tors) > TORS or len(site.switches) > TORS:
+        raise ValueError(f"a box holds {TORS} ToRs at most, got {len(site.tors)}")
+    numbers = {tor.id: n for n, tor in enumerate(site.tors, start=1)}
+    interfaces = {tor: tuple(f"swp{k}" for k in range(1, len(fibres_of(site, tor)) + 1)) for tor in numbers}
+    return Plan(
+        site,
+        tors={tor: f"t{n}" for tor, n in numbers.items()},
+        hosts={server.id: f"h{n}" for n, server in enumerate(site.servers, start=1)},
+        switches={switch.id: f"o{n}" for n, switch in enumerate(site.switches, start=1)},
+        addresses={tor: f"198.18.{n >> 8}.{n & 255}" for tor, n in numbers.items()},
+        gateways={tor: f"10.{n >> 8}.{n & 255}.1" for tor, n in numbers.items()},
+        prefixes={tor: f"10.{n >> 8}.{n & 255}.0/24" for tor, n in numbers.items()},
+        packet_side={tor: f"198.19.{n >> 8}.{n & 255}" for tor, n in numbers.items()},
+        interfaces=interfaces,
+        nics=_nics(site, numbers),
+        ends=_ends(site, interfaces),
+    )
+
+
+def _nics(site: Site, numbers: Mapping[EndpointId, int]) -> dict[ServerId, tuple[Nic, ...]]:
+    taken = dict.fromkeys(numbers, 0)
+    found: dict[ServerId, tuple[Nic, ...]] = {}
+    for server in site.servers:
+        nics = []
+        for k, tor in enumerate(server.tors):
+            taken[tor] += 1
+            if taken[tor] > HOSTS_PER_TOR:
+                raise ValueError(f"a ToR has {HOSTS_PER_TOR} NICs at most in a box, {tor} has more")
+            n = numbers[tor]
+            nics.append(Nic(f"eth{k}", f"10.{n >> 8}.{n & 255}.{taken[tor] + 1}", tor, f"host{taken[tor]}"))
+        found[server.id] = tuple(nics)
+    return found
+
+
+def _ends(site: Site, interfaces: Mapping[EndpointId, Sequence[str]]) -> dict[Port, End]:
+    ends: dict[Port, End] = {
+        port: (tor, interface)
+        for tor, names in interfaces.items()
+        for port, interface in zip(fibres_of(site, tor), names, strict=True)
+    }
+    for lane in site.lanes:
+        agg, core = (lane.agg, lane.agg_port), (lane.core, lane.core_port)
+        ends[agg], ends[core] = core, agg
+    return ends

@@ -1,0 +1,54 @@
+"""A box from outside: where it is to stand, what it is to show, and what came of it."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.box import enter
+from orchestrrl.errors import Permanent
+
+LOG_TAIL_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """`folder` holds the site's file, and gets the daemon's configuration and all logs. `mbps`: what a circuit carries
+    in the box. `shows`: see inside.py."""
+
+    folder: str
+    shows: tuple[str, ...]
+    protocols: tuple[str, ...]
+    mbps: float = 20.0
+    seconds: float = 2.0  # that each rate is measured for
+    iterations: int = 3  # of training, in each of its stages
+
+
+async def run_box(order: Order, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """What each show returned. Raises Permanent where no box can be had, or something in it went wrong."""
+    log = Path(order.folder) / "box.log"
+    with log.open("wb") as errors:
+        process = await enter.start("orchestrrl.box.inside", json.dumps(asdict(order)), log=errors.fileno())
+    assert process.stdout is not None
+    last: dict[str, Any] = {}
+    try:
+        async for line in process.stdout:
+            last = json.loads(line)
+            if "at" in last:
+                tell(last["at"])
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+    if "results" in last:
+        results: dict[str, Any] = last["results"]
+        return results
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    why = last.get("failed") or f"exit status {process.returncode}"
+    raise Permanent(f"the box fell: {why}; the end of {log}:\n{tail}")
+
+
+def run(order: Order, tell: Callable[[str], None]) -> dict[str, Any]:
+    return asyncio.run(run_box(order, tell))

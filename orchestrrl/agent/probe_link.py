@@ -93,7 +93,11 @@ class Probe:
     def _rung(self, doorbell: Doorbell) -> None:
         while doorbell.rung() is not None:
             pass
-        if self._words.rung() and self._catching_up is None:
+        if not self._words.rung():
+            if self._catching_up is not None:  # all is read
+                self._catching_up.cancel()
+                self._catching_up = None
+        elif self._catching_up is None:
             self._catching_up = asyncio.get_running_loop().call_later(CATCH_UP_AFTER_S, self._catch_up)
 
     def _catch_up(self) -> None:

@@ -1,7 +1,7 @@
 """What the daemon is told of windows while it waits for one: each change once, the moment it is known. No asyncio."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from orchestrrl.agent.probes import Announced, HostTraces, Quiet
@@ -65,6 +65,8 @@ class Words:
             self.read()
         else:
             self._assess(busy)
+            # While the last is waited for, so that there is as little as possible to read when it goes quiet.
+            self._pass_on(self._traces.read(quiet_only=True))
         return bool(busy)
 
     def catch_up(self) -> None:
@@ -73,9 +75,12 @@ class Words:
         self._traces.prepare()
 
     def read(self) -> None:
-        for each in self._traces.read():
-            self._put(fabric_pb2.TraceMessage(announcement=_announcement_to_pb(each)))
+        self._pass_on(self._traces.read())
         self._assess(())
+
+    def _pass_on(self, announced: Iterable[Announced]) -> None:
+        for each in announced:
+            self._put(fabric_pb2.TraceMessage(announcement=_announcement_to_pb(each)))
 
     def _assess(self, busy: Collection[str]) -> None:
         for watched in self._watched.values():

@@ -56,6 +56,7 @@ class Traced:
     learner: SlackLearner
     handles: dict[int, int] = field(default_factory=dict)  # the learner's, by the ring's sequence
     newest: int = -1  # sequence that was read
+    seen: int = -1  # of the ring's changes
 
     @property
     def rank(self) -> int:
@@ -68,10 +69,13 @@ class Traced:
     @property
     def communicates(self) -> bool:
         """Now, or as soon as its device gets to it. A look at a few words of memory."""
-        return self.reader.quiet_since_ns() is None or self.reader.queued > 0
+        return self.reader.communicates
 
     def read(self) -> Iterator[Event]:
         """Feed the learner; marks that announce something are passed on."""
+        if self.reader.changes == self.seen:
+            return
+        self.seen = self.reader.changes  # what happens from here on is read again
         events, lost = self.reader.events()
         if lost:
             self.learner.lost(f"{lost} events were overwritten before they were read")
@@ -159,10 +163,12 @@ class HostTraces:
                 for q in quantiles:
                     each.learner.prepare(q)
 
-    def read(self) -> list[Announced]:
-        """Let all learners know what has happened; what was announced meanwhile."""
+    def read(self, quiet_only: bool = False) -> list[Announced]:
+        """Let all learners know what has happened, or those of ranks that are quiet; what was announced meanwhile."""
         announced: list[Announced] = []
         for each in list(self._traced.values()):
+            if quiet_only and each.communicates:
+                continue
             for event in each.read():
                 found = _announced(each, event)
                 if found is not None:

@@ -15,7 +15,7 @@ from orchestrrl.agent.sidecar import Agent
 from orchestrrl.cli.control import DaemonOption, address_faults
 from orchestrrl.cli.groups import SERVICES
 from orchestrrl.cli.output import reporting_errors
-from orchestrrl.cli.running import VerboseFlag, serve
+from orchestrrl.cli.running import VerboseFlag, keep_loaded, serve
 from orchestrrl.clock import WallClock
 from orchestrrl.engines.base import Engine, connect
 from orchestrrl.errors import Permanent, ProblemFaults
@@ -73,6 +73,7 @@ def agent(
             sides.append(_run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s, limits))
         if rings is not None:
             sides.append(Probe(rings, host or gethostname(), daemon, clock=WallClock(), rng=random.Random()).run())
+        keep_loaded()
         serve(first_of(*sides), verbose=verbose)
 
 

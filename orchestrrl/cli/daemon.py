@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_table, reporting_errors, stdout
-from orchestrrl.cli.running import VerboseFlag, serve
+from orchestrrl.cli.running import VerboseFlag, keep_loaded, serve
 from orchestrrl.clock import WallClock
 from orchestrrl.config import EXAMPLE, Config, Reloadable, load_config
 from orchestrrl.errors import ProblemFaults
@@ -34,6 +34,7 @@ def daemon(
 
 
 def _announce(address: str) -> None:
+    keep_loaded()
     sys.stdout.write(address + "\n")
     sys.stdout.flush()
 

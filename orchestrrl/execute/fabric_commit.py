@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Protocol
+from typing import Protocol
 
 from ocs_drivers.errors import Conflict, DriverError
 from ocs_drivers.model import Action
@@ -44,8 +44,8 @@ class Rules:
 
 
 class Windows(Protocol):
-    def watch(self, job: str, ranks: frozenset[int], need_s: float) -> Watch:
-        """Of a job's traced ranks; these are among them, or there is no window."""
+    def watch(self, job: str, ranks: frozenset[int], need_s: float, changed: asyncio.Event) -> Watch:
+        """Of a job's traced ranks; these are among them, or there is no window. `changed` is set at each news of it."""
         ...
 
     def is_traced(self, job: str) -> bool: ...
@@ -85,8 +85,8 @@ class Amiss(Exception):
 @dataclass(frozen=True, slots=True)
 class StageOrder:
     """`objection` is asked last before anything is sent; it may raise. `waiting` is told why nothing is, each time that
-    changes. `usable`: what is up of the site before the stage. `others`: jobs that send over the same PoDs, and are to
-    pause as well."""
+    changes. `poked`: somebody has news of any kind. `usable`: what is up of the site before the stage. `others`: jobs
+    that send over the same PoDs, and are to pause as well."""
 
     stage: TransitionStage
     of: Stage
@@ -176,10 +176,10 @@ class StageCommitter:
         """None: nobody has to pause who does not stand still anyway."""
         watches: list[Watch] = []
         if order.of is Stage.TRAIN:
-            watches.append(self._windows.watch(order.job, order.ranks, need.total_s))
+            watches.append(self._windows.watch(order.job, order.ranks, need.total_s, order.poked))
         if order.of is Stage.TRAIN or order.boundary:
             traced = filter(self._windows.is_traced, sorted(order.others))
-            watches += [self._windows.watch(job, frozenset(), need.total_s) for job in traced]
+            watches += [self._windows.watch(job, frozenset(), need.total_s, order.poked) for job in traced]
         return JointWatch(watches) if len(watches) > 1 else next(iter(watches), None)
 
     def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
@@ -195,11 +195,11 @@ class StageCommitter:
     async def _window(self, order: StageOrder, need: CommitNeed, watch: Watch) -> Window | Hold:
         """Wait for one that covers the need: a Hold where none came."""
         alarm = asyncio.ensure_future(self._clock.sleep(max(0.0, order.deadline_s - self._clock.now_s())))
+        alarm.add_done_callback(lambda _: order.poked.set())
         told: Hold | None = None
         short = False  # there was a window, and none that lasts
         try:
             while True:
-                watch.changed.clear()
                 order.poked.clear()
                 if objection := order.objection():
                     self._unfit(order, short)
@@ -216,7 +216,7 @@ class StageCommitter:
                 if isinstance(verdict, Hold) and told != verdict:
                     told = verdict
                     order.waiting(verdict)
-                await _first(watch.changed, order.poked, alarm)
+                await order.poked.wait()  # one event for all news: whoever sets it has us run next
         finally:
             alarm.cancel()
 
@@ -352,16 +352,6 @@ class StageCommitter:
                 if wanted.switch == switch and missed.intersection(self._glass.device_pairs(wanted)):
                     found |= {(switch, port) for port in wanted.ports}
         return frozenset(found)
-
-
-async def _first(changed: asyncio.Event, poked: asyncio.Event, alarm: "asyncio.Future[None]") -> None:
-    """Until any of these comes about."""
-    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(event.wait()) for event in (changed, poked)]
-    try:
-        await asyncio.wait([*waits, alarm], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waits:
-            each.cancel()
 
 
 def _with_last(objection: Hold, told: Hold | None) -> Hold:

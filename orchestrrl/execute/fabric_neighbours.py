@@ -1,6 +1,5 @@
 """Jobs that share PoDs: who else sends over what a period changes, and when all of them pause at once."""
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -14,8 +13,6 @@ from planner.model import Hold
 
 class Watch(Protocol):
     """What is known of a job's traffic, while somebody waits for it to pause."""
-
-    changed: asyncio.Event
 
     def window(self) -> Window | Hold: ...
 
@@ -35,10 +32,7 @@ class JointWatch:
     """A window of several jobs is what all of theirs have in common."""
 
     def __init__(self, watches: Sequence[Watch]) -> None:
-        self.changed = asyncio.Event()
         self._watches = watches
-        for watch in watches:
-            watch.changed = self.changed
 
     def window(self) -> Window | Hold:
         windows: list[Window] = []

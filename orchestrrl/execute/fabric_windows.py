@@ -135,11 +135,11 @@ class Stream:
 
 
 class JobWatch:
-    """Somebody waits for a job's traffic to pause: meanwhile its hosts tell of it at once."""
+    """Somebody waits for a job's traffic to pause: meanwhile its hosts tell of it at once, and `changed` is set."""
 
-    def __init__(self, hub: "TraceHub", arm: Arm, ranks: frozenset[int]) -> None:
+    def __init__(self, hub: "TraceHub", arm: Arm, ranks: frozenset[int], changed: asyncio.Event) -> None:
         self.arm = arm
-        self.changed = asyncio.Event()
+        self.changed = changed
         self._ranks = ranks
         self._hub = hub
         self._opening: asyncio.Task[None] | None = None
@@ -177,12 +177,12 @@ class TraceHub:
         self._watches: dict[int, JobWatch] = {}
         self._numbers = itertools.count(1)
 
-    def watch(self, job: str, ranks: frozenset[int], need_s: float) -> JobWatch:
+    def watch(self, job: str, ranks: frozenset[int], need_s: float, changed: asyncio.Event | None = None) -> JobWatch:
         traced = sum(len(host.jobs[job]) for host in self.known() if job in host.jobs)
         # Any rank may break the window: what each may risk adds up over them.
         quantile = max(self.quantile / max(1, traced), min(self.quantile, LEAST_QUANTILE))
         arm = Arm(next(self._numbers), job, need_s, quantile)
-        made = self._watches[arm.id] = JobWatch(self, arm, ranks)
+        made = self._watches[arm.id] = JobWatch(self, arm, ranks, changed or asyncio.Event())
         for host in self.hosts.values():
             host.said.pop(job, None)  # of an earlier watch, perhaps long ago
             if host.stream is not None:

@@ -533,10 +533,21 @@ class Reader:
         return self._state()[1]
 
     @property
+    def communicates(self) -> bool:
+        """Something is in flight, or issued to a device."""
+        in_flight, queued, _, _ = self._state()
+        return in_flight > 0 or queued > 0
+
+    @property
     def groups(self) -> Mapping[int, Group]:
         """All groups the process has communicated in, by their ids."""
         self._learn()
         return self._groups
+
+    @property
+    def changes(self) -> int:
+        """Another number once anything has happened since."""
+        return self._words[_STATE_DONE]
 
     def quiet_since_ns(self) -> int | None:
         """Since when nothing is in flight; None while something is, or is issued to a device."""

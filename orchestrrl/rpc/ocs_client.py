@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import grpc
 
+from ocs_drivers.arming import Armed
 from ocs_drivers.base import Clock, SystemClock
 from ocs_drivers.diff import Steps
 from ocs_drivers.errors import (
@@ -48,6 +49,9 @@ from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Value = TypeVar("Value")
+
+_CommitCall = grpc.aio.StreamStreamCall[ocs_pb2.CommitOrder, ocs_pb2.CommitAnswer]
+_BEGIN = ocs_pb2.CommitOrder(begin=ocs_pb2.CommitOrder.Begin())
 
 # Pauses between readings while a commit whose answer was lost may still be going on.
 READ_BACK_PAUSE_S = 0.05
@@ -113,14 +117,8 @@ class GrpcSwitch:
         return self._sense(convert.diff_from_pb, response)
 
     async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
-        request = ocs_pb2.CommitRequest(
-            diff=convert.diff_to_pb(diff), expect_revision=expect_revision, revert_in_s=revert_in_s
-        )
-
-        def call() -> Awaitable[ocs_pb2.CommitResult]:
-            return self._ask("Commit", self._stub().Commit, request, self._commit_timeout_s, is_setter=True)
-
-        return await self._owning(call, Steps(diff.remove, diff.add))
+        request = _commit_request(diff, expect_revision, revert_in_s)
+        return await self._owning(lambda: self._ask_to_commit(request), Steps(diff.remove, diff.add))
 
     async def confirm(self, revision: int) -> None:
         request = ocs_pb2.ConfirmRequest(revision=revision)
@@ -135,6 +133,30 @@ class GrpcSwitch:
         reading = self._sense(convert.reading_from_pb, response)
         self._ownership.take(reading.cross_connects - reading.foreign)
         return reading
+
+    async def arm(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> Armed:
+        request = _commit_request(diff, expect_revision, revert_in_s)
+        call = self._stub().CommitArmed()
+        try:
+            async with asyncio.timeout(self._command_timeout_s):
+                await call.write(ocs_pb2.CommitOrder(arm=request))
+                await call.read()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise self._translated(error, "CommitArmed", is_setter=False) from None
+        except TimeoutError:
+            call.cancel()
+            message = f"the driver process at {self._target} does not make ready; nothing was sent"
+            raise Retryable(message, device=self.device, command="CommitArmed") from None
+        except BaseException:
+            call.cancel()
+            raise
+
+        def begin() -> Awaitable[ocs_pb2.CommitResult]:
+            # Over already: not known there, ended with its process, or refused, when it is begun a second time.
+            return self._ask_to_commit(request) if call.done() else self._ask_to_begin(call)
+
+        return _ArmedCommit(call, lambda: self._owning(begin, Steps(diff.remove, diff.add)))
 
     async def verify(self, diff: Diff) -> Verification:
         request = ocs_pb2.VerifyRequest(diff=convert.diff_to_pb(diff))
@@ -224,6 +246,25 @@ class GrpcSwitch:
                 return CommitResult(items, reading.revision, commands_sent=1, revert_at_s=until_s)
             await self._clock.sleep(READ_BACK_PAUSE_S)
 
+    async def _ask_to_commit(self, request: ocs_pb2.CommitRequest) -> ocs_pb2.CommitResult:
+        return await self._ask("Commit", self._stub().Commit, request, self._commit_timeout_s, is_setter=True)
+
+    async def _ask_to_begin(self, call: "_CommitCall") -> ocs_pb2.CommitResult:
+        try:
+            async with asyncio.timeout(self._commit_timeout_s):
+                await call.write(_BEGIN)
+                answer = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(error, "CommitArmed", is_setter=True) from None
+        except (TimeoutError, asyncio.InvalidStateError) as error:  # the latter: it ended at this very moment
+            call.cancel()
+            message = f"the driver process at {self._target} gave no result"
+            raise OutcomeUnknown(message, device=self.device, command="CommitArmed", answer=str(error)) from None
+        if not isinstance(answer, ocs_pb2.CommitAnswer) or not answer.HasField("result"):
+            message = f"the driver process at {self._target} ended without a result"
+            raise OutcomeUnknown(message, device=self.device, command="CommitArmed")
+        return answer.result
+
     async def _after_setting(self, reading: Awaitable[Response]) -> Response:
         try:
             return await reading
@@ -299,6 +340,26 @@ class GrpcSwitch:
             case code:
                 message = f"the driver process at {self._target} failed ({code.name})"
                 return Permanent(message, device=self.device, command=command, answer=words)
+
+
+@dataclass(frozen=True, slots=True)
+class _ArmedCommit:
+    """A call that has said what to commit, and waits for its word."""
+
+    call: "_CommitCall"
+    carry_out: Callable[[], Awaitable[CommitResult]]
+
+    async def begin(self) -> CommitResult:
+        return await self.carry_out()
+
+    def disarm(self) -> None:
+        self.call.cancel()
+
+
+def _commit_request(diff: Diff, expect_revision: int, revert_in_s: float | None) -> ocs_pb2.CommitRequest:
+    return ocs_pb2.CommitRequest(
+        diff=convert.diff_to_pb(diff), expect_revision=expect_revision, revert_in_s=revert_in_s
+    )
 
 
 def _unfit_ports(named: Mapping[str, Iterable[CrossConnect]]) -> list[str]:

@@ -48,8 +48,7 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
     async def Commit(self, request: ocs_pb2.CommitRequest, context: Context) -> ocs_pb2.CommitResult:
         async with _speaking(context):
             diff = convert.diff_from_pb(request.diff)
-            revert_in_s = request.revert_in_s if request.HasField("revert_in_s") else None
-            commit = self._driver.commit(diff, request.expect_revision, revert_in_s)
+            commit = self._driver.commit(diff, request.expect_revision, _revert_in_s(request))
             return convert.result_to_pb(await asyncio.shield(commit))
 
     async def Confirm(self, request: ocs_pb2.ConfirmRequest, context: Context) -> ocs_pb2.ConfirmResponse:
@@ -61,6 +60,24 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
         async with _speaking(context):
             pairs = convert.pairs_from_pb(request.cross_connects)
             return convert.reading_to_pb(await self._driver.take_over(pairs))
+
+    async def CommitArmed(
+        self, request_iterator: AsyncIterator[ocs_pb2.CommitOrder], context: Context
+    ) -> AsyncIterator[ocs_pb2.CommitAnswer]:
+        async with _speaking(context):
+            orders = aiter(request_iterator)
+            if (first := await anext(orders, None)) is None:
+                return
+            if not first.HasField("arm"):
+                raise ValueError("the first order must be to arm")
+            diff = convert.diff_from_pb(first.arm.diff)
+            await self._driver.facts()  # connects
+            yield ocs_pb2.CommitAnswer(armed=ocs_pb2.CommitAnswer.Armed())
+            if await anext(orders, None) is None:
+                return  # not wanted any more
+            commit = self._driver.commit(diff, first.arm.expect_revision, _revert_in_s(first.arm))
+            result = await asyncio.shield(commit)
+            yield ocs_pb2.CommitAnswer(result=convert.result_to_pb(result))
 
     async def Verify(self, request: ocs_pb2.VerifyRequest, context: Context) -> ocs_pb2.Verification:
         async with _speaking(context):
@@ -75,6 +92,10 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
         async with _speaking(context):
             async for event in self._driver.watch():
                 yield convert.event_to_pb(event)
+
+
+def _revert_in_s(request: ocs_pb2.CommitRequest) -> float | None:
+    return request.revert_in_s if request.HasField("revert_in_s") else None
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ collective is in flight, asynchronous ones included; how long is remembered by t
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
@@ -169,7 +169,7 @@ class SlackLearner:
             self._asked = _Asked(q, max(now_s, until_s), said)
         if until_s <= now_s:
             return Hold(OUTLASTED, f"rank {self.rank}, position {position}: windows have just become shorter")
-        return replace(said, until_s=until_s)
+        return Remaining(said.position, said.opened_s, until_s, said.samples, said.risk)
 
     def _grade(self, at_s: float) -> None:
         """Promises that are broken more often than they may, e.g. while windows shrink, are made more carefully from

@@ -59,6 +59,11 @@ class OcsDriverStub:
                 request_serializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitRequest.SerializeToString,
                 response_deserializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitResult.FromString,
                 _registered_method=True)
+        self.CommitArmed = channel.stream_stream(
+                '/orchestrrl.v1.OcsDriver/CommitArmed',
+                request_serializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitOrder.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitAnswer.FromString,
+                _registered_method=True)
         self.Confirm = channel.unary_unary(
                 '/orchestrrl.v1.OcsDriver/Confirm',
                 request_serializer=orchestrrl_dot_v1_dot_ocs__pb2.ConfirmRequest.SerializeToString,
@@ -117,6 +122,15 @@ class OcsDriverServicer:
     def Commit(self, request, context):
         """Refused with FAILED_PRECONDITION when the device is not at expect_revision, while another change is on trial, and
         where a circuit would go that is not ours.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitArmed(self, request_iterator, context):
+        """The same, made ready ahead: `arm` says what to commit, and is answered once nothing is left but to begin; `begin`
+        begins it, and the result ends the call. A call that ends before `begin` leaves nothing behind. May be left
+        unimplemented: Commit is called then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,6 +197,11 @@ def add_OcsDriverServicer_to_server(servicer, server):
                     servicer.Commit,
                     request_deserializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitRequest.FromString,
                     response_serializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitResult.SerializeToString,
+            ),
+            'CommitArmed': grpc.stream_stream_rpc_method_handler(
+                    servicer.CommitArmed,
+                    request_deserializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitOrder.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_ocs__pb2.CommitAnswer.SerializeToString,
             ),
             'Confirm': grpc.unary_unary_rpc_method_handler(
                     servicer.Confirm,
@@ -345,6 +364,33 @@ class OcsDriver:
             '/orchestrrl.v1.OcsDriver/Commit',
             orchestrrl_dot_v1_dot_ocs__pb2.CommitRequest.SerializeToString,
             orchestrrl_dot_v1_dot_ocs__pb2.CommitResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitArmed(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/orchestrrl.v1.OcsDriver/CommitArmed',
+            orchestrrl_dot_v1_dot_ocs__pb2.CommitOrder.SerializeToString,
+            orchestrrl_dot_v1_dot_ocs__pb2.CommitAnswer.FromString,
             options,
             channel_credentials,
             insecure,

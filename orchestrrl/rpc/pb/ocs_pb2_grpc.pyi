@@ -46,6 +46,11 @@ class OcsDriverStub:
     """Refused with FAILED_PRECONDITION when the device is not at expect_revision, while another change is on trial, and
     where a circuit would go that is not ours.
     """
+    CommitArmed: _grpc.StreamStreamMultiCallable[_ocs_pb2.CommitOrder, _ocs_pb2.CommitAnswer]
+    """The same, made ready ahead: `arm` says what to commit, and is answered once nothing is left but to begin; `begin`
+    begins it, and the result ends the call. A call that ends before `begin` leaves nothing behind. May be left
+    unimplemented: Commit is called then.
+    """
     Confirm: _grpc.UnaryUnaryMultiCallable[_ocs_pb2.ConfirmRequest, _ocs_pb2.ConfirmResponse]
     """Keep what is on trial. FAILED_PRECONDITION: nothing is, it has been reverted, or the revision is another."""
     TakeOver: _grpc.UnaryUnaryMultiCallable[_ocs_pb2.TakeOverRequest, _ocs_pb2.ListCrossConnectsResponse]
@@ -67,6 +72,11 @@ class OcsDriverAsyncStub(OcsDriverStub):
     Commit: _aio.UnaryUnaryMultiCallable[_ocs_pb2.CommitRequest, _ocs_pb2.CommitResult]  # type: ignore[assignment]
     """Refused with FAILED_PRECONDITION when the device is not at expect_revision, while another change is on trial, and
     where a circuit would go that is not ours.
+    """
+    CommitArmed: _aio.StreamStreamMultiCallable[_ocs_pb2.CommitOrder, _ocs_pb2.CommitAnswer]  # type: ignore[assignment]
+    """The same, made ready ahead: `arm` says what to commit, and is answered once nothing is left but to begin; `begin`
+    begins it, and the result ends the call. A call that ends before `begin` leaves nothing behind. May be left
+    unimplemented: Commit is called then.
     """
     Confirm: _aio.UnaryUnaryMultiCallable[_ocs_pb2.ConfirmRequest, _ocs_pb2.ConfirmResponse]  # type: ignore[assignment]
     """Keep what is on trial. FAILED_PRECONDITION: nothing is, it has been reverted, or the revision is another."""
@@ -116,6 +126,17 @@ class OcsDriverServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_ocs_pb2.CommitResult, _abc.Awaitable[_ocs_pb2.CommitResult]]:
         """Refused with FAILED_PRECONDITION when the device is not at expect_revision, while another change is on trial, and
         where a circuit would go that is not ours.
+        """
+
+    @_abc_1.abstractmethod
+    def CommitArmed(
+        self,
+        request_iterator: _MaybeAsyncIterator[_ocs_pb2.CommitOrder],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_ocs_pb2.CommitAnswer], _abc.AsyncIterator[_ocs_pb2.CommitAnswer]]:
+        """The same, made ready ahead: `arm` says what to commit, and is answered once nothing is left but to begin; `begin`
+        begins it, and the result ends the call. A call that ends before `begin` leaves nothing behind. May be left
+        unimplemented: Commit is called then.
         """
 
     @_abc_1.abstractmethod

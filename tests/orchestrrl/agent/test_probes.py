@@ -363,3 +363,24 @@ async def test_a_folder_that_cannot_be_had_is_told(tmp_path: Path) -> None:
         await probe(tmp_path / "file").run()
     with pytest.raises(Permanent, match="no doorbell"):
         await probe(tmp_path / ("long" * 30)).run()
+
+
+def test_while_the_last_rank_is_waited_for_the_others_are_read(host: Host) -> None:
+    host.learn()
+    told = Told(host, need_s=0.05)
+    host.passes(QUIET_S)
+    flying = host.begin()
+    told.words.rung()
+    told.words.catch_up()
+    host.writers[0].announce("next", json.dumps({"period": "next", "body": {}}).encode())
+    host.writers[0].end(flying[0])
+    told.heard.clear()
+    assert told.words.rung()  # the other communicates still
+    assert [message.announcement.period for message in told.heard] == ["next"]
+    one, other = host.traces.traced
+    assert one.reader.changes == one.seen
+    host.passes(BUSY_S)
+    host.writers[1].end(flying[1])
+    assert other.reader.changes != other.seen
+    assert not told.words.rung()
+    assert told.news()[-1] == "quiet"

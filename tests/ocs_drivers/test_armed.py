@@ -1,0 +1,169 @@
+"""Commits that are made ready ahead, over gRPC: the same promises, and nothing is done before the word."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+import grpc
+import pytest
+
+from ocs_drivers.arming import Arming
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.conformance import DriverConformance, refusal
+from ocs_drivers.errors import Conflict, OutcomeUnknown, Retryable
+from ocs_drivers.faults import Fault
+from ocs_drivers.model import Change, CommitResult, CrossConnect, Diff
+from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.rpc.ocs_client import GrpcSwitch
+from orchestrrl.rpc.ocs_server import OcsDriverService, serve_driver
+from orchestrrl.rpc.pb import ocs_pb2_grpc
+
+ONE, OTHER = CrossConnect(1, 17), CrossConnect(2, 18)
+
+
+class ArmedSwitch(GrpcSwitch):
+    """Every commit of it is made ready first."""
+
+    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
+        armed = await self.arm(diff, expect_revision, revert_in_s)
+        try:
+            return await armed.begin()
+        finally:
+            armed.disarm()
+
+
+class TestArmed(DriverConformance):
+    options: ClassVar[dict[str, Any]] = {
+        "ports": 320,
+        "reconfiguration_s": 0.002,
+        "command_timeout_s": 2.0,
+        "link_timeout_s": 0.2,
+    }
+
+    @pytest.fixture(autouse=True)
+    async def _servers(self) -> AsyncIterator[None]:
+        self.served: list[tuple[VirtualSwitch, grpc.aio.Server]] = []
+        yield
+        for switch, server in self.served:
+            await server.stop(None)
+            await switch.close()
+
+    async def make_driver(self) -> OcsDriver:
+        switch = VirtualSwitch("lab1", **self.options)
+        server, port = await serve_driver(switch, "127.0.0.1:0")
+        self.served.append((switch, server))
+        return ArmedSwitch("lab1", target=f"127.0.0.1:{port}")
+
+    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+        self.served[-1][0].glass.inject(fault)
+
+
+class Switch(VirtualSwitch):
+    """Counts what it is asked for."""
+
+    commits = 0
+
+    async def commit(self, *words: Any) -> CommitResult:
+        self.commits += 1
+        return await super().commit(*words)
+
+
+@asynccontextmanager
+async def served(switch: Switch) -> AsyncIterator[tuple[GrpcSwitch, grpc.aio.Server]]:
+    server, port = await serve_driver(switch, "127.0.0.1:0")
+    driver = GrpcSwitch("lab1", target=f"127.0.0.1:{port}", command_timeout_s=30.0)
+    yield driver, server
+    await driver.close()
+    await server.stop(None)
+
+
+@pytest.fixture
+def switch() -> Switch:
+    return Switch("served", reconfiguration_s=0.002)
+
+
+async def test_nothing_is_done_before_the_word_nor_without_it(switch: Switch) -> None:
+    async with served(switch) as (driver, _):
+        assert isinstance(driver, Arming)
+        diff = await driver.plan(Change((ONE,)))
+        unwanted, wanted = await driver.arm(diff, diff.revision), await driver.arm(diff, diff.revision)
+        assert not (await driver.cross_connects()).circuits
+        unwanted.disarm()
+        assert (await wanted.begin()).done
+        assert switch.commits == 1
+        assert (await driver.cross_connects()).cross_connects == {ONE}
+        wanted.disarm()  # harmless
+
+
+async def test_a_switch_that_has_changed_meanwhile_refuses_at_the_word(switch: Switch) -> None:
+    async with served(switch) as (driver, _):
+        diff = await driver.plan(Change((ONE,)))
+        armed = await driver.arm(diff, diff.revision)
+        other = await driver.plan(Change((OTHER,)))
+        await driver.commit(other, other.revision)
+        async with refusal(Conflict, "expected"):
+            await armed.begin()
+        assert (await driver.cross_connects()).cross_connects == {OTHER}
+
+
+async def test_a_process_that_does_not_know_it_is_asked_to_commit(switch: Switch) -> None:
+    class Plain(OcsDriverService):
+        CommitArmed = ocs_pb2_grpc.OcsDriverServicer.CommitArmed  # as a server that implements it not
+
+    server = grpc.aio.server()
+    ocs_pb2_grpc.add_OcsDriverServicer_to_server(Plain(switch), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    driver = GrpcSwitch("lab1", target=f"127.0.0.1:{port}")
+    diff = await driver.plan(Change((ONE,)))
+    armed = await driver.arm(diff, diff.revision)
+    assert (await armed.begin()).done
+    await driver.close()
+    await server.stop(None)
+
+
+async def test_a_process_that_was_started_anew_is_asked_to_commit(switch: Switch) -> None:
+    server, port = await serve_driver(switch, "127.0.0.1:0")
+    driver = GrpcSwitch("lab1", target=f"127.0.0.1:{port}", command_timeout_s=30.0)
+    diff = await driver.plan(Change((ONE,)))
+    armed = await driver.arm(diff, diff.revision)
+    await server.stop(None)
+    server, _ = await serve_driver(switch, f"127.0.0.1:{port}")
+    assert (await armed.begin()).done
+    assert switch.commits == 1
+    await driver.close()
+    await server.stop(None)
+
+
+async def test_one_that_dies_in_the_middle_is_unknown_not_failed() -> None:
+    switch = Switch("served", reconfiguration_s=0.5)
+    async with served(switch) as (driver, server):
+        diff = await driver.plan(Change((ONE,)))
+        armed = await driver.arm(diff, diff.revision)
+        heard = switch.glass.listen()
+        commit = asyncio.ensure_future(armed.begin())
+        await asyncio.wait_for(heard.get(), 30)
+        await server.stop(None)
+        async with refusal(OutcomeUnknown, "lab1"):
+            await commit
+
+
+async def test_what_has_begun_is_carried_on_with(switch: Switch) -> None:
+    async with served(switch) as (driver, _):
+        diff = await driver.plan(Change((ONE,)))
+        armed = await driver.arm(diff, diff.revision)
+        heard = switch.glass.listen()
+        commit = asyncio.ensure_future(armed.begin())
+        await asyncio.wait_for(heard.get(), 30)
+        commit.cancel()
+        armed.disarm()
+        await asyncio.wait({commit})
+        assert (await driver.cross_connects()).cross_connects == {ONE}
+
+
+async def test_a_process_that_is_not_there_is_retryable() -> None:
+    driver = GrpcSwitch("lab1", target="127.0.0.1:1")
+    async with refusal(Retryable, "lab1"):
+        await driver.arm(Diff("safe", 0, frozenset(), (), (ONE,)), 0)  # type: ignore[arg-type]
+    await driver.close()

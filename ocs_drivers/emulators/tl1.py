@@ -1,0 +1,277 @@
+"""Emulated switches that speak TL1: the server, the framing of what it says, and its quirks.
+
+What a vendor's commands mean is in tl1_devices.py. Nothing of the driver is used here, so that a misreading would have
+to be made twice.
+"""
+
+import asyncio
+import itertools
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ocs_drivers.base import Clock
+from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
+from ocs_drivers.emulators.tl1_devices import CalientBox, Command, GlimmerglassBox, PolatisBox, Refusal
+from ocs_drivers.errors import InvalidOptions
+from ocs_drivers.model import Event
+
+Box = PolatisBox | CalientBox | GlimmerglassBox
+
+_GARBAGE = (
+    b'\xff\xfb\x01\xff\xfd\x03\x1b[62;1"p\x1b>\x1b[?4l\x1b[?5l\x1b[?7h\x1b[?8h\x1b[1;50r\x1b[50;1H\x1b[50;0H\x1b[4l'
+)
+_NOISE = (
+    ("*^", "REPT ALM ENV", '"FAN-2:MN,FAN,NSA,11-22,02-30-00,,:\\"Fan speed low; tray 2\\""'),
+    ("**", "REPT ALM EQPT", '"PSU-1:MJ,PWR,NSA,11-22,02-30-00,,:\\"Input lost\\""'),
+    ("A", "REPT EVT SECU", '"NE:LOGIN,TC,02-30-00,,,,:\\"User oper; from 192.0.2.9\\""'),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quirks:
+    """How the device differs from a plain one."""
+
+    user: str = "root"
+    password: str = "root"
+    reports_before: int = 0  # autonomous messages of no interest before every reply
+    reports_between: bool = False  # one between any two parts of a reply
+    lines_per_part: int = 0  # after so many lines a reply is continued in another part; 0: never
+    part_mark: str = ">"  # what ends a part: `>` or `<`
+    semicolons: bool = False  # labels and comments hold `;` and quotes
+    prompt: str = ""  # shown on connect and after every reply, as on Calient's port 3083
+    echo: bool = False  # repeats what it is sent
+    garbage: bool = False  # terminal sequences on connect
+    acknowledge: bool = False  # IP before every reply
+    single_session: bool = False  # refuses the login of a second
+    logged_in_already: bool = False  # refuses every login as superfluous
+    newline: str = "\r\n"
+    line_limit: int = 0  # refuses longer commands; 0: takes any
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> "Quirks":
+        known = {field.name: type(field.default) for field in fields(cls)}
+        faults = [
+            f"{name}: is not a quirk of tl1 (known: {', '.join(sorted(known))}), got {value!r}"
+            for name, value in given.items()
+            if name not in known
+        ]
+        faults += [
+            f"{name}: must be of type {known[name].__name__}, got {value!r}"
+            for name, value in given.items()
+            if name in known and type(value) is not known[name]
+        ]
+        if given.get("part_mark", ">") not in (">", "<"):
+            faults.append(f"part_mark: must be > or <, got {given['part_mark']!r}")
+        if faults:
+            raise InvalidOptions(faults)
+        return cls(**given)
+
+
+class Tl1Emulator:
+    """See `base.Emulator`."""
+
+    def __init__(self, device: EmulatedDevice, box: Box, quirks: Quirks) -> None:
+        self.device = device
+        self.box = box
+        self.quirks = quirks
+        self.commands: list[str] = []  # every command as received, questions too
+        self.connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._tags = itertools.count(1)
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        self._server = await asyncio.start_server(self._serve, host, port)
+        name = self._server.sockets[0].getsockname()
+        return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            for connection in list(self.connections):
+                connection.end()
+            while self.connections:
+                await asyncio.sleep(0)
+            await self._server.wait_closed()
+
+    def next_tag(self) -> int:
+        return next(self._tags)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = _Connection(self, writer)
+        self.connections.add(connection)
+        try:
+            await connection.run(reader)
+        finally:
+            self.connections.discard(connection)
+
+
+class _Connection:
+    """One client."""
+
+    def __init__(self, emulator: Tl1Emulator, writer: asyncio.StreamWriter) -> None:
+        self._emulator = emulator
+        self._quirks = emulator.quirks
+        self._writer = writer
+        self._commands: asyncio.Queue[str] = asyncio.Queue()
+        self._session = emulator.device.session()
+        self._input = ""
+        self._wants_reports = emulator.box.reports_at_first
+        self.is_logged_in = False
+
+    def end(self) -> None:
+        self._writer.transport.abort()
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        events = self._emulator.device.glass.listen()
+        tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._report(events))]
+        try:
+            if self._quirks.garbage:
+                self._writer.write(_GARBAGE)
+            self._show_prompt()
+            while data := await reader.read(1 << 16):
+                self._receive(data.decode("latin-1"))
+        except OSError:
+            pass  # the client is gone
+        finally:
+            self.is_logged_in = False
+            self._emulator.device.glass.unlisten(events)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._writer.close()
+
+    def _receive(self, text: str) -> None:
+        if self._quirks.echo:
+            self._writer.write(text.encode("latin-1"))
+        self._input += re.sub("\xff[\xfb-\xfe].", "", text, flags=re.DOTALL)  # answers to telnet options
+        while match := re.match(r'\s*((?:[^";]|"(?:[^"\\]|\\.)*")*);', self._input):
+            self._commands.put_nowait(match[1])
+            self._input = self._input[match.end() :]
+
+    async def _work(self) -> None:
+        while True:
+            text = await self._commands.get()
+            if not self._emulator.device.is_alive(self._session):
+                self.end()
+                return
+            try:
+                await self._answer(text)
+            except ConnectionBroken:
+                self.end()
+                return
+
+    async def _answer(self, text: str) -> None:
+        self._emulator.commands.append(text)
+        command = Command.parse(text)
+        if self._quirks.acknowledge:
+            self._say(f"IP {command.ctag}", "<", header=False)
+        for _ in range(self._quirks.reports_before):
+            self._make_noise()
+        try:
+            lines, comment = await self._carry_out(command), ""
+            if self._quirks.semicolons:
+                comment = "done; nothing else\r\n;to say"
+            await self._reply(command.ctag, "COMPLD", lines, comment)
+        except Refusal as refusal:
+            await self._reply(command.ctag, "DENY", [refusal.code], refusal.text)
+        if command.verb == "CANC-USER":
+            self.is_logged_in = False
+        self._show_prompt()
+
+    async def _carry_out(self, command: Command) -> Sequence[str]:
+        limit = self._quirks.line_limit
+        if limit and len(command.text) + 1 > limit:
+            raise Refusal("IISP", f"Input, Invalid Syntax or Punctuation: line longer than {limit}")
+        if command.verb == "ACT-USER":
+            return self._log_in(command)
+        if not self.is_logged_in and not self._quirks.logged_in_already:
+            raise Refusal("PLNA", "Privilege, Login Not Active")
+        if command.verb == "CANC-USER":
+            return []
+        if command.verb in self._emulator.box.report_verbs:
+            self._wants_reports = self._emulator.box.report_verbs[command.verb]
+            return []
+        return await self._emulator.box.answer(command)
+
+    def _log_in(self, command: Command) -> Sequence[str]:
+        quirks = self._quirks
+        if (command.aid, command.block(0)) != (quirks.user, quirks.password):
+            raise Refusal("PICC", "Privilege, Illegal Command Code: wrong user or password")
+        others = [each for each in self._emulator.connections if each.is_logged_in and each is not self]
+        if quirks.single_session and others:
+            raise Refusal("PLNA", "Maximum number of sessions reached")
+        if quirks.logged_in_already or self.is_logged_in:
+            raise Refusal("SAIS", "Already logged in")
+        self.is_logged_in = True
+        return [f'"{quirks.user}:{quirks.user},2"']
+
+    async def _reply(self, ctag: str, completion: str, lines: Sequence[str], comment: str = "") -> None:
+        """In as many parts as the quirks say."""
+        size = self._quirks.lines_per_part or max(1, len(lines))
+        parts = [lines[at : at + size] for at in range(0, len(lines), size)] or [[]]
+        for index, part in enumerate(parts):
+            is_last = index + 1 == len(parts)
+            body = [f"M  {ctag} {completion}", *(f"   {line}" for line in part)]
+            if is_last and comment:
+                body.append(f"   /* {comment} */")
+            self._say(self._quirks.newline.join(body), ";" if is_last else self._quirks.part_mark)
+            if not is_last:
+                if self._quirks.reports_between:
+                    self._make_noise()
+                await asyncio.sleep(0)
+
+    async def _report(self, events: asyncio.Queue[Event]) -> None:
+        while True:
+            event = await events.get()
+            if not self._emulator.device.is_alive(self._session):
+                self.end()
+                return
+            if self._wants_reports and self.is_logged_in:
+                severity, verb, line = self._emulator.box.report(event)
+                self._say_report(severity, verb, line)
+
+    def _make_noise(self) -> None:
+        self._say_report(*_NOISE[self._emulator.next_tag() % len(_NOISE)])
+
+    def _say_report(self, severity: str, verb: str, line: str) -> None:
+        body = f"{severity}  {self._emulator.next_tag()} {verb}{self._quirks.newline}   {line}"
+        self._say(body, ";")
+
+    def _say(self, body: str, mark: str, header: bool = True) -> None:
+        newline = self._quirks.newline
+        head = f"   {self._emulator.box.name} 26-11-22 02:30:00{newline}" if header else ""
+        with suppress(OSError):  # the client may be gone already
+            self._writer.write(f"{newline}\n{head}{body}{newline}{mark}".encode("latin-1"))
+
+    def _show_prompt(self) -> None:
+        if self._quirks.prompt:
+            self._writer.write(f"{self._quirks.newline}{self._quirks.prompt} ".encode("latin-1"))
+
+
+def polatis(panel: Panel, clock: Clock | None = None, **quirks: Any) -> Tl1Emulator:
+    """Patches from ingress 1..N to egress N+1..N+M; takes lists, and re-routes a port in use without a word."""
+    return _make(PolatisBox, panel, clock, quirks)
+
+
+def calient(panel: Panel, clock: Clock | None = None, **quirks: Any) -> Tl1Emulator:
+    """Ports `1.1.1` ... with an input and an output each, as many as the panel's longer side."""
+    return _make(CalientBox, panel, clock, quirks)
+
+
+def glimmerglass(panel: Panel, clock: Clock | None = None, **quirks: Any) -> Tl1Emulator:
+    """Inputs 10001 ... and outputs 20001 ..., the same number of both: the panel's longer side."""
+    return _make(GlimmerglassBox, panel, clock, quirks)
+
+
+def _make(
+    kind: type[PolatisBox] | type[CalientBox] | type[GlimmerglassBox],
+    panel: Panel,
+    clock: Clock | None,
+    given: dict[str, Any],
+) -> Tl1Emulator:
+    quirks = Quirks.of(given)
+    device = EmulatedDevice(kind.facts(panel), panel, clock)
+    return Tl1Emulator(device, kind(device, panel, semicolons=quirks.semicolons), quirks)

@@ -1,0 +1,242 @@
+"""Calient's S-series in TL1: one-way connections from any port's input to any port's output, one command each.
+
+Known from working clients: `ENT-CRS::<src>,<dst>:<ctag>::<group>,1WAY` provisions a connection and `ACT-CRS` lights it,
+`CANC-CRS` darkens and `DLT-CRS` forgets it, by its name `<src>><dst>`. RTRV-CRS tells AS=UMA,OS=RDY of one that is
+provisioned, AS=IS,OS=IS,OC=OK of one that works, OC=FAIL of one that does not. Ports are named by slots as `1.1.1`, on
+some releases by numbers. RTRV-PORT-SUM tells power, RTRV-PORT the state of each side, both of all ports for port 0.
+
+Unverified: what OS says while mirrors move (anything but IS is taken for moving); that OOS-MA means switched off by
+hand; that ALW-MSG undoes INH-MSG; reports on connections (a line with a connection's name is taken for one); and that
+the natural order of the port names never changes: it is what numbers the ports, so a change of the list is an error.
+Pin it by the option `port_names`.
+
+A connection that is provisioned and not lit is none: no light passes. If it is ours and in the way, it is deleted.
+A 2WAY connection is shown as the two one-way ones that it is made of, and cannot be removed by halves.
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.model import (
+    BootBehaviour,
+    Capabilities,
+    Circuit,
+    CircuitState,
+    Connectivity,
+    CrossConnect,
+    EventKind,
+    Facts,
+    PortState,
+    PortStatus,
+)
+from ocs_drivers.tl1_framing import fields, measured, quote
+from ocs_drivers.tl1_session import Denied, Session
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """One line of RTRV-CRS."""
+
+    name: str
+    group: str
+    source: str
+    destination: str
+    is_two_way: bool
+    is_lit: bool  # activated; otherwise only provisioned
+    state: CircuitState
+
+    @classmethod
+    def parse(cls, line: str) -> "_Connection":
+        found = fields(line)
+        works = found.get("OS") == "IS"
+        state = CircuitState.TUNED if works else CircuitState.TUNING
+        return cls(
+            name=found.get("CONNNAME", found.get("", "")),
+            group=found.get("GRPNAME", ""),
+            source=found.get("SRCPORT", ""),
+            destination=found.get("DSTPORT", ""),
+            is_two_way=found.get("CONNTYPE", "1WAY").upper() == "2WAY",
+            is_lit=works or found.get("AS", "IS") == "IS",
+            state=CircuitState.FAILED if found.get("OC", "OK") != "OK" else state,
+        )
+
+
+class Calient:
+    """See `tl1.Dialect`."""
+
+    capabilities = Capabilities(tuned_state=True, port_power=True)
+
+    def __init__(
+        self, boot: BootBehaviour, reconfiguration_s: float, group: str, port_names: Sequence[str] = ()
+    ) -> None:
+        self._boot = boot
+        self._reconfiguration_s = reconfiguration_s
+        self._group = group
+        self._pinned = tuple(port_names)
+        self._names: dict[int, str] = dict(enumerate(port_names, 1))
+        self._numbers: dict[str, int] = {name: number for number, name in self._names.items()}
+
+    async def attach(self, session: Session) -> None:
+        """Which ports there are, and by which numbers we know them."""
+        there = [fields(line).get("", "") for line in (await session.ask("RTRV-PORT-SUM::0:<ctag>;")).lines]
+        names = dict(enumerate(self._pinned or sorted(there, key=_natural), 1))
+        if all(name.isdecimal() for name in names.values()) and not self._pinned:
+            names = {int(name): name for name in names.values()}
+        if not names or min(names) != 1 or max(names) != len(names):
+            raise Permanent("its ports cannot be numbered: say port_names", answer=" ".join(there[:8]))
+        if absent := sorted({*names.values()} - {*there}, key=_natural):
+            raise Permanent(f"the device has no ports {', '.join(absent)}: look at port_names")
+        if self._names and names != self._names:
+            raise Permanent("the device has other ports than before: pin them by port_names, and start anew")
+        self._names, self._numbers = names, {name: number for number, name in names.items()}
+
+    async def let_report(self, session: Session, is_wanted: bool) -> None:
+        await session.ask("ALW-MSG:::<ctag>;" if is_wanted else "INH-MSG:::<ctag>;")
+
+    async def read_facts(self, session: Session) -> Facts:
+        lines = (await session.ask("RTRV-NE:::<ctag>;")).lines
+        found = fields(lines[0]) if lines else {}
+        ports = range(1, len(self._names) + 1)
+        return Facts(
+            vendor="Calient",
+            model=found.get("CHASSISTYPE") or "S-series",
+            serial=found.get("SERIALNUMBER", ""),
+            software=found.get("SWPACKAGE", ""),
+            connectivity=Connectivity.INGRESS_EGRESS,
+            ingress_ports=ports,
+            egress_ports=ports,
+            reconfiguration_s=self._reconfiguration_s,
+            boot=self._boot,
+        )
+
+    async def read_ports(self, session: Session) -> Sequence[PortState]:
+        states = _by_name((await session.ask("RTRV-PORT::0:<ctag>;")).lines)
+        sums = _by_name((await session.ask("RTRV-PORT-SUM::0:<ctag>;")).lines)
+        return [
+            PortState(number, _status(states.get(name, {})), measured(sums.get(name, {}).get("INPWR", "")))
+            for number, name in self._names.items()
+        ]
+
+    async def read_circuits(self, session: Session) -> Sequence[Circuit]:
+        return [
+            Circuit(pair, connection.state)
+            for connection in await self._connections(session)
+            if connection.is_lit
+            for pair in self._pairs(connection)
+        ]
+
+    async def add(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
+        (pair,) = pairs
+        source, destination = self._names[pair.ingress_port], self._names[pair.egress_port]
+        ports, name = f"{quote(source)},{quote(destination)}", _name(source, destination)
+        provision = f"ENT-CRS::{ports}:<ctag>::{quote(self._group)},1WAY;"
+        try:
+            await session.ask(provision, is_setter=True)
+        except Denied:
+            if not await self._make_way(session, source, destination):
+                raise
+            await session.ask(provision, is_setter=True)
+        try:
+            await session.ask(f"ACT-CRS::{ports}:<ctag>::{name},{quote(self._group)};", is_setter=True)
+        except Denied:
+            with suppress(DriverError):  # the refusal itself is what counts
+                await session.ask(f"DLT-CRS:::<ctag>::{name};", is_setter=True)
+            raise
+        except Retryable as error:
+            raise _half_done(error) from error
+
+    async def remove(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
+        (pair,) = pairs
+        source, destination = self._names[pair.ingress_port], self._names[pair.egress_port]
+        names = []
+        for connection in await self._connections(session):
+            if pair not in self._pairs(connection):
+                continue
+            if connection.is_two_way:
+                raise Permanent(f"{pair} is half of the two-way connection {connection.name}")
+            names.append(connection.name)
+        if not names:
+            raise Permanent(f"there is no connection from port {source} to port {destination}")
+        for verb in ("CANC-CRS", "DLT-CRS"):
+            try:
+                # Never without a name, which would not say what to delete.
+                await session.ask(f"{verb}:::<ctag>::{quote_name(names[0])};", is_setter=True)
+            except Retryable as error:
+                if verb == "CANC-CRS":
+                    raise
+                raise _half_done(error) from error
+
+    def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
+        for found in re.finditer(r"([\w.]+)[>-]([\w.]+)", line):
+            ends = [self._numbers.get(name) for name in found.groups()]
+            if ends[0] is not None and ends[1] is not None:
+                return EventKind.CIRCUIT, None, CrossConnect(ends[0], ends[1])
+        address = re.match(r"[\w.]+", line)
+        if "PORT" in verb and address and address[0] in self._numbers:
+            return EventKind.PORT, self._numbers[address[0]], None
+        return EventKind.ALARM, None, None
+
+    async def _connections(self, session: Session) -> list[_Connection]:
+        lines = (await session.ask("RTRV-CRS:::<ctag>::ALL;")).lines
+        return [_Connection.parse(line) for line in lines if "SRCPORT=" in line.upper()]
+
+    def _pairs(self, connection: _Connection) -> list[CrossConnect]:
+        source, destination = self._numbers.get(connection.source), self._numbers.get(connection.destination)
+        if source is None or destination is None:  # of ports that port_names leaves out
+            return []
+        there = CrossConnect(source, destination)
+        return [there, CrossConnect(destination, source)] if connection.is_two_way else [there]
+
+    async def _make_way(self, session: Session, source: str, destination: str) -> bool:
+        """Delete what of ours is provisioned and dark on these ports: left over from a change that was cut off. Whether
+        there was any."""
+        stale = [
+            connection
+            for connection in await self._connections(session)
+            if connection.group == self._group
+            and not connection.is_lit
+            and not connection.is_two_way
+            and (connection.source == source or connection.destination == destination)
+        ]
+        for connection in stale:
+            await session.ask(f"DLT-CRS:::<ctag>::{quote_name(connection.name)};", is_setter=True)
+        return bool(stale)
+
+
+def _name(source: str, destination: str) -> str:
+    return quote_name(f"{source}>{destination}")
+
+
+def quote_name(name: str) -> str:
+    """A connection's name as a parameter: `>` and `-` are part of many, and clients send them bare."""
+    if not name:
+        raise ValueError("a connection without a name cannot be named in a command")
+    return name if re.fullmatch(r"[\w.>-]+", name) else quote(name)
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """`2` before `10`, `1.2.1` before `1.10.1`."""
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.findall(r"\d+|\D+", name)]
+
+
+def _by_name(lines: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Fields by port; of `1.1.1:WX,NONE,NONE:INAS=IS,...` those after the last colon."""
+    return {line.partition(":")[0]: fields(line) for line in lines}
+
+
+def _status(found: dict[str, str]) -> PortStatus:
+    """Of both sides together: they share a number."""
+    if any(found.get(side, "OK") != "OK" for side in ("INOC", "OUTOC")):
+        return PortStatus.FAILED
+    if any(found.get(side, "").startswith("OOS-MA") for side in ("INAS", "OUTAS")):
+        return PortStatus.DISABLED
+    return PortStatus.ENABLED
+
+
+def _half_done(error: Retryable) -> OutcomeUnknown:
+    return OutcomeUnknown(
+        f"one of two commands was carried out before: {error.message}", command=error.command, answer=error.answer
+    )

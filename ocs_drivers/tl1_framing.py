@@ -1,0 +1,251 @@
+"""TL1 on the wire: bytes in, messages out. Pure; the sockets are in tl1_session.py.
+
+A message is a line of identification, lines of text, and a terminator that stands first on a line: `;` ends it, `>` or
+`<` ends a part of it. Around messages there may be anything: prompts, echoed commands, banners, terminal control
+sequences. Autonomous messages come between the parts of a reply; even between its lines they are taken for what they
+are.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+COMPLETED = "COMPLD"
+# A peer that never ends its line is not speaking TL1.
+LONGEST_LINE = 1 << 20
+
+_PROMPT = r"[ \t]*(?:[\w.-]*[<>][ \t]*)?"
+_REPLY = re.compile(_PROMPT + r"M[ \t]+(\S+)[ \t]+([A-Z]{4,})[ \t]*$")
+_REPORT = re.compile(_PROMPT + r"(A|\*C|\*\*|\*\^)[ \t]+(\S+)[ \t]+([A-Z].*?)[ \t]*$")
+_ACKNOWLEDGEMENT = re.compile(_PROMPT + r"(IP|PF|OK|NA|NG|RL)[ \t]+(\S+)[ \t]*$")
+_HEADER = re.compile(r"[ \t]*\S+[ \t]+(?:\d\d)?\d\d-\d\d-\d\d[ \t]+\d\d:\d\d:\d\d[ \t]*$")
+_CODE = re.compile(r"[ \t]*([A-Z]{4})[ \t]*$")
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)(?:"|\\?$)')
+_LINE_END = re.compile(r"[\r\n]")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The whole reply to one command, its parts joined."""
+
+    ctag: str
+    completion: str  # COMPLD, DENY, ...
+    lines: tuple[str, ...] = ()  # without the quotes around them
+    code: str = ""  # of a refusal: four letters
+    text: str = ""  # what stood in comments
+
+    @property
+    def done(self) -> bool:
+        return self.completion == COMPLETED
+
+    @property
+    def words(self) -> str:
+        """What the device said, in one line."""
+        comment = f"/* {self.text} */" if self.text else ""
+        return " ".join(filter(None, (self.completion, self.code, comment, *self.lines)))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """An autonomous message: nobody asked."""
+
+    severity: str  # A, or an alarm: *C critical, ** major, *^ minor
+    tag: str
+    verb: str  # "REPT ALM CRS"
+    lines: tuple[str, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledgement:
+    """The reply itself is still to come (IP in progress, PF printout follows, OK begun), or will never: NA nobody knows
+    whether it was carried out, NG no good, RL repeat later."""
+
+    code: str
+    ctag: str
+
+
+Message = Reply | Report | Acknowledgement
+
+
+@dataclass(slots=True)
+class _Open:
+    """A message of which the end has not come yet."""
+
+    kind: str  # M, or the severity of a report
+    tag: str
+    head: str  # completion code, or verb of a report
+    lines: list[str] = field(default_factory=list)
+    code: str = ""
+    comments: list[str] = field(default_factory=list)
+    in_comment: bool = False
+
+    def add(self, line: str) -> None:
+        if self.in_comment:
+            before, end, _ = line.partition("*/")
+            self.comments.append(before.strip())
+            self.in_comment = not end
+        elif line.lstrip().startswith("/*"):
+            inside, end, _ = line.lstrip()[2:].partition("*/")
+            self.comments.append(inside.strip())
+            self.in_comment = not end
+        elif '"' in line:
+            self.lines += (unescape(found) for found in _QUOTED.findall(line))
+        elif self.kind == "M" and self.head != COMPLETED and not self.code and (code := _CODE.match(line)):
+            self.code = code[1]
+        elif line.strip() and not _HEADER.match(line):
+            self.lines.append(line.strip())
+
+    def message(self) -> Message:
+        text = " ".join(filter(None, self.comments))
+        if self.kind == "M":
+            return Reply(self.tag, self.head, tuple(self.lines), self.code, text)
+        return Report(self.kind, self.tag, self.head, tuple(self.lines), text)
+
+
+class Framer:
+    """Feed it what arrives, in whatever pieces; it gives the messages that are complete."""
+
+    def __init__(self) -> None:
+        self._terminal = Terminal()
+        self._rest = ""  # a line that has begun
+        self._open: list[_Open] = []  # innermost last: a report can come within a reply
+        self._parts: dict[tuple[str, str], _Open] = {}  # ended by a continuation mark
+
+    @property
+    def line_so_far(self) -> str:
+        """What stands after the last line end: a prompt, if the device waits for a command."""
+        return self._rest
+
+    def feed(self, data: bytes) -> list[Message]:
+        text, at = self._rest + self._terminal.feed(data), 0
+        messages: list[Message] = []
+        while at < len(text):
+            start = at
+            while start < len(text) and text[start] in " \t":
+                start += 1
+            if self._open and not self._open[-1].in_comment and text[start : start + 1] in (";", ">", "<"):
+                self._end(text[start], messages)
+                at = start + 1
+                continue
+            end = _LINE_END.search(text, start)
+            if end is None:
+                break
+            self._line(text[at : end.start()], messages)
+            at = end.end()
+        self._rest = text[at:] if len(text) - at <= LONGEST_LINE else ""
+        return messages
+
+    def refusals(self) -> bytes:
+        """What to answer to the telnet options that the peer has asked for."""
+        return self._terminal.refusals()
+
+    def _line(self, line: str, messages: list[Message]) -> None:
+        if self._open and self._open[-1].in_comment:
+            self._open[-1].add(line)
+        elif begun := _REPLY.match(line):
+            self._begin("M", begun[1], begun[2])
+        elif begun := _REPORT.match(line):
+            self._begin(begun[1], begun[2], begun[3])
+        elif self._open:
+            self._open[-1].add(line)
+        elif begun := _ACKNOWLEDGEMENT.match(line):
+            messages.append(Acknowledgement(begun[1], begun[2]))
+
+    def _begin(self, kind: str, tag: str, head: str) -> None:
+        if self._open and (self._open[-1].kind, self._open[-1].tag) == (kind, tag):
+            return  # a device that repeats the identification on every page
+        begun = self._parts.pop((kind, tag)) if (kind, tag) in self._parts else _Open(kind, tag, head)
+        self._open.append(begun)
+
+    def _end(self, mark: str, messages: list[Message]) -> None:
+        message = self._open.pop()
+        if mark == ";":
+            messages.append(message.message())
+        else:
+            self._parts[message.kind, message.tag] = message
+
+
+_IAC, _SB, _SE = 255, 250, 240
+_DO, _DONT, _WILL, _WONT = 253, 254, 251, 252
+
+
+class Terminal:
+    """Takes from a stream what is for a terminal: telnet commands, escape sequences, control characters."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._refusals = bytearray()
+
+    def feed(self, data: bytes) -> str:
+        data, kept, at = self._rest + data, bytearray(), 0
+        while at < len(data):
+            byte = data[at]
+            if byte not in (_IAC, 0x1B):
+                if byte >= 0x20 or byte in b"\t\r\n":
+                    kept.append(byte)
+                at += 1
+                continue
+            length = self._command(data[at:]) if byte == _IAC else _escape(data[at:])
+            if not length:  # the rest of it has not come yet
+                break
+            at += length
+        self._rest = data[at:] if len(data) - at <= 256 else b""
+        return kept.decode("latin-1")
+
+    def refusals(self) -> bytes:
+        refusals, self._refusals = bytes(self._refusals), bytearray()
+        return refusals
+
+    def _command(self, data: bytes) -> int:
+        """The length of the telnet command at the start; 0: incomplete."""
+        if len(data) < 2:
+            return 0
+        if data[1] in (_DO, _WILL, _DONT, _WONT):
+            if len(data) < 3:
+                return 0
+            if data[1] in (_DO, _WILL):
+                self._refusals += bytes((_IAC, _WONT if data[1] == _DO else _DONT, data[2]))
+            return 3
+        if data[1] == _SB:
+            return data.find(bytes((_IAC, _SE))) + 2 if bytes((_IAC, _SE)) in data else 0
+        return 2
+
+
+def _escape(data: bytes) -> int:
+    """The length of the ANSI escape sequence at the start; 0: incomplete."""
+    whole = re.match(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[ -/]*[0-Z\\-~])", data)
+    if whole:
+        return whole.end()
+    return 0 if re.fullmatch(rb"\x1b(?:\[[0-?]*)?[ -/]*", data) else 1  # 1: a lone escape
+
+
+def unescape(quoted: str) -> str:
+    return re.sub(r"\\(.)", r"\1", quoted)
+
+
+def fields(text: str) -> dict[str, str]:
+    """The values of `NAME=value,NAME="a, b"`; names in capitals. What precedes the first name, as the address in
+    `1.1.1:ALIAS=x`, is under ""."""
+    address, colon, block = _split_address(text)
+    found = {"": address} if colon else {}
+    for match in re.finditer(r'(\w+)=("(?:[^"\\]|\\.)*"|[^,]*)', block):
+        value = match[2]
+        found[match[1].upper()] = unescape(value[1:-1]) if value[:1] == '"' == value[-1:] and value != '"' else value
+    return found
+
+
+def _split_address(text: str) -> tuple[str, str, str]:
+    head = re.match(r"([^=:,]*):", text)
+    return (head[1], ":", text[head.end() :]) if head else ("", "", text)
+
+
+def quote(value: str) -> str:
+    """As a parameter of a command: in quotes where it holds what the grammar would take for itself."""
+    if re.fullmatch(r"[\w.@%+/-]*", value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def measured(text: str) -> float | None:
+    """A measured value; None for NONE and the like."""
+    return float(text) if re.fullmatch(r"[+-]?\d+(?:\.\d+)?", text) else None

@@ -1,0 +1,140 @@
+"""Polatis (HUBER+SUHNER) in TL1: patches from ingress 1..N to egress N+1..N+M, in bulk.
+
+Known from working clients: ENT-PATCH with `&` lists, DLT-PATCH by ingress port, RTRV-PATCH lines `11,28`,
+RTRV-PORT-SHUTTER lines `1:OPEN` and `1:CLOSED`, RTRV-NETYPE `vendor,model,type,version`, RTRV-EQPT of SYSTEM's SIZE and
+of BOOT's MODE, RTRV-INV of OCS for the serial number, RTRV-PORT-POWER lines `1:-3.2`, RLS-ARC-EQPT and OPR-ARC-EQPT of
+REPMGR to let reports through and to hold them back, and a report that says `Port 1 disabled`.
+
+Unverified: the size of any-to-any devices (read as `32xCC`); a shutter state other than OPEN and CLOSED (taken for a
+failed port); the form of RTRV-INV's line (its last field is taken); reports on patches (a line with `11,28` is taken
+for one); how long a line may be; whether RTRV-PATCH lists a patch while it moves (it is taken to be in place).
+"""
+
+import re
+from collections.abc import Sequence
+
+from ocs_drivers.errors import Permanent
+from ocs_drivers.model import (
+    BootBehaviour,
+    Capabilities,
+    Circuit,
+    Connectivity,
+    CrossConnect,
+    EventKind,
+    Facts,
+    PortState,
+    PortStatus,
+)
+from ocs_drivers.tl1_framing import measured
+from ocs_drivers.tl1_lists import lines_of, set_in_lines
+from ocs_drivers.tl1_session import Denied, Session
+
+_STATUS = {"OPEN": PortStatus.ENABLED, "CLOSED": PortStatus.DISABLED}
+
+
+class Polatis:
+    """See `tl1.Dialect`."""
+
+    def __init__(
+        self, boot: BootBehaviour, reconfiguration_s: float, port_power: bool = False, line_limit: int = 0
+    ) -> None:
+        self.capabilities = Capabilities(bulk=True, port_power=port_power)
+        self._boot = boot
+        self._reconfiguration_s = reconfiguration_s
+        self._line_limit = line_limit
+        self._ingress = self._egress = range(0)
+        self._is_any_to_any = False
+
+    async def attach(self, session: Session) -> None:
+        """Its size, and whether patches survive a restart."""
+        (line,) = (await session.ask("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;")).lines or ("",)
+        size = re.search(r"SIZE=(\d+)x(\d+|CC)", line, re.IGNORECASE)
+        if size is None:
+            raise Permanent("the device does not tell its size", command="RTRV-EQPT::SYSTEM", answer=line)
+        ingress, egress = int(size[1]), size[2]
+        self._is_any_to_any = egress.upper() == "CC"
+        self._ingress = range(1, ingress + 1)
+        self._egress = self._ingress if self._is_any_to_any else range(ingress + 1, ingress + int(egress) + 1)
+        mode = await _if_known(session, "RTRV-EQPT::BOOT:<ctag>:::PARAMETER=MODE;")
+        if said := re.search(r"MODE=(DARK|RESTORE)", mode, re.IGNORECASE):
+            self._boot = BootBehaviour(said[1].lower())
+
+    async def let_report(self, session: Session, is_wanted: bool) -> None:
+        await session.ask("RLS-ARC-EQPT::REPMGR:<ctag>:;" if is_wanted else "OPR-ARC-EQPT::REPMGR:<ctag>::IND;")
+
+    async def read_facts(self, session: Session) -> Facts:
+        lines = (await session.ask("RTRV-NETYPE:::<ctag>:;")).lines
+        vendor, model, _, software = [*(part.strip('"') for part in _parts(lines[0] if lines else "")), *4 * [""]][:4]
+        inventory = await _if_known(session, "RTRV-INV::OCS:<ctag>:;")
+        return Facts(
+            vendor=vendor or "Polatis",
+            model=model or f"{len(self._ingress)}x{len(self._egress)}",
+            serial=re.split(r"[=,:]", inventory)[-1].strip('"'),
+            software=software,
+            connectivity=Connectivity.ANY_TO_ANY if self._is_any_to_any else Connectivity.INGRESS_EGRESS,
+            ingress_ports=self._ingress,
+            egress_ports=self._egress,
+            reconfiguration_s=self._reconfiguration_s,
+            boot=self._boot,
+        )
+
+    async def read_ports(self, session: Session) -> Sequence[PortState]:
+        last = max(self._ingress[-1], self._egress[-1])
+        states = _by_port((await session.ask(f"RTRV-PORT-SHUTTER::1&&{last}:<ctag>:;")).lines)
+        power: dict[int, str] = {}
+        if self.capabilities.port_power:
+            power = _by_port((await session.ask(f"RTRV-PORT-POWER::1&&{last}:<ctag>:;")).lines)
+        return [
+            PortState(port, _STATUS.get(state.upper(), PortStatus.FAILED), measured(power.get(port, "")))
+            for port, state in states.items()
+        ]
+
+    async def read_circuits(self, session: Session) -> Sequence[Circuit]:
+        lines = (await session.ask("RTRV-PATCH:::<ctag>:;")).lines
+        pairs = {self._in_order(int(found[1]), int(found[2])) for line in lines if (found := _pair(line))}
+        return [Circuit(pair) for pair in sorted(pairs)]
+
+    async def add(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
+        await self._set(session, pairs, "ENT-PATCH::{0},{1}:<ctag>:;")
+
+    async def remove(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
+        # No list at all, and ALL, mean every patch: `list_of` refuses the one, numbers never spell the other.
+        await self._set(session, pairs, "DLT-PATCH::{0}:<ctag>:;")
+
+    async def _set(self, session: Session, pairs: Sequence[CrossConnect], form: str) -> None:
+        await set_in_lines(session, list(lines_of(pairs, form, 0, 0, self._line_limit)))
+
+    def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
+        if port := re.search(r"\bport (\d+) (?:disabled|enabled|failed)", line, re.IGNORECASE):
+            return EventKind.PORT, int(port[1]), None
+        if pair := _pair(line):
+            return EventKind.CIRCUIT, None, self._in_order(int(pair[1]), int(pair[2]))
+        return EventKind.ALARM, None, None
+
+    def _in_order(self, one: int, other: int) -> CrossConnect:
+        """Ingress first, however it is listed."""
+        if not self._is_any_to_any and one in self._egress and other in self._ingress:
+            return CrossConnect(other, one)
+        return CrossConnect(one, other)
+
+
+async def _if_known(session: Session, command: str) -> str:
+    """The first line of the answer; empty where the device does not know the command."""
+    try:
+        lines = (await session.ask(command)).lines
+    except Denied:
+        return ""
+    return lines[0] if lines else ""
+
+
+def _parts(line: str) -> list[str]:
+    return re.findall(r'"(?:[^"\\]|\\.)*"|[^,]+', line)
+
+
+def _pair(line: str) -> re.Match[str] | None:
+    return re.search(r"(?<![\d.])(\d+),(\d+)(?![\d.])", line)
+
+
+def _by_port(lines: Sequence[str]) -> dict[int, str]:
+    found = (re.match(r"\s*(\d+):\s*([^,\s]+)", line) for line in lines)
+    return {int(each[1]): each[2] for each in found if each}

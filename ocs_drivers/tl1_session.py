@@ -1,0 +1,177 @@
+"""One TCP connection that speaks TL1: commands out, their replies matched by CTAG, reports handed on."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.tl1_framing import Acknowledgement, Framer, Message, Reply, Report
+
+# TL1 gives a CTAG six characters.
+LAST_CTAG = 999_999
+
+
+class Denied(Permanent):
+    """The device refused. The reply is kept: dialects look at its words."""
+
+    def __init__(self, reply: Reply, command: str) -> None:
+        super().__init__("the device refused", command=command, answer=reply.words)
+        self.reply = reply
+
+
+def ctags() -> Iterator[str]:
+    """No number twice while a reply to it may still be on its way."""
+    while True:
+        yield from (str(number) for number in range(1, LAST_CTAG + 1))
+
+
+class Session:
+    """Made by `connect`. Several commands may be under way, though the driver sends one at a time."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        ctag: Iterator[str],
+        on_report: Callable[[Report], None],
+        on_loss: Callable[[], None],
+    ) -> None:
+        self._writer = writer
+        self._ctag = ctag
+        self._on_report = on_report
+        self._on_loss = on_loss
+        self._waiting: dict[str, asyncio.Future[Reply]] = {}
+        self._prompts: list[tuple[str, asyncio.Future[None]]] = []
+        self._framer = Framer()
+        self._lost = ""  # why there is no connection any more
+        self._reading = asyncio.create_task(self._read(reader))
+
+    @classmethod
+    async def connect(
+        cls,
+        host: str,
+        port: int,
+        ctag: Iterator[str],
+        on_report: Callable[[Report], None],
+        on_loss: Callable[[], None],
+    ) -> "Session":
+        try:
+            reader, writer = await asyncio.open_connection(host, port)
+        except OSError as error:
+            raise Retryable("cannot connect", answer=error.strerror or str(error)) from error
+        return cls(reader, writer, ctag, on_report, on_loss)
+
+    async def prompt(self, text: str) -> None:
+        """Wait until the device shows this prompt."""
+        if self._lost:
+            raise Retryable("the connection broke", after_s=0.0, answer=self._lost)
+        if not self._framer.line_so_far.rstrip().endswith(text):
+            shown = asyncio.get_running_loop().create_future()
+            self._prompts.append((text, shown))
+            await shown
+
+    async def ask(self, command: str, *, is_setter: bool = False, shown: str = "") -> Reply:
+        """Send a command, `<ctag>` in it replaced, and await its reply. Raises Denied, Retryable where it was certainly
+        not carried out or only asked a question, and OutcomeUnknown. `shown` replaces it in errors."""
+        ctag = next(self._ctag)
+        line = command.replace("<ctag>", ctag, 1)
+        shown = shown or line
+        if self._lost:
+            raise Retryable("the connection broke", after_s=0.0, command=shown, answer=self._lost)
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[ctag] = reply
+        try:
+            self._writer.write(line.encode("latin-1", "replace") + b"\r\n")
+            await self._writer.drain()
+            answer = await reply
+        except _Unanswered as error:
+            unknown = OutcomeUnknown if is_setter else Retryable
+            raise unknown("the connection broke", command=shown, answer=str(error)) from error
+        except OSError as error:
+            unknown = OutcomeUnknown if is_setter else Retryable
+            raise unknown("the connection broke", command=shown, answer=str(error)) from error
+        except _Acknowledged as error:
+            raise error.meaning(shown, is_setter) from error
+        finally:
+            self._waiting.pop(ctag, None)
+            if reply.done() and not reply.cancelled():
+                reply.exception()  # seen, even where drain failed first
+        if not answer.done:
+            raise Denied(answer, shown)
+        return answer
+
+    async def close(self, goodbye: str) -> None:
+        """Log out as far as the connection allows, without waiting for an answer."""
+        with suppress(OSError):
+            if goodbye and not self._lost:
+                self._writer.write(
+                    goodbye.replace("<ctag>", next(self._ctag), 1).encode("latin-1", "replace") + b"\r\n"
+                )
+            self._writer.close()
+        self._lose("closed")
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        reason = "end of file"
+        try:
+            while data := await reader.read(1 << 16):
+                for message in self._framer.feed(data):
+                    self._take(message)
+                if refusals := self._framer.refusals():
+                    self._writer.write(refusals)
+                self._look_for_prompts()
+        except OSError as error:
+            reason = error.strerror or str(error)
+        self._lose(reason)
+        self._writer.close()
+        self._on_loss()
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Report):
+            self._on_report(message)
+            return
+        waiting = self._waiting.get(message.ctag)
+        if waiting is None or waiting.done():
+            return  # to a command that nobody waits for any more
+        if isinstance(message, Reply):
+            waiting.set_result(message)
+        elif message.code in _Acknowledged.FINAL:
+            waiting.set_exception(_Acknowledged(message))
+
+    def _look_for_prompts(self) -> None:
+        line = self._framer.line_so_far.rstrip()
+        for text, shown in self._prompts:
+            if line.endswith(text) and not shown.done():
+                shown.set_result(None)
+
+    def _lose(self, reason: str) -> None:
+        self._lost = self._lost or reason
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(_Unanswered(reason))
+        for _, shown in self._prompts:
+            if not shown.done():
+                shown.set_exception(Retryable("the connection broke before the prompt", answer=reason))
+
+
+class _Unanswered(Exception):
+    """The connection is gone, and with it the reply."""
+
+
+class _Acknowledged(Exception):
+    """The device has said by an acknowledgement that no reply will come."""
+
+    FINAL = frozenset({"NA", "NG", "RL"})
+
+    def __init__(self, message: Acknowledgement) -> None:
+        super().__init__(message.code)
+        self.code = message.code
+
+    def meaning(self, command: str, is_setter: bool) -> DriverError:
+        if self.code == "RL":
+            return Retryable("the device is busy: repeat later", command=command, answer=self.code)
+        if self.code == "NG":
+            return Permanent("the device cannot carry this out in its state", command=command, answer=self.code)
+        kind = OutcomeUnknown if is_setter else Retryable
+        return kind("the device does not know what became of it", command=command, answer=self.code)

@@ -1,0 +1,56 @@
+"""The driver `tl1` passes the suite of all drivers against each vendor's emulator, plain and with every quirk."""
+
+from typing import Any, ClassVar
+
+from ocs_drivers.emulators.base import Panel
+from ocs_drivers.model import BootBehaviour
+from tests.ocs_drivers.emulated import EmulatedConformance
+
+QUIRKS: dict[str, Any] = {
+    "reports_before": 1,
+    "reports_between": True,
+    "lines_per_part": 3,
+    "semicolons": True,
+    "echo": True,
+    "garbage": True,
+    "acknowledge": True,
+    "single_session": True,
+}
+# Restarts with its circuits, and no two mirrors take the same time.
+UNEVEN = Panel(reconfiguration_s=0.004, jitter_s=0.004, boot=BootBehaviour.RESTORE, seed=7)
+
+
+class TestPolatis(EmulatedConformance):
+    driver = "tl1"
+    protocol = "tl1-polatis"
+    options: ClassVar = {"dialect": "polatis"}
+
+
+class TestPolatisQuirks(TestPolatis):
+    options: ClassVar = {"dialect": "polatis", "port_power": True}
+    panel: ClassVar = UNEVEN
+    quirks: ClassVar = {**QUIRKS, "newline": "\n"}
+
+
+class TestCalient(EmulatedConformance):
+    driver = "tl1"
+    protocol = "tl1-calient"
+    options: ClassVar = {"dialect": "calient"}
+
+
+class TestCalientQuirks(TestCalient):
+    options: ClassVar = {"dialect": "calient", "group": "LAB; ONE", "prompt": "agent>"}
+    panel: ClassVar = UNEVEN
+    quirks: ClassVar = {**QUIRKS, "prompt": "agent>"}
+
+
+class TestGlimmerglass(EmulatedConformance):
+    driver = "tl1"
+    protocol = "tl1-glimmerglass"
+    options: ClassVar = {"dialect": "glimmerglass"}
+
+
+class TestGlimmerglassQuirks(TestGlimmerglass):
+    options: ClassVar = {"dialect": "glimmerglass", "line_limit": 60}
+    panel: ClassVar = UNEVEN
+    quirks: ClassVar = {**QUIRKS, "part_mark": "<", "prompt": "<", "line_limit": 60}

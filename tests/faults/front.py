@@ -200,6 +200,13 @@ class Front:
         async with self.http.post(f"{self.engines[engine].url}/resume") as response:
             assert response.status == 200
 
+    async def pause_all(self) -> None:
+        """What is to happen while requests are under way has all the time it needs: none of them ends."""
+        await asyncio.gather(*(self.pause(engine) for engine in range(len(self.engines))))
+
+    async def resume_all(self) -> None:
+        await asyncio.gather(*(self.resume(engine) for engine in range(len(self.engines))))
+
     def freeze(self, engine: int) -> None:
         """The engine's process stands still: it accepts connections, since the kernel does, and says nothing."""
         os.killpg(self.engines[engine].pid, signal.SIGSTOP)

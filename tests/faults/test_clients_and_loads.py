@@ -7,7 +7,7 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,7 @@ async def test_a_client_that_leaves_is_aborted_on_its_engine_and_its_kv_is_freed
     await front.running_at("e0", 5)
     for _, writer in connections:
         leave(writer, how)
+    await front.pause(0)  # who stays is not at its end before all have left
 
     async def alone() -> bool:
         now = await front.metrics(0)
@@ -115,6 +116,7 @@ async def test_a_client_that_leaves_is_aborted_on_its_engine_and_its_kv_is_freed
     now = await front.metrics(0)
     held_tokens = now.kv_usage_fraction * now.kv_capacity_tokens
     assert held_tokens <= 100 + 1200 + 16  # of the one that stays; blocks have 16 tokens
+    await front.resume(0)
     check(staying, await answering)
     ended = await front.finished(staying, *leaving)
     assert [item["finish_reason"] for item in ended] == ["length"] + ["abort"] * len(leaving)
@@ -134,6 +136,7 @@ async def test_an_id_in_flight_is_refused_and_the_first_is_unharmed(start: Start
     answering = [front.asking(first) for first in firsts]
     for first in firsts:
         await front.running(first)
+    await front.pause_all()
     seconds = [
         Question(first.number, max_tokens=10, stream=stream, more=more)
         for first in firsts
@@ -147,10 +150,20 @@ async def test_an_id_in_flight_is_refused_and_the_first_is_unharmed(start: Start
     assert not any(task.done() for task in answering)
     running = [(await front.metrics(engine)).running for engine in range(2)]
     assert sum(running) == len(firsts)  # none of them came to an engine
+    await front.resume_all()
     for first, answer in zip(firsts, await asyncio.gather(*answering), strict=True):
         check(first, answer)
     await front.finished(*firsts)
     await front.ask_all(firsts)  # an id that is free again may be used again
+
+
+def all_but(few: int, asking: Sequence["asyncio.Task[int]"]) -> Callable[[], Awaitable[bool]]:
+    """Whether so few of them at most have no answer yet."""
+
+    async def answered() -> bool:
+        return sum(not task.done() for task in asking) <= few
+
+    return answered
 
 
 async def test_of_two_processes_each_takes_an_id_once(start: Start) -> None:
@@ -168,8 +181,12 @@ async def test_of_two_processes_each_takes_an_id_once(start: Start) -> None:
                 assert body["choices"][0]["token_ids"] == asked.answer[0]
             return response.status
 
+    await front.pause(0)  # nothing ends before all have come
     leaving = asyncio.create_task(ask(0.5))
-    statuses = await asyncio.gather(*(ask(WITHIN_S) for _ in range(40)))
+    asking = [asyncio.create_task(ask(WITHIN_S)) for _ in range(40)]
+    await until(all_but(2, asking))
+    await front.resume(0)
+    statuses = await asyncio.gather(*asking)
     assert set(statuses) == {200, 409}
     assert statuses.count(200) <= 2
     await asyncio.wait({leaving})
@@ -189,7 +206,11 @@ async def test_of_many_with_one_id_at_once_one_is_answered(start: Start) -> None
                 assert body["choices"][0]["token_ids"] == asked.answer[0]
             return response.status
 
-    statuses = await asyncio.gather(*(ask() for _ in range(50)))
+    await front.pause(0)
+    asking = [asyncio.create_task(ask()) for _ in range(50)]
+    await until(all_but(1, asking))
+    await front.resume(0)
+    statuses = await asyncio.gather(*asking)
     assert sorted(statuses) == [200] + [409] * 49
     await front.finished(asked)
 

@@ -176,9 +176,11 @@ async def test_an_engine_that_stands_still_in_mid_stream_and_comes_back(tmp_path
     async with session() as http:
         front = Front(engines, gateway, http)
         asked = [Question(next(numbers), max_tokens=400, stream=index % 2 == 0) for index in range(8)]
+        await front.pause(1)  # it fills, and takes no more than its part of them
         answering = [front.asking(question) for question in asked]
         await front.running_at("e0", 3)
         front.freeze(0)
+        await front.resume(1)
         assert all(0 < item["generated_tokens"] < 400 for item in await front.running_at("e0", 3))
         for question, answer in zip(asked, await asyncio.gather(*answering), strict=True):
             check(question, answer)

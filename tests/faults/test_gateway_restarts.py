@@ -4,10 +4,12 @@ On simulated engines over HTTP; all are processes.
 """
 
 import asyncio
+import itertools
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from front import Front, Question, check, session, start_engine, until
 
 from orchestrrl.client import Client, Patience
 from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.gateway.store_file import AnswerFile
+from orchestrrl.gateway.store_pieces import Piece, key_of
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 
 TOKENS = 1500  # of an answer that is under way when something happens
-WRITTEN_S = 0.5  # after which all that was generated is on the disk
-RETRIED_S = 2.5  # after which a disk that failed has been tried again
+PROBES = 4  # tokens that gateways have engines make to see that they can
 ENGINES = 2
 
 
@@ -40,7 +43,45 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LocalEngi
 
 
 class Restarts(Front):
-    """With a ledger, and the same port each time."""
+    """With a ledger in `folder`, and the same port each time."""
+
+    def __init__(
+        self, engines: list[LocalEngine], gateway: GatewayProcess, http: aiohttp.ClientSession, folder: Path
+    ) -> None:
+        super().__init__(engines, gateway, http)
+        self._ledger = folder / "ledger"
+
+    def _kept(self, questions: Iterable[Question]) -> list[Sequence[Piece]]:
+        """What is on the disk of the answers to these."""
+        with closing(AnswerFile(self._ledger)) as file:
+            stored = [file.read(key_of(question.id), question.id) for question in questions]
+        return [() if each is None else each.pieces for each in stored]
+
+    async def kept_whole(self, questions: Iterable[Question]) -> None:
+        """Return when these answers are on the disk to their end."""
+        questions = list(questions)
+
+        async def whole() -> bool:
+            return all(pieces and pieces[-1].finish_reason for pieces in self._kept(questions))
+
+        await until(whole)
+
+    async def stopped_midway(self, before: int, questions: Sequence[Question]) -> None:
+        """Return with a third of their tokens or more generated since `before`, all of these on the disk, and engines
+        that make no more."""
+        await self.more_generated(before, len(questions) * TOKENS // 3)
+        await self.pause_all()
+
+        async def written() -> bool:
+            kept = sum(len(piece.ids) // 4 for pieces in self._kept(questions) for piece in pieces)
+            return kept >= await self.generated() - before - PROBES
+
+        await until(written)
+
+    async def go_on(self) -> None:
+        """Engines do, when nobody asks anything of them any more."""
+        await self.quiet()
+        await self.resume_all()
 
     async def generated(self) -> int:
         """By all engines, ever."""
@@ -79,7 +120,7 @@ async def gateway_of(engines: list[LocalEngine], folder: Path, *arguments: str) 
 async def front(engines: list[LocalEngine], tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Restarts]:
     gateway = await gateway_of(engines, tmp_path, "--processes", str(request.param))
     async with session() as http:
-        yield Restarts(engines, gateway, http)
+        yield Restarts(engines, gateway, http, tmp_path)
     await gateway.stop()
 
 
@@ -113,13 +154,13 @@ async def broken(asking: "Iterable[asyncio.Task[Any]]") -> None:
 async def test_killed_in_mid_step_it_goes_on_where_it_was(front: Restarts) -> None:
     done, under_way = asked(100, 4, max_tokens=400), asked(200, 6)
     await front.ask_all(done)
-    await asyncio.sleep(WRITTEN_S)
+    await front.kept_whole(done)
     before = await front.generated()
     asking = [front.asking(question) for question in under_way]
-    await front.more_generated(before, len(under_way) * TOKENS // 2)
+    await front.stopped_midway(before, under_way)
     kill(front.gateway)
     await broken(asking)
-    await front.quiet()
+    await front.go_on()
     before = await front.generated()
     await front.gateway.start()
 
@@ -129,7 +170,7 @@ async def test_killed_in_mid_step_it_goes_on_where_it_was(front: Restarts) -> No
     again, all_tokens = await front.generated() - before, len(under_way) * TOKENS
     print(f"of {all_tokens} tokens {again} were made after the restart")
     assert again < 0.9 * all_tokens
-    await asyncio.sleep(WRITTEN_S)
+    await front.kept_whole(under_way)
     await front.ask_all(under_way)
     assert await front.generated() == before + again
 
@@ -137,7 +178,7 @@ async def test_killed_in_mid_step_it_goes_on_where_it_was(front: Restarts) -> No
 async def test_one_of_two_processes_killed(engines: list[LocalEngine], tmp_path: Path) -> None:
     gateway = await gateway_of(engines, tmp_path, "--processes", "2")
     async with session() as http:
-        front = Restarts(engines, gateway, http)
+        front = Restarts(engines, gateway, http, tmp_path)
         questions = asked(300, 8)
         before = await front.generated()
         asking = [front.asking(question) for question in questions]
@@ -157,10 +198,11 @@ async def test_a_client_that_left_and_came_back(front: Restarts) -> None:
     questions = asked(400, 4)
     before = await front.generated()
     asking = [front.asking(question) for question in questions]
-    await front.more_generated(before, len(questions) * TOKENS // 2)
+    await front.stopped_midway(before, questions)
     for task in asking:
         task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
+    await front.go_on()
     await front.ask_all(questions)
     made = await front.generated() - before
     print(f"{made} tokens were made for answers of {len(questions) * TOKENS}")
@@ -172,9 +214,11 @@ async def test_an_id_is_refused_while_another_process_has_it(front: Restarts) ->
     before = await front.generated()
     asking = front.asking(question)
     await front.more_generated(before, 50)
+    await front.pause_all()
     refusals = await asyncio.gather(*(front.refused(question) for _ in range(8)))
     assert {status for status, _ in refusals} == {409}
     assert "in flight" in refusals[0][1]["message"]
+    await front.resume_all()
     check(question, await asking)
     assert await front.generated() - before == TOKENS
     status, error = await front.refused(Question(question.number, max_tokens=7))
@@ -185,9 +229,10 @@ async def test_one_that_cannot_be_continued_begins_anew(front: Restarts) -> None
     questions = asked(600, 4, presence_penalty=0.1)
     before = await front.generated()
     asking = [front.asking(question) for question in questions]
-    await front.more_generated(before, len(questions) * TOKENS // 2)
+    await front.stopped_midway(before, questions)
     kill(front.gateway)
     await broken(asking)
+    await front.go_on()
     await front.gateway.start()
     await front.ask_all(questions)
 
@@ -195,7 +240,7 @@ async def test_one_that_cannot_be_continued_begins_anew(front: Restarts) -> None
 async def test_a_full_disk_stops_nothing(engines: list[LocalEngine], tmp_path: Path) -> None:
     gateway = await gateway_of(engines, tmp_path)
     async with session() as http:
-        front = Restarts(engines, gateway, http)
+        front = Restarts(engines, gateway, http, tmp_path)
         await front.ask_all(asked(700, 4, max_tokens=400))
         # No file of the process may grow beyond this: as a quota has it.
         _, most = resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE)
@@ -208,11 +253,16 @@ async def test_a_full_disk_stops_nothing(engines: list[LocalEngine], tmp_path: P
 
         await until(failing)
         resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, (most, most))
-        await asyncio.sleep(RETRIED_S)
+        tries = itertools.count(100_000)
+
+        async def tried_again() -> bool:  # which it is with something to write
+            await front.ask_all(asked(next(tries), 1, max_tokens=400))
+            return not await failing()
+
+        await until(tried_again)
         questions = asked(800, 10, max_tokens=400)
         await front.ask_all(questions)
-        assert not await failing()
-        await asyncio.sleep(WRITTEN_S)
+        await front.kept_whole(questions)
         before = await front.generated()
         kill(gateway)
         await gateway.start()
@@ -229,8 +279,9 @@ async def test_the_trainers_client_gets_its_answers_from_the_restarted_gateway(f
     async with Client(front.url, [engine.url for engine in front.engines], patience=patience) as client:
         before = await front.generated()
         asking = [asyncio.create_task(client.complete(question.body, request_id=question.id)) for question in questions]
-        await front.more_generated(before, len(questions) * TOKENS // 2)
+        await front.stopped_midway(before, questions)
         kill(front.gateway)
+        await front.go_on()
         await front.gateway.start()
         answers = await asyncio.gather(*asking)
         assert [answer["choices"][0]["token_ids"] for answer in answers] == [q.answer[0] for q in questions]

@@ -101,9 +101,11 @@ async def test_the_engine_that_is_moved_from_stands_still_and_dies(start: Start)
     """It never hears that it was left, and dies with everything it had."""
     front = await start(SLOW, FAST)
     asked = [question(400, stream=index % 2 == 0) for index in range(6)]
+    await front.pause(1)  # it fills, and takes no more than its part of them
     answering = [front.asking(each) for each in asked]
     there = {item["id"] for item in await front.running_at("e0", 3)}
     front.freeze(0)
+    await front.resume(1)
     moving = [each for each in asked if each.id in there]
     results = await front.move(*((each, "e1") for each in moving))
     assert all(result["done"] for result in results), results
@@ -181,8 +183,7 @@ async def test_a_storm_of_moves_of_the_same_requests(start: Start) -> None:
     front = await start(BRISK, BRISK, BRISK)
     asked = [question(1500, stream=index % 2 == 0) for index in range(6)]
     answering = [front.asking(each) for each in asked]
-    for each in asked:
-        await front.running(each)
+    await asyncio.gather(*(front.running(each) for each in asked))
     done = 0
 
     async def order(engine: str) -> None:
@@ -206,7 +207,7 @@ SMALL = {"kv_capacity_tokens": 4096, "max_model_len": 4096}
 
 async def test_no_kv_is_free_where_it_is_moved_to(start: Start) -> None:
     """It waits there until there is room, and loses nothing."""
-    front = await start(SLOW, BRISK | SMALL)
+    front = await start(SLOW, {"speed": 2} | SMALL)
     holder = question(300, prompt_tokens=3700)
     asked = question(400, stream=True, prompt_tokens=600)
     answering = [front.asking(asked)]
@@ -250,9 +251,11 @@ async def test_what_can_never_fit_where_it_is_moved_to_stays(start: Start) -> No
     asked = question(1000, prompt_tokens=5000)
     answering = front.asking(asked)
     await front.running(asked, MOVED)
+    await front.pause(0)
     (result,) = await front.move((asked, "e1"))
     assert not result["done"]
     assert result["detail"] == "may become longer than the 4096 tokens of context at e1"
+    await front.resume(0)
     check(asked, await answering)
     (ended,) = await front.finished(asked)
     assert (ended["engine"], ended["moves"]) == ("e0", 0)

@@ -234,11 +234,19 @@ class Fleet(Section):
         return own | {engine.id: engine.parallelism for engine in profiled}
 
 
+class Owns(StrEnum):
+    """Which circuits of a switch may be taken down."""
+
+    MADE = "made"  # what we made, and what an operator took over by name
+    ALL = "all"  # every one: nobody else uses the switch
+
+
 class SwitchSettings(Section):
     """One optical circuit switch; `options` are its driver's."""
 
     id: Name
     driver: Name
+    owns: Annotated[Owns, Field(strict=False)] = Owns.MADE
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -519,9 +527,10 @@ fleet:
     compare_tokens: 16          # a new engine must find likely what the old ones answer, over so many tokens,
     compare_nats: 0.1           # but for this mean difference of log-probabilities
 
-# Optical circuit switches; there are none by default.
+# Optical circuit switches; there are none by default. Circuits that somebody else made are never taken down, unless
+# `orchestrrl ocs take-over` names them, or nobody else uses the switch: `owns: all`.
 ocs:
-  - {id: ocs1, driver: virtual, options: {}}
+  - {id: ocs1, driver: virtual, owns: made, options: {}}
 
 # Circuits follow what periods announce, inside windows without collectives, see docs/fabric.md. There is none by
 # default; `site` is a file of `orchestrrl fabric generate`, and every switch in it must be in `ocs`:

@@ -43,7 +43,7 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
     async with AsyncExitStack() as stack:
         journal = stack.enter_context(Journal(Path(config.journal.path), clock.now_s(), config.journal.max_entries))
         plane = ControlPlane(config, journal, clock, offload=asyncio.to_thread)
-        switches = SwitchesService(drivers, journal, clock, {entry.id: entry.driver for entry in config.ocs})
+        switches = SwitchesService(drivers, journal, clock, config.ocs)
         stack.push_async_callback(switches.close)
         switches.recover()
         hub = TraceHub(clock, config.fabric.quantile if config.fabric is not None else QUANTILE)

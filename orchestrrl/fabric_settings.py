@@ -144,7 +144,7 @@ def fabric_of(
     templates = TemplateBook()
     return Coordinator(
         site,
-        Glass(site, {switch.id: drivers[switch.id] for switch in site.switches}),
+        Glass(site, {switch.id: drivers[switch.id] for switch in site.switches}, owners=circuits.owners),
         circuits,
         hub,
         OperatorsWord(site, plane.journal, clock),

@@ -4,7 +4,7 @@ One process writes (a lock file beside the journal sees to it), any number read 
 once `append` returns, as far as a killed process goes; a power cut may take the last few, never a generation. The
 oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations and switches, and the
 latest control, calibration, change of the deployment, mode, routes, gate, roster of engines, word on the fabric, pauses
-and way of its packets.
+and way of its packets, and of each switch the latest word on whose its circuits are.
 """
 
 import asyncio
@@ -60,6 +60,7 @@ class Kind(StrEnum):
     OPERATION_RESULT = "operation.result"
     CIRCUITS_INTENT = "circuits.intent"
     CIRCUITS_RESULT = "circuits.result"
+    CIRCUITS_OWNED = "circuits.owned"  # of a switch: which of its circuits are ours since
     PERIOD_INTENT = "period.intent"  # of a name, as it was announced last
     PERIOD = "period"  # a period has ended: committed, kept, superseded or failed
     FABRIC_CONTROL = "fabric.control"  # an operator's pins, override and masks
@@ -156,6 +157,12 @@ class JournalReader:
     def latest(self, kind: Kind) -> Entry | None:
         entries = self.tail(1, (kind,))
         return entries[0] if entries else None
+
+    def latest_by_subject(self, kind: Kind) -> dict[str, Entry]:
+        """The newest entry of this kind of every subject that has one."""
+        newest = "SELECT max(sequence) FROM entries WHERE kind = ? GROUP BY subject"
+        query = f"SELECT {_COLUMNS} FROM entries WHERE sequence IN ({newest}) ORDER BY sequence"
+        return {entry.subject: entry for entry in self._read(query, kind)}
 
     def open_operations(self, intent: Kind = Kind.OPERATION_INTENT) -> list[Entry]:
         """Intents of this kind without a result, oldest first: what a restarted daemon has to settle."""
@@ -258,8 +265,9 @@ class Journal(JournalReader):
         with _naming(self.path):
             self._db.execute(
                 f"DELETE FROM entries WHERE sequence <= ? AND NOT ({still_open}) AND sequence NOT IN"
-                f" (SELECT max(sequence) FROM entries WHERE kind IN ({kept}) GROUP BY kind)",
-                (newest - self._max_entries, *_RECOVERED_FROM_LATEST),
+                f" (SELECT max(sequence) FROM entries WHERE kind IN ({kept}) GROUP BY kind)"
+                " AND sequence NOT IN (SELECT max(sequence) FROM entries WHERE kind = ? GROUP BY subject)",
+                (newest - self._max_entries, *_RECOVERED_FROM_LATEST, Kind.CIRCUITS_OWNED),
             )
 
 

@@ -8,12 +8,12 @@ import typer
 from ocs_drivers.model import ChangeMode, CrossConnect
 from orchestrrl.cli.control import DaemonOption, ask
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import RUNNING_DAEMON, group
+from orchestrrl.cli.groups import ocs_group
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_table, reporting_errors, stderr, stdout
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.convert_ocs import pair_to_pb
+from orchestrrl.rpc.convert_ocs import pair_to_pb, unconfirmed_from_pb
 from orchestrrl.rpc.pb import control_pb2, ocs_pb2
 
 # Robotic patch panels take minutes.
@@ -25,6 +25,14 @@ PairsArgument = Annotated[
 ]
 DryRunFlag = Annotated[
     bool, typer.Option("--dry-run", help="Show what would change, evictions included; send nothing.")
+]
+
+RevertOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Undo it by itself so long after it was carried out, unless `orchestrrl ocs confirm` keeps it.",
+    ),
 ]
 
 _STATES = {
@@ -59,7 +67,8 @@ def show_switch(switch: SwitchArgument, daemon: DaemonOption = DEFAULT_TARGET, a
     shown = ask(daemon, lambda client: client.ask(client.switches.ShowSwitch, request))
     if as_json:
         ports = [{"port": p.port, "state": p.state, "power_dbm": _optional(p, "power_dbm")} for p in shown.port_states]
-        print_json({**_summary(shown), "circuits": [_circuit(circuit) for circuit in shown.circuits], "ports": ports})
+        circuits = [_circuit(circuit) for circuit in shown.circuits]
+        print_json({**_summary(shown), "circuits": circuits, "ports": ports, "unconfirmed": _unconfirmed(shown)})
     elif shown.reachable:
         _print_switch(shown)
     if not shown.reachable:
@@ -77,6 +86,7 @@ def connect(
             "`overwrite` evicts every circuit that is not named."
         ),
     ] = ChangeMode.SAFE,
+    revert_in_s: RevertOption = None,
     dry_run: DryRunFlag = False,
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
@@ -85,18 +95,23 @@ def connect(
 
     It is your order, so it is carried out in mode `advise` too: that mode binds the daemon's own decisions. What has to
     be evicted is shown first; if the switch has changed by the time of sending, nothing is sent. What does not take is
-    tried once more and then rolled back. Exit status 0: done; 1: refused, or rolled back; 2: malformed.
+    tried once more and then rolled back. Circuits that are not ours are never evicted. Exit status 0: done; 1: refused,
+    or rolled back; 2: malformed.
 
     Examples:
 
     `orchestrrl ocs connect ocs1 3:17 5:19`
 
     `orchestrrl ocs connect ocs1 3:17 --mode update --dry-run`
+
+    `orchestrrl ocs connect ocs1 3:17 --revert-in-s 60`
     """
     wanted = _parsed(pairs)
 
     def request(**more: Any) -> control_pb2.ConnectPortsRequest:
-        return control_pb2.ConnectPortsRequest(switch_id=switch, cross_connects=wanted, mode=mode, **more)
+        return control_pb2.ConnectPortsRequest(
+            switch_id=switch, cross_connects=wanted, mode=mode, revert_in_s=revert_in_s, **more
+        )
 
     async def order(client: ControlClient) -> control_pb2.SwitchChange:
         if mode is ChangeMode.SAFE and not dry_run:
@@ -114,6 +129,7 @@ def connect(
 def disconnect(
     switch: SwitchArgument,
     pairs: PairsArgument,
+    revert_in_s: RevertOption = None,
     dry_run: DryRunFlag = False,
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
@@ -124,7 +140,9 @@ def disconnect(
 
     Example: `orchestrrl ocs disconnect ocs1 3:17 5:19`
     """
-    request = control_pb2.DisconnectPortsRequest(switch_id=switch, cross_connects=_parsed(pairs), dry_run=dry_run)
+    request = control_pb2.DisconnectPortsRequest(
+        switch_id=switch, cross_connects=_parsed(pairs), dry_run=dry_run, revert_in_s=revert_in_s
+    )
 
     async def order(client: ControlClient) -> control_pb2.SwitchChange:
         return await client.ask(client.switches.DisconnectPorts, request, CHANGE_TIMEOUT_S)
@@ -132,12 +150,45 @@ def disconnect(
     _report(_waiting(daemon, switch, order), as_json)
 
 
+def confirm(switch: SwitchArgument, daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+    """Keep what was changed with --revert-in-s. Exit status 1 where nothing is on trial, or it was undone already.
+
+    Example: `orchestrrl ocs confirm ocs1`
+    """
+    request = control_pb2.ConfirmPortsRequest(switch_id=switch)
+
+    async def order(client: ControlClient) -> control_pb2.SwitchChange:
+        return await client.ask(client.switches.ConfirmPorts, request, CHANGE_TIMEOUT_S)
+
+    _report(ask(daemon, order), as_json)
+
+
+def take_over(
+    switch: SwitchArgument, pairs: PairsArgument, daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False
+) -> None:
+    """Make circuits ours that somebody else made. From then on they may be evicted and taken down.
+
+    Nothing is sent to the switch. Each pair must name a circuit as it is; with one that is not there, none is taken
+    over.
+
+    Example: `orchestrrl ocs take-over ocs1 3:17`
+    """
+    request = control_pb2.TakeOverPortsRequest(switch_id=switch, cross_connects=_parsed(pairs))
+
+    async def order(client: ControlClient) -> control_pb2.SwitchChange:
+        return await client.ask(client.switches.TakeOverPorts, request, CHANGE_TIMEOUT_S)
+
+    _report(ask(daemon, order), as_json)
+
+
 def register(app: typer.Typer) -> None:
-    ocs = group(app, "ocs", "Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON)
+    ocs = ocs_group(app)
     ocs.command("list")(list_switches)
     ocs.command("show")(show_switch)
     ocs.command("connect")(connect)
     ocs.command("disconnect")(disconnect)
+    ocs.command("confirm")(confirm)
+    ocs.command("take-over")(take_over)
 
 
 def _parsed(pairs: Iterable[str]) -> list[ocs_pb2.CrossConnect]:
@@ -198,8 +249,13 @@ def _print_switch(switch: control_pb2.Switch) -> None:
         f"{switch.connectivity}, ingress {_range(switch.ingress_ports)}, egress {_range(switch.egress_ports)}; "
         f"moves in {duration(switch.reconfiguration_s)}; restarts {switch.boot_behaviour}; revision {switch.revision}"
     )
-    circuits = [(_text(c.cross_connect), _STATES.get(c.state), _link(c)) for c in switch.circuits]
-    print_table("Circuits", ("ingress:egress", "state", "light"), circuits)
+    if switch.HasField("unconfirmed"):
+        stdout.print(str(unconfirmed_from_pb(switch)))
+    circuits = [
+        (_text(c.cross_connect), _STATES.get(c.state), _link(c), "ours" if c.ours else "not ours")
+        for c in switch.circuits
+    ]
+    print_table("Circuits", ("ingress:egress", "state", "light", "whose"), circuits)
     odd = [port for port in switch.port_states if port.state != "enabled"]
     if odd:
         ports = [(port.port, port.state, _optional(port, "power_dbm")) for port in odd]
@@ -252,6 +308,7 @@ def _change(change: control_pb2.SwitchChange) -> dict[str, Any]:
             for result in change.results
         ],
         "revision": change.revision,
+        "revert_at_unix_s": _optional(change, "revert_at_unix_s"),
         "operation": change.operation_id,
     }
 
@@ -261,6 +318,20 @@ def _circuit(circuit: ocs_pb2.Circuit) -> dict[str, Any]:
         "cross_connect": _text(circuit.cross_connect),
         "state": _STATES.get(circuit.state),
         "link_up": _optional(circuit, "link_up"),
+        "ours": circuit.ours,
+    }
+
+
+def _unconfirmed(switch: control_pb2.Switch) -> dict[str, Any] | None:
+    """What is on trial there."""
+    if not switch.HasField("unconfirmed"):
+        return None
+    trial = switch.unconfirmed
+    return {
+        "until_unix_s": _optional(trial, "until_unix_s"),
+        "removed": [_text(pair) for pair in trial.removed],
+        "added": [_text(pair) for pair in trial.added],
+        "failure": trial.failure,
     }
 
 

@@ -4,12 +4,15 @@ A change of circuits is all or nothing as far as the glass allows: what did not 
 does not take, the switch is brought back to what it was. A change whose outcome could not be read stays open, here and
 in the journal; before anything else is sent to its switch, and when the daemon has restarted, the switch is read: what
 was half done is finished while the order is valid, and undone afterwards; what was never begun stays undone.
+
+A change on trial stays open until it is confirmed. Its driver reverts it in time; one that a restarted daemon finds
+unconfirmed is undone. Whose circuits are is in circuit_owners.py.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
@@ -18,9 +21,10 @@ from typing import Any
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.diff import compare, remaining
 from ocs_drivers.errors import Conflict, DriverError, OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.model import Change, ChangeMode, CommitResult, CrossConnect, Diff, ItemResult
+from ocs_drivers.model import Change, ChangeMode, CommitResult, CrossConnect, Diff, ItemResult, Reading, utc
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError
+from orchestrrl.execute.circuit_owners import CircuitOwners
 from orchestrrl.journal import Journal, Kind
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,7 @@ class CircuitOperation:
     switch: str
     diff: Diff
     valid_until_s: float
+    revert_in_s: float | None = None  # on trial: unless confirmed within so long after it is carried out
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +58,16 @@ class CircuitOutcome:
     evicted: tuple[CrossConnect, ...] = ()
     revision: int = 0
     rolled_back: bool = False
+    revert_at_s: float | None = None  # on trial until then, by the driver's clock
 
 
 class CircuitExecutor:
     """Changes circuits on the switches it is given, one change at a time on each."""
 
-    def __init__(self, switches: Mapping[str, OcsDriver], journal: Journal, clock: Clock) -> None:
+    def __init__(
+        self, switches: Mapping[str, OcsDriver], journal: Journal, clock: Clock, owns_all: Collection[str] = ()
+    ) -> None:
+        self.owners = CircuitOwners(switches, journal, clock, owns_all)
         self._switches = switches
         self._journal = journal
         self._clock = clock
@@ -67,6 +76,8 @@ class CircuitExecutor:
         self._open: dict[str, CircuitOperation] = {}
         self._prepared: dict[str, CircuitOperation] = {}
         self._unwanted: dict[str, CircuitOutcome] = {}  # abandoned, and the journal did not take it
+        self._trials: dict[str, _Trial] = {}  # by switch
+        self._last_trial: dict[str, str] = {}  # what became of it, for who confirms it too late
 
     @property
     def open(self) -> tuple[CircuitOperation, ...]:
@@ -74,17 +85,58 @@ class CircuitExecutor:
         return tuple(self._open.values())
 
     async def change(
-        self, switch: str, change: Change, mode: ChangeMode, expect_revision: int | None = None
+        self,
+        switch: str,
+        change: Change,
+        mode: ChangeMode,
+        expect_revision: int | None = None,
+        revert_in_s: float | None = None,
     ) -> CircuitOutcome:
         """Plan and carry out. Raises DriverError where nothing was done, or, with OutcomeUnknown, where nobody knows.
 
         With `expect_revision` the switch must be as it was when somebody looked, e.g. at the evictions of a dry run.
+        With `revert_in_s` it is undone so long after it was carried out, unless `confirm` keeps it.
         """
         async with self._turns[switch]:
-            operation = await self._prepare(switch, change, mode, VALID_S, expect_revision)
+            operation = await self._prepare(switch, change, mode, VALID_S, expect_revision, revert_in_s)
             if operation.diff.empty:
                 return CircuitOutcome("", switch, True, "was so already", revision=operation.diff.revision)
             return await self._carry_out(operation)
+
+    async def confirm(self, switch: str) -> CircuitOutcome:
+        """Keep what is on trial there. Raises Conflict where nothing is, or it was undone; DriverError."""
+        async with self._turns[switch]:
+            trial = self._trials.get(switch)
+            if trial is None:
+                raise Conflict([self._last_trial.get(switch, "nothing waits to be confirmed")], device=switch)
+            try:
+                await self._switches[switch].confirm(trial.outcome.revision)
+            except Conflict:
+                if trial.revert_at_s <= self._clock.now_s():
+                    with suppress(Conflict):
+                        await self._end_trial(switch)
+                raise
+            return self._close_trial(switch, replace(trial.outcome, detail="confirmed", revert_at_s=None))
+
+    async def take_over(self, switch: str, pairs: Sequence[CrossConnect]) -> Reading:
+        """From now on these circuits are ours, also after a restart. Raises Conflict where one is not on the switch."""
+        async with self._turns[switch]:
+            reading = await self._switches[switch].take_over(pairs)
+            facts = await self._switches[switch].facts()
+            self.owners.ended(switch, (), [facts.normal(pair) for pair in pairs])
+            return reading
+
+    async def plan(self, switch: str, change: Change, mode: ChangeMode) -> Diff:
+        """What a change would do, by all that is known of whose the circuits are. Nothing is sent."""
+        await self.owners.before_planning(switch)
+        driver = self._switches[switch]
+        try:
+            return await driver.plan(change, mode)
+        except Conflict:  # a device that was restarting may show only now what we made before
+            seen = await driver.cross_connects()
+            if (await self.owners.claim(switch, seen)).foreign == seen.foreign:
+                raise
+            return await driver.plan(change, mode)
 
     async def prepare(self, switch: str, change: Change, valid_s: float) -> CircuitOperation:
         """Plan and write down a change that is given to `commit`, or to `abandon`, within `valid_s`: what is left to do
@@ -128,16 +180,24 @@ class CircuitExecutor:
             logger.error("%s cannot be written off: %s", operation.id, error)
 
     async def _prepare(
-        self, switch: str, change: Change, mode: ChangeMode, valid_s: float, expect_revision: int | None
+        self,
+        switch: str,
+        change: Change,
+        mode: ChangeMode,
+        valid_s: float,
+        expect_revision: int | None,
+        revert_in_s: float | None = None,
     ) -> CircuitOperation:
         await self._settle(switch)
-        diff = await self._switches[switch].plan(change, mode)
+        if (trial := self._trials.get(switch)) is not None:
+            raise Conflict([f"{trial}: confirm it, or wait, before anything else is changed"], device=switch)
+        diff = await self.plan(switch, change, mode)
         if expect_revision not in (None, diff.revision):
             raise Conflict(
                 [f"switch is at revision {diff.revision}, expected {expect_revision}: look and ask again"],
                 device=switch,
             )
-        operation = CircuitOperation(self._next_id(), switch, diff, self._clock.now_s() + valid_s)
+        operation = CircuitOperation(self._next_id(), switch, diff, self._clock.now_s() + valid_s, revert_in_s)
         if not diff.empty:
             self._write(Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
         return operation
@@ -145,29 +205,33 @@ class CircuitExecutor:
     async def _carry_out(self, operation: CircuitOperation, is_timed: bool = False) -> CircuitOutcome:
         """`is_timed`: it was to begin now or not at all."""
         self._open[operation.id] = operation
+        self.owners.begun(operation.switch, operation.diff)
         began_s = self._clock.now_s()
         try:
-            result = await self._switches[operation.switch].commit(operation.diff, operation.diff.revision)
+            result = await self._commit(operation, operation.diff.revision)
         except OutcomeUnknown:
             raise  # stays open
         except DriverError as error:  # nothing was sent
-            self._close(_outcome(operation, False, str(error)))
+            self._close(_outcome(operation, False, str(error)), gone=operation.diff.add)
             raise
         if is_timed and not result.done and result.revision == operation.diff.revision:
             outcome = _outcome(operation, False, f"{_why(result)}; nothing took, the switch is as it was")
-            return self._close(replace(outcome, items=result.items, revision=result.revision))
+            outcome = replace(outcome, items=result.items, revision=result.revision)
+            return self._close(outcome, gone=operation.diff.add)
         return await self._finish(operation, result, began_s)
 
     def recover(self) -> int:
         """Take up the changes that the journal has no result of; their number. `settle` brings them to an end."""
         for entry in self._journal.open_operations(Kind.CIRCUITS_INTENT):
             self._open[entry.subject] = operation_from_json(entry.subject, entry.body)
+        self.owners.recover((operation.switch, operation.diff) for operation in self.open)
         return len(self._open)
 
     async def settle(self) -> None:
         """Bring every open change to an end whose switch can be read; the others stay open."""
         self._forget_unwanted()
-        await asyncio.gather(*(self._try_to_settle(switch) for switch in {change.switch for change in self.open}))
+        switches = {*(change.switch for change in self.open), *self._trials}
+        await asyncio.gather(*(self._try_to_settle(switch) for switch in switches))
 
     async def run(self) -> None:
         """Settle what is open, again and again, until cancelled: a switch may be out of reach for a while."""
@@ -190,25 +254,36 @@ class CircuitExecutor:
                 logger.warning("a change on switch %s stays open: %s", switch, error)
 
     async def _settle(self, switch: str) -> None:
+        await self._end_trial(switch)
         for operation in self._of(switch):
             await self._resume(operation)
 
     async def _resume(self, operation: CircuitOperation) -> CircuitOutcome:
         """End an open change by what its switch shows. Raises DriverError when the switch cannot be read."""
         driver, diff = self._switches[operation.switch], operation.diff
-        facts, reading = await driver.facts(), await driver.cross_connects()
+        facts = await driver.facts()
+        reading = await self.owners.claim(operation.switch, await driver.cross_connects())
         if not _is_begun(diff, reading.cross_connects):
-            return self._close(_outcome(operation, False, "was not begun; the switch is as it was", reading.revision))
+            outcome = _outcome(operation, False, "was not begun; the switch is as it was", reading.revision)
+            return self._close(outcome, gone=diff.add)
+        if operation.revert_in_s is not None:
+            return await self._undo(operation, "was on trial, and nobody confirmed it", ())
         try:
             steps = remaining(facts, diff, reading.cross_connects)
         except Conflict as error:
             return self._close(_outcome(operation, False, f"was half done, then overtaken: {error}", reading.revision))
         if steps.empty and compare(diff, reading).ok:
-            return self._close(_outcome(operation, True, "found carried out", reading.revision))
+            return self._close(_outcome(operation, True, "found carried out", reading.revision), gone=diff.remove)
         if self._clock.now_s() > operation.valid_until_s:
             return await self._undo(operation, "was half done, and the order has expired", ())
         began_s = self._clock.now_s()
-        return await self._finish(operation, await driver.commit(diff, reading.revision), began_s)
+        return await self._finish(operation, await self._commit(operation, reading.revision), began_s)
+
+    async def _commit(self, operation: CircuitOperation, revision: int) -> CommitResult:
+        driver = self._switches[operation.switch]
+        if operation.revert_in_s is None:
+            return await driver.commit(operation.diff, revision)
+        return await driver.commit(operation.diff, revision, operation.revert_in_s)
 
     async def _finish(self, operation: CircuitOperation, result: CommitResult, began_s: float) -> CircuitOutcome:
         """Bring a change whose first commit, begun at `began_s`, is over to its end: repeat, verify or undo."""
@@ -221,17 +296,53 @@ class CircuitExecutor:
         dark = await self._verified(operation)
         detail = f"in place, but no light arrives: {_listed(dark)}" if dark else ""
         outcome = _outcome(operation, True, detail, result.revision)
-        return self._close(replace(outcome, items=result.items, evicted=operation.diff.evicted))
+        outcome = replace(outcome, items=result.items, evicted=operation.diff.evicted)
+        if result.revert_at_s is not None:
+            return self._begin_trial(operation, outcome, result.revert_at_s)
+        return self._close(outcome, gone=operation.diff.remove)
+
+    def _begin_trial(self, operation: CircuitOperation, outcome: CircuitOutcome, until_s: float) -> CircuitOutcome:
+        """It stays open in the journal: what nobody has confirmed when the daemon restarts is undone."""
+        words = f"on trial: reverts at {utc(until_s)} unless confirmed"
+        detail = "; ".join(filter(None, (outcome.detail, words)))
+        assert operation.revert_in_s is not None
+        revert_at_s = self._clock.now_s() + operation.revert_in_s  # by our clock: the driver's process may have another
+        self._trials[operation.switch] = _Trial(operation, outcome, revert_at_s)
+        self._open.pop(operation.id)
+        return replace(outcome, detail=detail, revert_at_s=until_s)
+
+    async def _end_trial(self, switch: str) -> None:
+        """Where its time is over: its driver has reverted it, or is at it; one that lost it is told to."""
+        trial = self._trials.get(switch)
+        if trial is None or self._clock.now_s() < trial.revert_at_s:
+            return
+        reading = await self.owners.claim(switch, await self._switches[switch].cross_connects())
+        if reading.unconfirmed is not None:
+            if reading.unconfirmed.failure:
+                logger.warning("switch %s: %s", switch, reading.unconfirmed)
+            return
+        operation = trial.operation
+        outcome = await self._undo(operation, "nobody confirmed it in time", ())
+        self._close_trial(switch, outcome, is_written=True)
+
+    def _close_trial(self, switch: str, outcome: CircuitOutcome, is_written: bool = False) -> CircuitOutcome:
+        trial = self._trials[switch]
+        if not is_written:
+            self._close(outcome, gone=trial.operation.diff.remove)
+        del self._trials[switch]
+        self._last_trial[switch] = f"{outcome.operation} was {'confirmed' if outcome.done else outcome.detail}"
+        return outcome
 
     async def _once_more(self, operation: CircuitOperation, first: CommitResult, began_s: float) -> CommitResult:
         """Try what did not take a second time. All times count from the first attempt."""
         later_s = self._clock.now_s() - began_s
-        second = await self._switches[operation.switch].commit(operation.diff, first.revision)
+        second = await self._commit(operation, first.revision)
         items = tuple(
             before if before.done and after.done else _later(before, after, later_s)
             for before, after in zip(first.items, second.items, strict=True)
         )
-        return CommitResult(items, second.revision, first.commands_sent + second.commands_sent)
+        sent = first.commands_sent + second.commands_sent
+        return CommitResult(items, second.revision, sent, second.revert_at_s or first.revert_at_s)
 
     async def _undo(self, operation: CircuitOperation, why: str, items: tuple[ItemResult, ...]) -> CircuitOutcome:
         """Bring the switch back to what it was, and say exactly what is where if that fails too."""
@@ -248,7 +359,7 @@ class CircuitExecutor:
             return self._close(replace(outcome, items=items))
         outcome = _outcome(operation, False, f"{why}; rolled back, the switch is as it was", back.revision)
         undone = tuple(replace(item, done=False, detail="rolled back" if item.done else item.detail) for item in items)
-        return self._close(replace(outcome, items=undone, rolled_back=True))
+        return self._close(replace(outcome, items=undone, rolled_back=True), gone=operation.diff.add)
 
     async def _verified(self, operation: CircuitOperation) -> tuple[CrossConnect, ...]:
         """The circuits of the change that are in place and dark; raises OutcomeUnknown if the switch disagrees."""
@@ -266,7 +377,10 @@ class CircuitExecutor:
     def _of(self, switch: str) -> tuple[CircuitOperation, ...]:
         return tuple(operation for operation in self.open if operation.switch == switch)
 
-    def _close(self, outcome: CircuitOutcome) -> CircuitOutcome:
+    def _close(self, outcome: CircuitOutcome, gone: Iterable[CrossConnect] = ()) -> CircuitOutcome:
+        """`gone`: what of the change is certainly not up; the rest is ours if it is."""
+        if outcome.switch in self._switches:
+            self.owners.ended(outcome.switch, gone)
         self._write(Kind.CIRCUITS_RESULT, outcome.operation, outcome_to_json(outcome))
         self._open.pop(outcome.operation, None)
         logger.info("circuits %s on %s: done=%s %s", outcome.operation, outcome.switch, outcome.done, outcome.detail)
@@ -277,6 +391,16 @@ class CircuitExecutor:
 
     def _write(self, kind: Kind, subject: str, body: Mapping[str, Any]) -> None:
         self._journal.append(self._clock.now_s(), kind, subject, body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    operation: CircuitOperation
+    outcome: CircuitOutcome
+    revert_at_s: float
+
+    def __str__(self) -> str:
+        return f"{self.operation.id} waits to be confirmed until {utc(self.revert_at_s)}"
 
 
 def _is_begun(diff: Diff, present: frozenset[CrossConnect]) -> bool:
@@ -312,6 +436,7 @@ def operation_to_json(operation: CircuitOperation) -> dict[str, Any]:
     return {
         "switch": operation.switch,
         "valid_until_s": operation.valid_until_s,
+        "revert_in_s": operation.revert_in_s,
         "mode": diff.mode,
         "revision": diff.revision,
         "before": [str(pair) for pair in sorted(diff.before)],
@@ -325,7 +450,7 @@ def operation_from_json(id: str, body: Mapping[str, Any]) -> CircuitOperation:
     remove, add, evicted = (tuple(map(CrossConnect.parse, body[name])) for name in ("remove", "add", "evicted"))
     before = frozenset(map(CrossConnect.parse, body["before"]))
     diff = Diff(ChangeMode(body["mode"]), body["revision"], before, remove, add, evicted)
-    return CircuitOperation(id, body["switch"], diff, body["valid_until_s"])
+    return CircuitOperation(id, body["switch"], diff, body["valid_until_s"], body.get("revert_in_s"))
 
 
 def outcome_to_json(outcome: CircuitOutcome) -> dict[str, Any]:

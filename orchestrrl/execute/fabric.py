@@ -283,7 +283,8 @@ class Coordinator:
         glance = await self.look()
         plan = await self._offload(lambda: self._materialise(intent, self._state(glance)))
         if isinstance(plan, Hold):
-            return self._keep(period, plan)
+            in_the_way = "".join(f"; {note}" for note in self._not_ours(glance))
+            return self._keep(period, replace(plan, detail=plan.detail + in_the_way))
         stages = await self._stages(period, plan, glance)
         if not stages:
             return self._committed(period, intent, "was_so", "its circuits were up already")
@@ -308,14 +309,14 @@ class Coordinator:
         problem = TransitionProblem(
             self._glass.cabling,
             glance.of_site,
-            self._glass.of_site(plan.cross_connects),
+            self._glass.of_site(plan.cross_connects) | glance.foreign,  # nobody may take those down
             self.rules.max_moves_per_stage,
             self.rules.min_fraction,
         )
         steps: Transition = await self._offload(lambda: transition(problem))
         removed = [pair for stage in steps.stages for pair in stage.remove]
         added = [pair for stage in steps.stages for pair in stage.add]
-        notes = [*plan.notes]
+        notes = [*plan.notes, *self._not_ours(glance)]
         if steps.dark_pairs:
             notes.append(f"dark for a moment: {', '.join(f'{a} - {b}' for a, b in steps.dark_pairs)}")
         if steps.thin_endpoints:
@@ -431,7 +432,21 @@ class Coordinator:
         now_s = self._clock.now_s()
         self._suspects = {port: until_s for port, until_s in self._suspects.items() if until_s > now_s}
         failures = glance.failures | self.word.failures | Failures(ports=frozenset(self._suspects))
-        return FabricState(glance.of_site, failures, self.word.pinned)
+        # What is not ours carries what it joins, and its ports are nobody else's.
+        return FabricState(glance.of_site, failures, self.word.pinned | glance.foreign)
+
+    def _not_ours(self, glance: Glance) -> list[str]:
+        """What stands in the way of other circuits, by switch, and the way out."""
+        notes = []
+        for switch in sorted({pair.switch for pair in glance.foreign}):
+            pairs = [pair for pair in sorted(glance.foreign) if pair.switch == switch]
+            names = " ".join(str(each) for pair in pairs[:LISTED] for each in self._glass.device_pairs(pair))
+            more = f" and {len(pairs) - LISTED} more" if len(pairs) > LISTED else ""
+            notes.append(
+                f"not ours and left as it is, {_listed(pairs)}: orchestrrl ocs take-over {switch} {names}{more}, or "
+                "owns: all in the configuration"
+            )
+        return notes
 
     def _restated(self) -> None:
         if self._now is not None:

@@ -14,6 +14,7 @@ from ocs_drivers.base import OcsDriver
 from ocs_drivers.errors import DriverError
 from ocs_drivers.model import Change, Connectivity, CrossConnect, Facts, PortStatus
 from orchestrrl.clock import Clock, WallClock
+from orchestrrl.execute.circuit_owners import CircuitOwners
 from planner.fabric.model import Cabling, OcsId, PortPair, port_pair
 from planner.fabric.plan import Failures
 from planner.fabric.topology import Site
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 ANSWER_WITHIN_S = 5.0
 
-# What is up, what is up one way only, which ports have failed; or why nobody knows.
-_Seen = tuple[set[PortPair], set[CrossConnect], set[int]] | str
+# What is up, what is up one way only, which ports have failed, what of it is not ours; or why nobody knows.
+_Seen = tuple[set[PortPair], set[CrossConnect], set[int], set[PortPair]] | str
 
 
 def device_pairs(facts: Facts, wanted: PortPair) -> tuple[CrossConnect, ...]:
@@ -58,20 +59,29 @@ def site_pairs(switch: OcsId, facts: Facts, present: Iterable[CrossConnect]) -> 
 class Glance:
     """All switches at one instant. `of_site`: those of `cross_connects` that join two endpoints of the site; what else
     somebody has patched is left alone, its ports count as failed, and so do those of what is up `odd`, one way only.
-    `unread`: why a switch did not answer; what it has up is not known."""
+    `unread`: why a switch did not answer; what it has up is not known. `foreign`: those of `of_site` that are not ours:
+    they carry packets as others do, and stay as they are."""
 
     cross_connects: frozenset[PortPair] = frozenset()
     failures: Failures = field(default_factory=Failures)
     odd: Mapping[OcsId, frozenset[CrossConnect]] = field(default_factory=dict)
     unread: Mapping[OcsId, str] = field(default_factory=dict)
     of_site: frozenset[PortPair] = frozenset()
+    foreign: frozenset[PortPair] = frozenset()
 
 
 class Glass:
     """Reads the site's switches. `drivers` has all of them."""
 
-    def __init__(self, site: Site, drivers: Mapping[OcsId, OcsDriver], clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        site: Site,
+        drivers: Mapping[OcsId, OcsDriver],
+        clock: Clock | None = None,
+        owners: CircuitOwners | None = None,
+    ) -> None:
         self._site = site
+        self._owners = owners
         self._drivers = drivers
         self._clock = clock or WallClock()
         self._silent: dict[OcsId, asyncio.Task[_Seen]] = {}  # asked before, and still to answer
@@ -115,21 +125,23 @@ class Glass:
     def _glance(self, seen: Mapping[OcsId, "_Seen"]) -> Glance:
         cross_connects: set[PortPair] = set()
         failed_ports: set[tuple[OcsId, int]] = set()
+        foreign: set[PortPair] = set()
         odd: dict[OcsId, frozenset[CrossConnect]] = {}
         unread: dict[OcsId, str] = {}
         for switch, found in seen.items():
             if isinstance(found, str):
                 unread[switch] = found
                 continue
-            pairs, strange, ports = found
+            pairs, strange, ports, not_ours = found
             cross_connects |= pairs
+            foreign |= not_ours
             failed_ports |= {(switch, port) for port in ports}
             if strange:
                 odd[switch] = frozenset(strange)
         of_site = self.of_site(cross_connects)
         failed_ports |= {(pair.switch, port) for pair in cross_connects - of_site for port in pair.ports}
         failures = Failures(ports=frozenset(failed_ports), switches=frozenset(unread))
-        return Glance(frozenset(cross_connects), failures, odd, unread, of_site)
+        return Glance(frozenset(cross_connects), failures, odd, unread, of_site, of_site & foreign)
 
     async def change_of(self, switch: OcsId, remove: Iterable[PortPair], add: Iterable[PortPair]) -> Change:
         """The same in the device's terms. Raises DriverError where the device does not answer."""
@@ -148,6 +160,8 @@ class Glass:
         try:
             facts, driver = await self.facts(switch), self._drivers[switch]
             reading, states = await driver.cross_connects(), await driver.ports()
+            if self._owners is not None:
+                reading = await self._owners.claim(switch, reading)
         except DriverError as error:
             return str(error)
         except Exception as error:  # of one driver: the other switches are not to suffer from it
@@ -161,4 +175,5 @@ class Glass:
         # What is up one way only holds its ports, whoever made it.
         for each in odd:
             broken |= {each.ingress_port, each.egress_port - (facts.egress_ports.start - facts.ingress_ports.start)}
-        return pairs, odd, broken
+        not_ours = {pair for pair in pairs if not reading.foreign.isdisjoint(device_pairs(facts, pair))}
+        return pairs, odd, broken, not_ours

@@ -31,7 +31,7 @@ from ocs_drivers.model import (
     Unconfirmed,
     Verification,
 )
-from orchestrrl.rpc.pb import ocs_pb2
+from orchestrrl.rpc.pb import control_pb2, ocs_pb2
 
 E = TypeVar("E", bound=Enum)
 N = TypeVar("N", bound=int)
@@ -179,7 +179,9 @@ def unconfirmed_to_pb(trial: Unconfirmed | None) -> ocs_pb2.UnconfirmedChange | 
     )
 
 
-def unconfirmed_from_pb(pb: ocs_pb2.ListCrossConnectsResponse | ocs_pb2.Verification) -> Unconfirmed | None:
+def unconfirmed_from_pb(
+    pb: ocs_pb2.ListCrossConnectsResponse | ocs_pb2.Verification | control_pb2.Switch,
+) -> Unconfirmed | None:
     if not pb.HasField("unconfirmed"):
         return None
     trial = pb.unconfirmed

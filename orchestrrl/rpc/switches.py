@@ -4,8 +4,10 @@ An order given here is carried out in both modes: `advise` binds the daemon's ow
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+import logging
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any
 
 import grpc
@@ -15,7 +17,7 @@ from ocs_drivers.errors import DriverError, Faults, InvalidChange, OutcomeUnknow
 from ocs_drivers.model import Action, Change, ChangeMode, CrossConnect, Diff, ItemResult
 from ocs_drivers.registry import make_driver
 from orchestrrl.clock import Clock
-from orchestrrl.config import SwitchSettings
+from orchestrrl.config import Owns, SwitchSettings
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.execute.circuits import CircuitExecutor, CircuitOutcome
 from orchestrrl.journal import Journal
@@ -23,6 +25,8 @@ from orchestrrl.rpc import convert_ocs as convert
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, ocs_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
 
 # How long a stop waits for changes under way.
 DRAIN_S = 5.0
@@ -43,7 +47,7 @@ def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, Oc
 
 
 class SwitchesService(control_pb2_grpc.SwitchesServicer):
-    """Serves the given switches. `driver_names` says which driver each has, for `orchestrrl ocs list`.
+    """Serves the given switches. `settings` say what they were made from.
 
     The daemon calls `recover` before it serves, keeps `run` as a task while it does, and `close` at the end.
     """
@@ -53,11 +57,12 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         switches: Mapping[str, OcsDriver],
         journal: Journal,
         clock: Clock,
-        driver_names: Mapping[str, str] | None = None,
+        settings: Sequence[SwitchSettings] = (),
     ) -> None:
         self._switches = switches
-        self.executor = CircuitExecutor(switches, journal, clock)
-        self._driver_names = driver_names or {}
+        owns_all = {entry.id for entry in settings if entry.owns is Owns.ALL}
+        self.executor = CircuitExecutor(switches, journal, clock, owns_all)
+        self._driver_names = {entry.id: entry.driver for entry in settings}
         self._under_way: set[asyncio.Future[CircuitOutcome]] = set()
 
     def recover(self) -> int:
@@ -75,8 +80,11 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         for change in self._under_way:
             change.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
-        for driver in self._switches.values():
-            await driver.close()
+        for switch, driver in self._switches.items():
+            try:
+                await driver.close()
+            except DriverError as error:  # a change on trial that could not be undone: the next daemon will
+                logger.error("switch %s is left as it is: %s", switch, error)
 
     async def ListSwitches(
         self, request: control_pb2.ListSwitchesRequest, context: Context
@@ -111,6 +119,27 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             change = Change(disconnect=convert.pairs_from_pb(request.cross_connects))
             return await self._change(request, change, ChangeMode.SAFE)
 
+    async def ConfirmPorts(
+        self, request: control_pb2.ConfirmPortsRequest, context: Context
+    ) -> control_pb2.SwitchChange:
+        await self._require(request.switch_id, context)
+        async with _speaking(context):
+            return await self._to_its_end(self.executor.confirm(request.switch_id))
+
+    async def TakeOverPorts(
+        self, request: control_pb2.TakeOverPortsRequest, context: Context
+    ) -> control_pb2.SwitchChange:
+        await self._require(request.switch_id, context)
+        async with _speaking(context):
+            if not request.cross_connects:
+                raise InvalidChange(["cross_connects: must name at least one, got []"])
+            pairs = convert.pairs_from_pb(request.cross_connects)
+            reading = await self.executor.take_over(request.switch_id, pairs)
+            detail = f"ours from now on: {' '.join(str(pair) for pair in pairs)}"
+            return control_pb2.SwitchChange(
+                switch_id=request.switch_id, done=True, revision=reading.revision, detail=detail
+            )
+
     async def _change(
         self,
         request: control_pb2.ConnectPortsRequest | control_pb2.DisconnectPortsRequest,
@@ -118,10 +147,16 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         mode: ChangeMode,
     ) -> control_pb2.SwitchChange:
         switch = request.switch_id
+        revert_in_s = request.revert_in_s if request.HasField("revert_in_s") else None
+        if revert_in_s is not None and not 0 < revert_in_s < inf:
+            raise InvalidChange([f"revert_in_s: must be > 0, got {revert_in_s:g}"])
         if request.dry_run:
-            return _planned(switch, await self._switches[switch].plan(change, mode))
+            return _planned(switch, await self.executor.plan(switch, change, mode))
         expect_revision = request.expect_revision if request.HasField("expect_revision") else None
-        task = asyncio.ensure_future(self.executor.change(switch, change, mode, expect_revision))
+        return await self._to_its_end(self.executor.change(switch, change, mode, expect_revision, revert_in_s))
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, CircuitOutcome]) -> control_pb2.SwitchChange:
+        task = asyncio.ensure_future(work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         # Carried to its end even if the operator hangs up: glass that is half moved helps nobody.
@@ -138,7 +173,8 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         driver = self._switches[switch]
         message = control_pb2.Switch(switch_id=switch, driver=self._driver_names.get(switch, ""))
         try:
-            facts, ports, reading = await driver.facts(), await driver.ports(), await driver.cross_connects()
+            facts, ports = await driver.facts(), await driver.ports()
+            reading = await self.executor.owners.claim(switch, await driver.cross_connects())
         except DriverError as error:
             message.detail = str(error)
             return message
@@ -162,6 +198,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
                 ingress_ports=convert.ports_to_pb(facts.ingress_ports),
                 egress_ports=convert.ports_to_pb(facts.egress_ports),
                 boot_behaviour=facts.boot,
+                unconfirmed=convert.unconfirmed_to_pb(reading.unconfirmed),
             )
         )
         return message
@@ -214,4 +251,5 @@ def _changed(outcome: CircuitOutcome) -> control_pb2.SwitchChange:
         detail=outcome.detail,
         operation_id=outcome.operation,
         rolled_back=outcome.rolled_back,
+        revert_at_unix_s=outcome.revert_at_s,
     )

@@ -99,7 +99,7 @@ def test_connect_show_and_disconnect(daemon: Daemon) -> None:
     assert 0 <= item["commanded_s"] <= item["tuned_s"] <= item["link_up_s"]
     shown = answer(daemon, "show", "plain")
     assert shown["circuits"] == [
-        {"cross_connect": pair, "state": "tuned", "link_up": True} for pair in ("3:17", "5:19")
+        {"cross_connect": pair, "state": "tuned", "link_up": True, "ours": True} for pair in ("3:17", "5:19")
     ]
     assert shown["revision"] == change["revision"]
     assert len(shown["ports"]) == 32
@@ -258,7 +258,7 @@ ocs:
         drivers_of(config.ocs, WallClock())
     assert refused.value.faults == [
         "ocs[0].options.ports: must be an even number >= 2, got 31",
-        "ocs[1].driver: must be one of grpc, virtual, got 'telescope'",
+        "ocs[1].driver: must be one of calient_rest, gnmi, grpc, netconf, restconf, scpi, tl1, virtual, got 'telescope'",
         "ocs[2].options.target: is missing",
     ]
 

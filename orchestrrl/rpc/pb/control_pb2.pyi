@@ -2174,6 +2174,7 @@ class Switch(_message.Message):
     INGRESS_PORTS_FIELD_NUMBER: _builtins.int
     EGRESS_PORTS_FIELD_NUMBER: _builtins.int
     BOOT_BEHAVIOUR_FIELD_NUMBER: _builtins.int
+    UNCONFIRMED_FIELD_NUMBER: _builtins.int
     switch_id: _builtins.str
     driver: _builtins.str
     vendor: _builtins.str
@@ -2200,6 +2201,10 @@ class Switch(_message.Message):
     def ingress_ports(self) -> _ocs_pb2.PortNumbers: ...
     @_builtins.property
     def egress_ports(self) -> _ocs_pb2.PortNumbers: ...
+    @_builtins.property
+    def unconfirmed(self) -> _ocs_pb2.UnconfirmedChange:
+        """Absent: no change is on trial."""
+
     def __init__(
         self,
         *,
@@ -2221,10 +2226,11 @@ class Switch(_message.Message):
         ingress_ports: _ocs_pb2.PortNumbers | None = ...,
         egress_ports: _ocs_pb2.PortNumbers | None = ...,
         boot_behaviour: _builtins.str = ...,
+        unconfirmed: _ocs_pb2.UnconfirmedChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["egress_ports", b"egress_ports", "ingress_ports", b"ingress_ports"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["egress_ports", b"egress_ports", "ingress_ports", b"ingress_ports", "unconfirmed", b"unconfirmed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_behaviour", b"boot_behaviour", "circuits", b"circuits", "connectivity", b"connectivity", "cross_connects", b"cross_connects", "detail", b"detail", "driver", b"driver", "egress_ports", b"egress_ports", "ingress_ports", b"ingress_ports", "model", b"model", "port_states", b"port_states", "ports", b"ports", "reachable", b"reachable", "reconfiguration_s", b"reconfiguration_s", "revision", b"revision", "serial", b"serial", "software", b"software", "switch_id", b"switch_id", "vendor", b"vendor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_behaviour", b"boot_behaviour", "circuits", b"circuits", "connectivity", b"connectivity", "cross_connects", b"cross_connects", "detail", b"detail", "driver", b"driver", "egress_ports", b"egress_ports", "ingress_ports", b"ingress_ports", "model", b"model", "port_states", b"port_states", "ports", b"ports", "reachable", b"reachable", "reconfiguration_s", b"reconfiguration_s", "revision", b"revision", "serial", b"serial", "software", b"software", "switch_id", b"switch_id", "unconfirmed", b"unconfirmed", "vendor", b"vendor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2286,6 +2292,7 @@ class ConnectPortsRequest(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     EXPECT_REVISION_FIELD_NUMBER: _builtins.int
+    REVERT_IN_S_FIELD_NUMBER: _builtins.int
     switch_id: _builtins.str
     mode: _builtins.str
     """safe | update | overwrite; empty means safe."""
@@ -2293,6 +2300,8 @@ class ConnectPortsRequest(_message.Message):
     """Plan and answer; change nothing."""
     expect_revision: _builtins.int
     """Refuse when the switch is not at this revision: what a dry run showed is what will be done."""
+    revert_in_s: _builtins.float
+    """On trial: undone so long after it was carried out, unless it is confirmed."""
     @_builtins.property
     def cross_connects(self) -> _containers.RepeatedCompositeFieldContainer[_ocs_pb2.CrossConnect]: ...
     def __init__(
@@ -2303,14 +2312,20 @@ class ConnectPortsRequest(_message.Message):
         mode: _builtins.str = ...,
         dry_run: _builtins.bool = ...,
         expect_revision: _builtins.int | None = ...,
+        revert_in_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expect_revision", b"_expect_revision", "expect_revision", b"expect_revision"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expect_revision", b"_expect_revision", "_revert_in_s", b"_revert_in_s", "expect_revision", b"expect_revision", "revert_in_s", b"revert_in_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expect_revision", b"_expect_revision", "cross_connects", b"cross_connects", "dry_run", b"dry_run", "expect_revision", b"expect_revision", "mode", b"mode", "switch_id", b"switch_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expect_revision", b"_expect_revision", "_revert_in_s", b"_revert_in_s", "cross_connects", b"cross_connects", "dry_run", b"dry_run", "expect_revision", b"expect_revision", "mode", b"mode", "revert_in_s", b"revert_in_s", "switch_id", b"switch_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expect_revision: _TypeAlias = _typing.Literal["expect_revision"]  # noqa: Y015
     _WhichOneofArgType__expect_revision: _TypeAlias = _typing.Literal["_expect_revision", b"_expect_revision"]  # noqa: Y015
+    _WhichOneofReturnType__revert_in_s: _TypeAlias = _typing.Literal["revert_in_s"]  # noqa: Y015
+    _WhichOneofArgType__revert_in_s: _TypeAlias = _typing.Literal["_revert_in_s", b"_revert_in_s"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expect_revision) -> _WhichOneofReturnType__expect_revision | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__revert_in_s) -> _WhichOneofReturnType__revert_in_s | None: ...
 
 Global___ConnectPortsRequest: _TypeAlias = ConnectPortsRequest  # noqa: Y015
 
@@ -2322,9 +2337,12 @@ class DisconnectPortsRequest(_message.Message):
     CROSS_CONNECTS_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     EXPECT_REVISION_FIELD_NUMBER: _builtins.int
+    REVERT_IN_S_FIELD_NUMBER: _builtins.int
     switch_id: _builtins.str
     dry_run: _builtins.bool
     expect_revision: _builtins.int
+    revert_in_s: _builtins.float
+    """As in ConnectPortsRequest."""
     @_builtins.property
     def cross_connects(self) -> _containers.RepeatedCompositeFieldContainer[_ocs_pb2.CrossConnect]: ...
     def __init__(
@@ -2334,16 +2352,64 @@ class DisconnectPortsRequest(_message.Message):
         cross_connects: _abc.Iterable[_ocs_pb2.CrossConnect] | None = ...,
         dry_run: _builtins.bool = ...,
         expect_revision: _builtins.int | None = ...,
+        revert_in_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expect_revision", b"_expect_revision", "expect_revision", b"expect_revision"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expect_revision", b"_expect_revision", "_revert_in_s", b"_revert_in_s", "expect_revision", b"expect_revision", "revert_in_s", b"revert_in_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expect_revision", b"_expect_revision", "cross_connects", b"cross_connects", "dry_run", b"dry_run", "expect_revision", b"expect_revision", "switch_id", b"switch_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expect_revision", b"_expect_revision", "_revert_in_s", b"_revert_in_s", "cross_connects", b"cross_connects", "dry_run", b"dry_run", "expect_revision", b"expect_revision", "revert_in_s", b"revert_in_s", "switch_id", b"switch_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expect_revision: _TypeAlias = _typing.Literal["expect_revision"]  # noqa: Y015
     _WhichOneofArgType__expect_revision: _TypeAlias = _typing.Literal["_expect_revision", b"_expect_revision"]  # noqa: Y015
+    _WhichOneofReturnType__revert_in_s: _TypeAlias = _typing.Literal["revert_in_s"]  # noqa: Y015
+    _WhichOneofArgType__revert_in_s: _TypeAlias = _typing.Literal["_revert_in_s", b"_revert_in_s"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expect_revision) -> _WhichOneofReturnType__expect_revision | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__revert_in_s) -> _WhichOneofReturnType__revert_in_s | None: ...
 
 Global___DisconnectPortsRequest: _TypeAlias = DisconnectPortsRequest  # noqa: Y015
+
+@_typing.final
+class ConfirmPortsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SWITCH_ID_FIELD_NUMBER: _builtins.int
+    switch_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        switch_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["switch_id", b"switch_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfirmPortsRequest: _TypeAlias = ConfirmPortsRequest  # noqa: Y015
+
+@_typing.final
+class TakeOverPortsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SWITCH_ID_FIELD_NUMBER: _builtins.int
+    CROSS_CONNECTS_FIELD_NUMBER: _builtins.int
+    switch_id: _builtins.str
+    @_builtins.property
+    def cross_connects(self) -> _containers.RepeatedCompositeFieldContainer[_ocs_pb2.CrossConnect]: ...
+    def __init__(
+        self,
+        *,
+        switch_id: _builtins.str = ...,
+        cross_connects: _abc.Iterable[_ocs_pb2.CrossConnect] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cross_connects", b"cross_connects", "switch_id", b"switch_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeOverPortsRequest: _TypeAlias = TakeOverPortsRequest  # noqa: Y015
 
 @_typing.final
 class SwitchChange(_message.Message):
@@ -2358,6 +2424,7 @@ class SwitchChange(_message.Message):
     DRY_RUN_FIELD_NUMBER: _builtins.int
     OPERATION_ID_FIELD_NUMBER: _builtins.int
     ROLLED_BACK_FIELD_NUMBER: _builtins.int
+    REVERT_AT_UNIX_S_FIELD_NUMBER: _builtins.int
     switch_id: _builtins.str
     done: _builtins.bool
     revision: _builtins.int
@@ -2369,6 +2436,8 @@ class SwitchChange(_message.Message):
     """Names this change in the journal."""
     rolled_back: _builtins.bool
     """The change did not take as a whole and the switch was brought back to what it was."""
+    revert_at_unix_s: _builtins.float
+    """On trial until then, by the clock of the process that owns the device; absent: it stays."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[_ocs_pb2.CrossConnectResult]: ...
     @_builtins.property
@@ -2387,11 +2456,14 @@ class SwitchChange(_message.Message):
         dry_run: _builtins.bool = ...,
         operation_id: _builtins.str = ...,
         rolled_back: _builtins.bool = ...,
+        revert_at_unix_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_revert_at_unix_s", b"_revert_at_unix_s", "revert_at_unix_s", b"revert_at_unix_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done", b"done", "dry_run", b"dry_run", "evicted", b"evicted", "operation_id", b"operation_id", "results", b"results", "revision", b"revision", "rolled_back", b"rolled_back", "switch_id", b"switch_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revert_at_unix_s", b"_revert_at_unix_s", "detail", b"detail", "done", b"done", "dry_run", b"dry_run", "evicted", b"evicted", "operation_id", b"operation_id", "results", b"results", "revert_at_unix_s", b"revert_at_unix_s", "revision", b"revision", "rolled_back", b"rolled_back", "switch_id", b"switch_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__revert_at_unix_s: _TypeAlias = _typing.Literal["revert_at_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__revert_at_unix_s: _TypeAlias = _typing.Literal["_revert_at_unix_s", b"_revert_at_unix_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__revert_at_unix_s) -> _WhichOneofReturnType__revert_at_unix_s | None: ...
 
 Global___SwitchChange: _TypeAlias = SwitchChange  # noqa: Y015

@@ -1269,6 +1269,16 @@ class SwitchesStub:
                 request_serializer=orchestrrl_dot_v1_dot_control__pb2.DisconnectPortsRequest.SerializeToString,
                 response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchChange.FromString,
                 _registered_method=True)
+        self.ConfirmPorts = channel.unary_unary(
+                '/orchestrrl.v1.Switches/ConfirmPorts',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.ConfirmPortsRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchChange.FromString,
+                _registered_method=True)
+        self.TakeOverPorts = channel.unary_unary(
+                '/orchestrrl.v1.Switches/TakeOverPorts',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.TakeOverPortsRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchChange.FromString,
+                _registered_method=True)
 
 
 class SwitchesServicer:
@@ -1299,6 +1309,20 @@ class SwitchesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ConfirmPorts(self, request, context):
+        """Keep the change that is on trial there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeOverPorts(self, request, context):
+        """From now on these circuits are ours, also after a restart.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SwitchesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1320,6 +1344,16 @@ def add_SwitchesServicer_to_server(servicer, server):
             'DisconnectPorts': grpc.unary_unary_rpc_method_handler(
                     servicer.DisconnectPorts,
                     request_deserializer=orchestrrl_dot_v1_dot_control__pb2.DisconnectPortsRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchChange.SerializeToString,
+            ),
+            'ConfirmPorts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmPorts,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.ConfirmPortsRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchChange.SerializeToString,
+            ),
+            'TakeOverPorts': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOverPorts,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.TakeOverPortsRequest.FromString,
                     response_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchChange.SerializeToString,
             ),
     }
@@ -1431,6 +1465,60 @@ class Switches:
             target,
             '/orchestrrl.v1.Switches/DisconnectPorts',
             orchestrrl_dot_v1_dot_control__pb2.DisconnectPortsRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.SwitchChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmPorts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Switches/ConfirmPorts',
+            orchestrrl_dot_v1_dot_control__pb2.ConfirmPortsRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.SwitchChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeOverPorts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Switches/TakeOverPorts',
+            orchestrrl_dot_v1_dot_control__pb2.TakeOverPortsRequest.SerializeToString,
             orchestrrl_dot_v1_dot_control__pb2.SwitchChange.FromString,
             options,
             channel_credentials,

@@ -374,6 +374,10 @@ class SwitchesStub:
     ShowSwitch: _grpc.UnaryUnaryMultiCallable[_control_pb2.ShowSwitchRequest, _control_pb2.Switch]
     ConnectPorts: _grpc.UnaryUnaryMultiCallable[_control_pb2.ConnectPortsRequest, _control_pb2.SwitchChange]
     DisconnectPorts: _grpc.UnaryUnaryMultiCallable[_control_pb2.DisconnectPortsRequest, _control_pb2.SwitchChange]
+    ConfirmPorts: _grpc.UnaryUnaryMultiCallable[_control_pb2.ConfirmPortsRequest, _control_pb2.SwitchChange]
+    """Keep the change that is on trial there."""
+    TakeOverPorts: _grpc.UnaryUnaryMultiCallable[_control_pb2.TakeOverPortsRequest, _control_pb2.SwitchChange]
+    """From now on these circuits are ours, also after a restart."""
 
 @_typing.type_check_only
 class SwitchesAsyncStub(SwitchesStub):
@@ -384,6 +388,10 @@ class SwitchesAsyncStub(SwitchesStub):
     ShowSwitch: _aio.UnaryUnaryMultiCallable[_control_pb2.ShowSwitchRequest, _control_pb2.Switch]  # type: ignore[assignment]
     ConnectPorts: _aio.UnaryUnaryMultiCallable[_control_pb2.ConnectPortsRequest, _control_pb2.SwitchChange]  # type: ignore[assignment]
     DisconnectPorts: _aio.UnaryUnaryMultiCallable[_control_pb2.DisconnectPortsRequest, _control_pb2.SwitchChange]  # type: ignore[assignment]
+    ConfirmPorts: _aio.UnaryUnaryMultiCallable[_control_pb2.ConfirmPortsRequest, _control_pb2.SwitchChange]  # type: ignore[assignment]
+    """Keep the change that is on trial there."""
+    TakeOverPorts: _aio.UnaryUnaryMultiCallable[_control_pb2.TakeOverPortsRequest, _control_pb2.SwitchChange]  # type: ignore[assignment]
+    """From now on these circuits are ours, also after a restart."""
 
 class SwitchesServicer(metaclass=_abc_1.ABCMeta):
     """The optical circuit switches that the daemon drives."""
@@ -415,5 +423,21 @@ class SwitchesServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DisconnectPortsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.SwitchChange, _abc.Awaitable[_control_pb2.SwitchChange]]: ...
+
+    @_abc_1.abstractmethod
+    def ConfirmPorts(
+        self,
+        request: _control_pb2.ConfirmPortsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.SwitchChange, _abc.Awaitable[_control_pb2.SwitchChange]]:
+        """Keep the change that is on trial there."""
+
+    @_abc_1.abstractmethod
+    def TakeOverPorts(
+        self,
+        request: _control_pb2.TakeOverPortsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.SwitchChange, _abc.Awaitable[_control_pb2.SwitchChange]]:
+        """From now on these circuits are ours, also after a restart."""
 
 def add_SwitchesServicer_to_server(servicer: SwitchesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

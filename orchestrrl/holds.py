@@ -4,7 +4,6 @@ Plans have a control of their own in plans.py, which says more than yes and no.
 """
 
 import logging
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,6 +12,7 @@ from pydantic import TypeAdapter
 from orchestrrl.clock import Clock
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.journal import Journal, Kind
+from orchestrrl.lifetimes import expiry_s, lifetime_faults
 from planner.model import Hold
 
 logger = logging.getLogger(__name__)
@@ -65,10 +65,10 @@ class HoldBook:
 
     def pause(self, part: Part, reason: str, ttl_s: float = 0.0) -> Pause:
         """`ttl_s` 0: until it is taken back. Raises ProblemFaults."""
-        if not (math.isfinite(ttl_s) and ttl_s >= 0):
-            raise ProblemFaults([f"ttl_s: must be >= 0 (0: until resumed), got {ttl_s}"])
+        if faults := lifetime_faults(ttl_s, until="resumed"):
+            raise ProblemFaults(faults)
         now_s = self._clock.now_s()
-        pause = Pause(now_s, reason, now_s + ttl_s if ttl_s else None)
+        pause = Pause(now_s, reason, expiry_s(now_s, ttl_s))
         self._set({**self.pauses, part: pause})
         logger.warning("%s is paused: %s", part, reason)
         return pause

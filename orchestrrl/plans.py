@@ -5,7 +5,6 @@ Plans and controls are journalled as they come and come back from the journal af
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from orchestrrl.clock import Clock
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.journal import Journal, Kind
+from orchestrrl.lifetimes import expiry_s, lifetime_faults
 from orchestrrl.state import Step
 from planner.calibration import Calibration
 from planner.gate import FREE, Control, ControlState
@@ -187,19 +187,19 @@ class PlanBook:
         self, configuration: ConfigurationId, known: Collection[ConfigurationId], reason: str, ttl_s: float
     ) -> Control:
         """Bind the planner to a configuration. Raises ProblemFaults for one that is not known."""
-        faults = _ttl_faults(ttl_s)
+        faults = lifetime_faults(ttl_s)
         if configuration not in known:
             listing = ", ".join(sorted(known)) or "none; fleet.configurations lists them"
             faults.append(f"configuration: is not a known one (known: {listing}), got {configuration!r}")
         if faults:
             raise ProblemFaults(faults)
-        return self._set(Control(ControlState.OVERRIDDEN, configuration, reason, self._expiry_s(ttl_s)))
+        return self._set(Control(ControlState.OVERRIDDEN, configuration, reason, expiry_s(self._clock.now_s(), ttl_s)))
 
     def pin(self, reason: str, ttl_s: float) -> Control:
         """Keep the deployment as it is."""
-        if faults := _ttl_faults(ttl_s):
+        if faults := lifetime_faults(ttl_s):
             raise ProblemFaults(faults)
-        return self._set(Control(ControlState.PINNED, None, reason, self._expiry_s(ttl_s)))
+        return self._set(Control(ControlState.PINNED, None, reason, expiry_s(self._clock.now_s(), ttl_s)))
 
     def release(self, reason: str) -> Control:
         return self._set(Control(reason=reason))
@@ -232,9 +232,6 @@ class PlanBook:
         for queue in self._watchers:
             queue.put_nowait(PlanEvent(plan, self.control))
 
-    def _expiry_s(self, ttl_s: float) -> float | None:
-        return self._clock.now_s() + ttl_s if ttl_s else None
-
 
 def _body_of(plan: Plan) -> dict[str, Any]:
     # Act and Hold have the same fields, so which of them it is must be said.
@@ -249,7 +246,3 @@ def _plan_from(body: Mapping[str, Any]) -> Plan | None:
         return None
     verdict = Act if body.get("acts", False) else Hold
     return replace(plan, verdict=verdict(plan.verdict.code, plan.verdict.detail))
-
-
-def _ttl_faults(ttl_s: float) -> list[str]:
-    return [] if math.isfinite(ttl_s) and ttl_s >= 0 else [f"ttl_s: must be >= 0 (0: until released), got {ttl_s}"]

@@ -11,6 +11,7 @@ from orchestrrl.cli.plan import Reason, TimeToLive
 from orchestrrl.cli.status import pause_words
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.holds import Part
+from orchestrrl.lifetimes import lifetime_faults
 from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -38,8 +39,8 @@ def _add(commands: typer.Typer, part: Part) -> None:
 
 def _set(part: Part, paused: bool, reason: str, ttl_s: float, daemon: str, as_json: bool) -> None:
     async def conversation(client: ControlClient) -> dict[str, Any]:
-        if not 0 <= ttl_s < float("inf"):
-            raise ProblemFaults([f"--ttl-s: must be >= 0, got {ttl_s:g}"])
+        if faults := lifetime_faults(ttl_s, "--ttl-s", until="resumed"):
+            raise ProblemFaults(faults)
         order = control_pb2.SetPauseRequest(part=part, paused=paused, reason=reason, ttl_s=ttl_s)
         return await answer(client, client.control.SetPause, order)
 

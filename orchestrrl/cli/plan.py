@@ -14,6 +14,7 @@ from orchestrrl.cli.journal import print_line
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, stdout
 from orchestrrl.cli.status import control_words, fetch_status
 from orchestrrl.errors import ProblemFaults
+from orchestrrl.lifetimes import lifetime_faults
 from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -157,8 +158,8 @@ def _fetch(plan_id: str) -> Callable[[ControlClient], Awaitable[tuple[dict[str, 
 
 
 def _checked(ttl_s: float) -> float:
-    if not 0 <= ttl_s < float("inf"):
-        raise ProblemFaults([f"--ttl-s: must be >= 0, got {ttl_s:g}"])
+    if faults := lifetime_faults(ttl_s, "--ttl-s"):
+        raise ProblemFaults(faults)
     return ttl_s
 
 

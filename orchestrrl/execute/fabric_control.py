@@ -1,6 +1,5 @@
 """An operator's word on the fabric: pins, an override, and what is not to be used. Journalled; lasts over restarts."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from pydantic import TypeAdapter
 from orchestrrl.clock import Clock
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.journal import Journal, Kind
+from orchestrrl.lifetimes import expiry_s, lifetime_faults
 from orchestrrl.periods import ControlState, FabricControl
 from planner.fabric.model import OcsId, PortPair, port_pair
 from planner.fabric.plan import Failures
@@ -64,7 +64,7 @@ class OperatorsWord:
             for index, text in enumerate(cross_connects)
             for fault in self._pin_faults(text)
         ]
-        self._check([*faults, *_ttl_faults(ttl_s)])
+        self._check([*faults, *lifetime_faults(ttl_s)])
         pins = sorted({_cross_connect(text) for text in cross_connects})
         times = Counter((each.switch, port) for each in pins for port in each.ports)
         self._check(
@@ -75,11 +75,12 @@ class OperatorsWord:
             ]
         )
         names = tuple(map(str, pins))
-        return self._set(FabricControl(ControlState.PINNED, names, "", reason, self._expiry_s(ttl_s)))
+        return self._set(FabricControl(ControlState.PINNED, names, "", reason, expiry_s(self._clock.now_s(), ttl_s)))
 
     def override(self, period: str, reason: str, ttl_s: float) -> FabricControl:
-        self._check(_ttl_faults(ttl_s))
-        return self._set(FabricControl(ControlState.OVERRIDDEN, (), period, reason, self._expiry_s(ttl_s)))
+        self._check(lifetime_faults(ttl_s))
+        ends_s = expiry_s(self._clock.now_s(), ttl_s)
+        return self._set(FabricControl(ControlState.OVERRIDDEN, (), period, reason, ends_s))
 
     def release(self, reason: str) -> FabricControl:
         return self._set(FabricControl(reason=reason))
@@ -117,9 +118,6 @@ class OperatorsWord:
     def _check(faults: list[str]) -> None:
         if faults:
             raise ProblemFaults(faults)
-
-    def _expiry_s(self, ttl_s: float) -> float | None:
-        return self._clock.now_s() + ttl_s if ttl_s else None
 
     def _pin_faults(self, text: str) -> list[str]:
         match = _CROSS_CONNECT.fullmatch(text)
@@ -182,7 +180,3 @@ def _cross_connect(text: str) -> PortPair:
     match = _CROSS_CONNECT.fullmatch(text)
     assert match is not None, text
     return port_pair(OcsId(match["switch"]), int(match["one"]), int(match["other"]))
-
-
-def _ttl_faults(ttl_s: float) -> list[str]:
-    return [] if math.isfinite(ttl_s) and ttl_s >= 0 else [f"ttl_s: must be >= 0 (0: until released), got {ttl_s}"]

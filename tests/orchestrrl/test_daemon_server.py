@@ -222,7 +222,7 @@ async def test_overrides_pins_and_releases(house: House) -> None:
         await house.control.OverridePlan(control_pb2.OverridePlanRequest(configuration="tp9", ttl_s=-1))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (caught.value.details() or "").splitlines() == [
-        "ttl_s: must be >= 0 (0: until released), got -1.0",
+        "ttl_s: must be >= 0 (0: until released), got -1",
         "configuration: is not a known one (known: tp2), got 'tp9'",
     ]
 

@@ -296,7 +296,7 @@ def test_a_pause_keeps_periods(daemon: str, tmp_path: Path) -> None:
             ("announce", "", "--intent", "missing.json", "--within-s", "-1"),
             ["--within-s: must be >= 0, got -1", "missing.json: No such file"],
         ),
-        (("pause", "--ttl-s", "-1"), ["--ttl-s: must be >= 0, got -1"]),
+        (("pause", "--ttl-s", "-1"), ["--ttl-s: must be >= 0 (0: until resumed), got -1"]),
         (
             ("slack", "--risk", "7", "--plot", "a.txt"),
             ["--risk: must be > 0 and < 1, got 7", "--plot: must end in", "--risk: is for traces"],

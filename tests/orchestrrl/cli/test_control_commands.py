@@ -213,7 +213,7 @@ def test_malformed_input_is_status_2_with_every_fault(daemon: FakeDaemon) -> Non
         "reason: must not be empty",
     ]
     negative = run(daemon, "plan", "pin", "--ttl-s", "-1")
-    assert (negative.exit_code, negative.stderr) == (2, "--ttl-s: must be >= 0, got -1\n")
+    assert (negative.exit_code, negative.stderr) == (2, "--ttl-s: must be >= 0 (0: until released), got -1\n")
     address = run("nowhere", "status")
     assert (address.exit_code, address.stdout) == (2, "")
     assert address.stderr.startswith("--daemon: must be HOST:PORT")

@@ -164,7 +164,7 @@ def test_what_is_wrong_is_told_all_at_once(site: House) -> None:
         "cross_connects[2]: must be SWITCH:PORT-PORT, got '1-2'",
         "cross_connects[3]: joins one endpoint with itself, got 'core0:1-2'",
         "cross_connects[4]: must be SWITCH:PORT-PORT, got 'core0:3-3'",
-        "ttl_s: must be >= 0 (0: until released), got -1.0",
+        "ttl_s: must be >= 0 (0: until released), got -1",
     ]
     with pytest.raises(ProblemFaults, match="port 1 of core0 must be pinned once, got 2 times"):
         site.word.pin(["core0:1-5", "core0:1-6"], "", 0.0)

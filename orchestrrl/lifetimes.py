@@ -1,0 +1,15 @@
+"""How long an operator's word holds: `ttl_s` seconds from now, 0 until it is taken back. One rule for all of them."""
+
+import math
+
+
+def lifetime_faults(ttl_s: float, field: str = "ttl_s", until: str = "released") -> list[str]:
+    """What is wrong with it, told of `field`; `until`: what ends a word that has no end of its own."""
+    if math.isfinite(ttl_s) and ttl_s >= 0:
+        return []
+    return [f"{field}: must be >= 0 (0: until {until}), got {ttl_s:g}"]
+
+
+def expiry_s(now_s: float, ttl_s: float) -> float | None:
+    """None: it has no end of its own."""
+    return now_s + ttl_s if ttl_s else None

@@ -49,6 +49,7 @@ class EmulatedDevice:
 
     def __init__(self, facts: Facts, panel: Panel, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
+        self.switched_on_s = self.clock.now_s()
         rng = random.Random(panel.seed)
         self.glass = Glass(facts, self.clock, rng, jitter_s=panel.jitter_s, schedule=panel.schedule)
         self.setters: list[str] = []  # as received: what a driver sends is counted here

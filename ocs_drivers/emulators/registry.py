@@ -22,23 +22,29 @@ EMULATORS = {
     "tl1-polatis": "ocs_drivers.emulators.tl1:polatis",
 }
 
+# What the driver of the family has to be told, besides the address, to speak with the emulator as it is made here.
+DRIVER_OPTIONS: dict[str, dict[str, Any]] = {
+    "netconf": {"password": "root", "verify_host_key": False},
+    "scpi-dicon": {"profile": "dicon"},
+    "tl1-calient": {"dialect": "calient"},
+    "tl1-glimmerglass": {"dialect": "glimmerglass"},
+}
+
 
 def make_emulator(protocol: str, panel: Panel, clock: Clock | None = None, **quirks: Any) -> Emulator:
     """Raises InvalidOptions with every fault: a protocol that is not known (listing the known ones) or whose library is
     not installed, quirks that it does not have (listing those that it has), values that it refuses."""
     factory = _factory(protocol)
-    known = [
-        parameter.name
-        for parameter in inspect.signature(factory).parameters.values()
-        if parameter.name not in ("panel", "clock")
-    ]
-    faults = [
-        f"quirks.{name}: is not a quirk of {protocol} (known: {', '.join(known) or 'none'}), got {value!r}"
-        for name, value in quirks.items()
-        if name not in known
-    ]
-    if faults:
-        raise InvalidOptions(faults)
+    parameters = inspect.signature(factory).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.name not in ("panel", "clock")]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # which checks them itself
+        faults = [
+            f"{name}: is not a quirk of {protocol} (known: {', '.join(known) or 'none'}), got {value!r}"
+            for name, value in quirks.items()
+            if name not in known
+        ]
+        if faults:
+            raise InvalidOptions(faults)
     try:
         emulator: Emulator = factory(panel, clock=clock, **quirks)
     except ValueError as error:

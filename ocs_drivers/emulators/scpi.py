@@ -79,14 +79,14 @@ class Quirks:
     def __post_init__(self) -> None:
         for name in ("one_session", "crlf", "lists_at_once", "answers_apart"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"quirks.{name}: must be true or false, got {getattr(self, name)!r}")
+                raise ValueError(f"{name}: must be true or false, got {getattr(self, name)!r}")
         for name, least in (("error_queue", 2), ("longest_line_chars", 1)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"quirks.{name}: must be a whole number >= {least}, got {value!r}")
+                raise ValueError(f"{name}: must be a whole number >= {least}, got {value!r}")
         for header in self.unknown:
             if header not in HEADERS:
-                raise ValueError(f"quirks.unknown: must be of {', '.join(HEADERS)}, got {header!r}")
+                raise ValueError(f"unknown: must be of {', '.join(HEADERS)}, got {header!r}")
 
 
 class ScpiEmulator:

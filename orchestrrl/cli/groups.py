@@ -22,3 +22,8 @@ def fabric_group(app: typer.Typer) -> typer.Typer:
     return group(
         app, "fabric", "The optical fabric: its site, circuits for a demand, and when they are changed.", RUNNING_DAEMON
     )
+
+
+def ocs_group(app: typer.Typer) -> typer.Typer:
+    """`orchestrrl ocs`."""
+    return group(app, "ocs", "Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON)

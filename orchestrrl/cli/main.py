@@ -63,6 +63,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "fabric_generate": ("fabric",),
     "fabric_show": ("fabric",),
     "ocs": ("ocs",),
+    "ocs_emulate": ("ocs",),
     "fabric_allocate": ("fabric",),
     "fabric_place": ("fabric",),
     "fabric_transition": ("fabric",),

@@ -1,0 +1,165 @@
+"""`orchestrrl ocs emulate`: a driver configured as it prints works with it, and what happens is shown as it comes."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from ocs_drivers.conformance import carry_out, connected
+from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.registry import EMULATORS, make_emulator
+from ocs_drivers.model import CrossConnect
+from ocs_drivers.registry import make_driver
+from orchestrrl.cli import ocs_emulate
+from orchestrrl.cli.main import application
+
+DEADLINE_S = 60.0
+
+
+def configured(protocol: str, address: str) -> dict[str, Any]:
+    """What the command prints for a configuration, read as one."""
+    item: dict[str, Any] = yaml.safe_load(ocs_emulate._configured(protocol, address))
+    return item
+
+
+@contextlib.contextmanager
+def emulated(*given: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "orchestrrl", "ocs", "emulate", *given]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_a_driver_as_it_is_told_drives_it_and_everything_is_shown(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.yaml"
+    faults.write_text("- {kind: fail_port, port: 2}\n")
+    given = ("--protocol", "scpi-dicon", "--ports", "8x4", "--delay-ms", "1", "--faults", str(faults))
+    with emulated(*given, "--quirk", "one_session=true") as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert process.stdout.readline() == "# DiCon GP750, ingress 1..8, egress 9..12, moves in 1 ms\n"
+        (item,) = yaml.safe_load(process.stdout.readline())["ocs"]
+        assert item == {"id": "emulated", "driver": "scpi", "options": {"address": address, "profile": "dicon"}}
+        driver = make_driver(item["driver"], item["id"], item["options"])
+        assert (await carry_out(driver, (CrossConnect(1, 9), CrossConnect(3, 10)))).done
+        assert [state.port for state in await driver.ports() if state.status == "failed"] == [2]
+        await driver.close()
+        process.send_signal(signal.SIGINT)
+        shown, complaints = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0
+    assert complaints == ""
+    words = [line[11:] for line in shown.splitlines()]
+    assert words == [
+        "port    port 2 failed",
+        "setter  :oxc:swit:conn:add (@1,3),(@9,10)",
+        "circuit 1:9 commanded",
+        "circuit 3:10 commanded",
+    ]
+
+
+async def test_the_service_of_drivers_of_ones_own_is_a_protocol_too() -> None:
+    emulator = ocs_emulate.GrpcEmulator(Panel(4, 2, reconfiguration_s=0.001))
+    item = configured("grpc", await emulator.start())
+    driver = make_driver(item["driver"], "ocs1", item["options"])
+    assert (await carry_out(driver, (CrossConnect(4, 6),))).done
+    assert emulator.device.glass.where_does(4) == 6
+    await driver.close()
+    await emulator.stop()
+
+
+@pytest.mark.parametrize("protocol", EMULATORS)
+async def test_every_protocol_prints_what_its_driver_needs(protocol: str) -> None:
+    emulator = make_emulator(protocol, Panel(4, 4, reconfiguration_s=0.001))
+    item = configured(protocol, await emulator.start())
+    driver = make_driver(item["driver"], "ocs1", item["options"])
+    try:
+        facts = await driver.facts()
+        assert facts.ingress_ports == emulator.device.facts.ingress_ports
+        pair = CrossConnect(facts.ingress_ports[0], facts.egress_ports[-1])
+        assert (await carry_out(driver, (pair,))).done
+        assert await connected(driver) == {pair}
+    finally:
+        await driver.close()
+        await emulator.stop()
+
+
+def test_it_ends_on_sigterm_too_and_says_where_it_cannot_listen() -> None:
+    with emulated("--protocol", "grpc") as first:
+        assert first.stdout is not None
+        address = first.stdout.readline().strip()
+        for protocol in ("scpi", "grpc"):
+            result = CliRunner().invoke(
+                application(), ["ocs", "emulate", "--protocol", protocol, "--listen", "203.0.113.1:0"]
+            )
+            assert (result.exit_code, result.stdout) == (1, "")
+            assert result.stderr.startswith("cannot listen on 203.0.113.1:0: ")
+        assert address.startswith("127.0.0.1:")
+        first.terminate()
+        assert first.wait(DEADLINE_S) == 0
+        assert first.communicate()[1] == ""
+
+
+def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.yaml"
+    faults.write_text("- {kind: fall_port, port: 2}\n- {at_s: -1, kind: restart}\n")
+    given = ["--protocol", "scpii", "--ports", "4", "--delay-ms", "-1", "--jitter-ms", "nan", "--listen", "somewhere"]
+    result = CliRunner().invoke(
+        application(), ["ocs", "emulate", *given, "--faults", str(faults), "--quirk", "crlf", "--quirk", "x=["]
+    )
+    assert (result.exit_code, result.stdout) == (2, "")
+    paths = [line.split(":")[0] for line in result.stderr.splitlines() if line.startswith("--")]
+    assert paths == [
+        "--faults[0]",
+        "--faults[1]",
+        "--ports",
+        "--delay-ms",
+        "--jitter-ms",
+        "--listen",
+        "--quirk",
+        "--quirk",
+        "--protocol",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--quirk", "crfl=true"], "--quirk crfl: is not a quirk of scpi (known: one_session, crlf, "),
+        (["--quirk", "crlf=3"], "--quirk crlf: must be true or false, got 3"),
+        (["--protocol", "grpc", "--quirk", "crlf=true"], "--quirk crlf: grpc has no quirks"),
+        (
+            ["--faults", "FILE", "--ports", "1x1"],
+            "--faults: port must be one of the device's (ingress 1..1, egress 2..2",
+        ),
+        (["--faults", "missing"], "--faults: cannot be read: "),
+    ],
+)
+def test_what_the_device_cannot_be_is_named(tmp_path: Path, given: list[str], words: str) -> None:
+    file = tmp_path / "FILE"
+    file.write_text("- {kind: fail_port, port: 9}\n")
+    result = CliRunner().invoke(
+        application(), ["ocs", "emulate", *(str(file) if word == "FILE" else word for word in given)]
+    )
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(words)
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    monkeypatch.setitem(sys.modules, "ncclient", None)
+    for name in [name for name in sys.modules if name.startswith("ocs_drivers.emulators.netconf")]:
+        monkeypatch.delitem(sys.modules, name)
+    result = CliRunner().invoke(application(), ["ocs", "emulate", "--protocol", "netconf"])
+    assert result.exit_code == 2
+    assert result.stderr.endswith("which is not installed: pip install 'orchestrrl[netconf]'\n")
+    assert result.stderr.startswith("--protocol: netconf needs ")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.box import shows
+from orchestrrl.box.cycle import cycle
 from orchestrrl.box.enter import end_with_input
 from orchestrrl.box.house import SITE_FILE, Box, standing
 from orchestrrl.box.plan import Rates
@@ -31,8 +32,12 @@ async def _failed_port(box: Box, order: dict[str, Any]) -> dict[str, Any]:
     return await shows.failed_port(box, order["seconds"])
 
 
+async def _cycle(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    return await cycle(box, order["seconds"], order["iterations"])
+
+
 # In the order in which they are to be asked for: from the second on, the daemon drives the switches.
-SHOWS = {"circuits": _circuits, "transition": _transition, "failed_port": _failed_port}
+SHOWS = {"circuits": _circuits, "transition": _transition, "failed_port": _failed_port, "cycle": _cycle}
 
 
 def say(**what: Any) -> None:

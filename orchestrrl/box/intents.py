@@ -1,7 +1,14 @@
 """What a small RL job on a site announces, stage by stage. Ranks are the GPUs of the PoDs that train and generate."""
 
+from planner.fabric.broadcast import broadcasts_of
+from planner.fabric.collectives import transfers_of
 from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.masks import mask_nics
+from planner.fabric.model import EndpointId
+from planner.fabric.placement import Placement
+from planner.fabric.plan import Failures
 from planner.fabric.topology import Role, Site
+from planner.model import GpuId
 
 JOB = "box"
 # In proportion to what a stage sends; the box measures rates, not these bytes.
@@ -13,9 +20,12 @@ def gpus_of(site: Site, role: Role) -> tuple[int, ...]:
 
 
 def training(site: Site) -> Intent:
-    """Gradients around a ring of all trainers."""
-    ring = gpus_of(site, Role.TRAIN)
-    traffic = Traffic(Operation.DP, Primitive.RING_ALL_REDUCE, (ring,), GRADIENT_BYTES)
+    """Gradients: the first GPU of each ToR's with the first of the others', and so on."""
+    by_tor: dict[EndpointId, list[int]] = {}
+    for gpu in gpus_of(site, Role.TRAIN):
+        by_tor.setdefault(site.tor_of(GpuId(gpu)), []).append(gpu)
+    replicas = tuple(zip(*by_tor.values(), strict=False))
+    traffic = Traffic(Operation.DP, Primitive.RING_ALL_REDUCE, replicas, GRADIENT_BYTES)
     return Intent("training", Stage.TRAIN, (traffic,), job=JOB)
 
 
@@ -26,7 +36,28 @@ def generation(site: Site) -> Intent:
 
 
 def weights(site: Site) -> Intent:
-    """From the first trainer to whoever generates."""
+    """Each trainer has a shard, which all who generate receive."""
     trainers, receivers = gpus_of(site, Role.TRAIN), gpus_of(site, Role.GEN)
-    traffic = Traffic(Operation.WEIGHT_SYNC, Primitive.BROADCAST, (trainers[:1],), WEIGHT_BYTES, receivers=(receivers,))
-    return Intent("weights", Stage.WEIGHT_SYNC, (traffic,))
+    shards = tuple((trainer,) for trainer in trainers)
+    traffic = Traffic(
+        Operation.WEIGHT_SYNC,
+        Primitive.BROADCAST,
+        shards,
+        WEIGHT_BYTES / len(shards),
+        receivers=(receivers,) * len(shards),
+    )
+    return Intent("weights", Stage.WEIGHT_SYNC, (traffic,), job=JOB)
+
+
+def sends(site: Site, intent: Intent) -> dict[tuple[GpuId, GpuId], float]:
+    """The traffic matrix: bytes from GPU to GPU."""
+    found: dict[tuple[GpuId, GpuId], float] = {}
+    placement = Placement.of(site, intent, mask_nics(site, Failures()))
+    for traffic in intent.traffic:
+        is_tree = traffic.primitive is Primitive.BROADCAST
+        for some in [broadcasts_of(traffic, placement)] if is_tree else transfers_of(traffic):
+            for source, sink, count in zip(*map(list, (some.sources, some.destinations, some.sent_bytes)), strict=True):
+                pair = intent.gpu(int(source)), intent.gpu(int(sink))
+                if count > 0:
+                    found[pair] = found.get(pair, 0.0) + float(count)
+    return found

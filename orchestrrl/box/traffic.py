@@ -5,6 +5,7 @@ import itertools
 import socket
 import struct
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -70,12 +71,11 @@ class Flow:
 
     def bytes_at(self, at_s: float) -> float:
         """How much had arrived, between two arrivals by their line."""
-        before = (self.arrivals[0][0], 0) if self.arrivals else (at_s, 0)
-        for now_s, count in self.arrivals:
-            if now_s > at_s:
-                return before[1] + (count - before[1]) * max(0.0, at_s - before[0]) / (now_s - before[0])
-            before = (now_s, count)
-        return before[1]
+        place = bisect_right(self.arrivals, at_s, key=lambda arrival: arrival[0])
+        if place == 0 or place == len(self.arrivals):
+            return self.arrivals[-1][1] if place else 0.0
+        (before_s, before), (after_s, after) = self.arrivals[place - 1], self.arrivals[place]
+        return before + (after - before) * (at_s - before_s) / (after_s - before_s)
 
     def longest_pause_s(self, since_s: float, until_s: float) -> float:
         """For how long nothing arrived."""

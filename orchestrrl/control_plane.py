@@ -55,6 +55,7 @@ from planner.model import (
 from planner.plan import History
 
 if TYPE_CHECKING:  # its solvers are heavy, and most daemons have no fabric
+    from orchestrrl.execute.circuits import CircuitExecutor
     from orchestrrl.execute.fabric import Coordinator
     from orchestrrl.execute.fabric_gen import GenCircuits
     from orchestrrl.execute.fabric_routing import FabricRouting
@@ -114,6 +115,7 @@ class ControlPlane:
         self.latest_moves: deque[MovedRequest] = deque(maxlen=MOVES_SHOWN)
         self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
         self.switching: Switching | None = None  # the same, for operators
+        self.circuits: CircuitExecutor | None = None  # who sends to switches
         self.fabric: Coordinator | None = None  # who changes circuits; None: there is no optical fabric
         self.routing: FabricRouting | None = None  # who has packets follow them
         self.gen_circuits: GenCircuits | None = None  # whose circuits follow the deployment

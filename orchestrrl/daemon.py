@@ -46,6 +46,7 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         switches = SwitchesService(drivers, journal, clock, config.ocs)
         stack.push_async_callback(switches.close)
         switches.recover()
+        plane.circuits = switches.executor
         hub = TraceHub(clock, config.fabric.quantile if config.fabric is not None else QUANTILE)
         plane.routing = routing_of(config, drivers, journal, clock)
         if plane.routing is not None:

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from orchestrrl.holds import Part
 
 if TYPE_CHECKING:
+    from orchestrrl.control_plane import ControlPlane
     from orchestrrl.execute.fabric import Coordinator
 
 
@@ -17,6 +18,19 @@ def pause_metrics(paused: Iterable[Part]) -> Metric:
     family = GaugeMetricFamily("orchestrrl_paused", "1 while an operator has paused this part.", labels=["part"])
     for part in Part:
         family.add_metric([part], float(part in there))
+    return family
+
+
+def defect_metrics(plane: "ControlPlane") -> Metric:
+    parts = {"circuits": plane.circuits, "generation": plane.gen_circuits, "routes": plane.routing}
+    family = CounterMetricFamily(
+        "orchestrrl_defects",
+        "Faults of our own that a loop met, logged with their traceback, and went on after.",
+        labels=["part"],
+    )
+    for name, part in parts.items():
+        if part is not None:
+            family.add_metric([name], part.defects)
     return family
 
 

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from orchestrrl.addresses import parse_address
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent
-from orchestrrl.fabric_metrics import fabric_metrics, pause_metrics
+from orchestrrl.fabric_metrics import defect_metrics, fabric_metrics, pause_metrics
 from orchestrrl.reports import GatePhase
 from orchestrrl.switch_metrics import SwitchMetrics
 from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState
@@ -47,6 +47,7 @@ class PlaneCollector(Collector):
         if self._plane.switching is not None:
             yield from self._switches.collect(self._plane.switching.history(0))
         yield pause_metrics(self._plane.holds.pauses)
+        yield defect_metrics(self._plane)
         if self._plane.fabric is not None:
             yield from fabric_metrics(self._plane.fabric)
 

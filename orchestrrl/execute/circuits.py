@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
+from ocs_drivers.arming import Armed, Arming
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.diff import compare, remaining
 from ocs_drivers.errors import Conflict, DriverError, OutcomeUnknown, Permanent, Retryable
@@ -75,6 +76,8 @@ class CircuitExecutor:
         self._count = itertools.count(1)
         self._open: dict[str, CircuitOperation] = {}
         self._prepared: dict[str, CircuitOperation] = {}
+        self._armed: dict[str, Armed] = {}  # of those prepared, where the driver can
+        self.defects = 0  # faults of ours that were met while settling
         self._unwanted: dict[str, CircuitOutcome] = {}  # abandoned, and the journal did not take it
         self._trials: dict[str, _Trial] = {}  # by switch
         self._last_trial: dict[str, str] = {}  # what became of it, for who confirms it too late
@@ -98,9 +101,10 @@ class CircuitExecutor:
         With `revert_in_s` it is undone so long after it was carried out, unless `confirm` keeps it.
         """
         async with self._turns[switch]:
-            operation = await self._prepare(switch, change, mode, VALID_S, expect_revision, revert_in_s)
+            operation = await self._planned(switch, change, mode, VALID_S, expect_revision, revert_in_s)
             if operation.diff.empty:
                 return CircuitOutcome("", switch, True, "was so already", revision=operation.diff.revision)
+            self._note(operation)
             return await self._carry_out(operation)
 
     async def confirm(self, switch: str) -> CircuitOutcome:
@@ -142,9 +146,19 @@ class CircuitExecutor:
         """Plan and write down a change that is given to `commit`, or to `abandon`, within `valid_s`: what is left to do
         then is to send it. Nothing is evicted for it. Raises DriverError as `change` does."""
         async with self._turns[switch]:
-            operation = await self._prepare(switch, change, ChangeMode.SAFE, valid_s, None)
-            if not operation.diff.empty:
-                self._prepared[operation.id] = operation
+            operation = await self._planned(switch, change, ChangeMode.SAFE, valid_s, None)
+            if operation.diff.empty:
+                return operation
+            armed = await self._arm(operation)
+            try:
+                self._note(operation)
+            except BaseException:
+                if armed is not None:
+                    armed.disarm()
+                raise
+            self._prepared[operation.id] = operation
+            if armed is not None:
+                self._armed[operation.id] = armed
             return operation
 
     async def commit(self, operation: CircuitOperation, begin_by_s: float = inf) -> CircuitOutcome:
@@ -152,6 +166,14 @@ class CircuitExecutor:
         others kept it busy until after `begin_by_s`."""
         if operation.diff.empty:
             return CircuitOutcome("", operation.switch, True, "was so already", revision=operation.diff.revision)
+        armed = self._armed.pop(operation.id, None)
+        try:
+            return await self._begin(operation, begin_by_s, armed)
+        finally:
+            if armed is not None:
+                armed.disarm()
+
+    async def _begin(self, operation: CircuitOperation, begin_by_s: float, armed: Armed | None) -> CircuitOutcome:
         async with self._turns[operation.switch]:
             if self._prepared.pop(operation.id, None) is None:
                 raise Conflict([f"{operation.id} was begun or abandoned before"], device=operation.switch)
@@ -167,19 +189,21 @@ class CircuitExecutor:
             if self._clock.now_s() > begin_by_s:
                 self._close(_outcome(operation, False, "was not begun, others kept the switch busy for too long"))
                 raise Conflict(["others kept the switch busy for too long"], device=operation.switch)
-            return await self._carry_out(operation, is_timed=True)
+            return await self._carry_out(operation, armed, is_timed=True)
 
     def abandon(self, operation: CircuitOperation, why: str) -> None:
         """What was prepared is not wanted any more; harmless where it was begun, or abandoned before."""
         if self._prepared.pop(operation.id, None) is None:
             return
+        if armed := self._armed.pop(operation.id, None):
+            armed.disarm()
         self._unwanted[operation.id] = _outcome(operation, False, f"was not begun: {why}")
         try:
             self._forget_unwanted()
         except OrchestrRLError as error:  # tried again; meanwhile it stands in the journal as what is about to be
             logger.error("%s cannot be written off: %s", operation.id, error)
 
-    async def _prepare(
+    async def _planned(
         self,
         switch: str,
         change: Change,
@@ -197,18 +221,34 @@ class CircuitExecutor:
                 [f"switch is at revision {diff.revision}, expected {expect_revision}: look and ask again"],
                 device=switch,
             )
-        operation = CircuitOperation(self._next_id(), switch, diff, self._clock.now_s() + valid_s, revert_in_s)
-        if not diff.empty:
-            self._write(Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
-        return operation
+        return CircuitOperation(self._next_id(), switch, diff, self._clock.now_s() + valid_s, revert_in_s)
 
-    async def _carry_out(self, operation: CircuitOperation, is_timed: bool = False) -> CircuitOutcome:
+    def _note(self, operation: CircuitOperation) -> None:
+        self._write(Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
+
+    async def _arm(self, operation: CircuitOperation) -> Armed | None:
+        """None: nothing is gained by it there."""
+        driver = self._switches[operation.switch]
+        if not isinstance(driver, Arming):
+            return None
+        try:
+            return await driver.arm(operation.diff, operation.diff.revision)
+        except DriverError as error:  # then it is made ready when it is committed
+            logger.info("a commit on switch %s cannot be made ready: %s", operation.switch, error)
+            return None
+
+    async def _carry_out(
+        self, operation: CircuitOperation, armed: Armed | None = None, is_timed: bool = False
+    ) -> CircuitOutcome:
         """`is_timed`: it was to begin now or not at all."""
         self._open[operation.id] = operation
         self.owners.begun(operation.switch, operation.diff)
         began_s = self._clock.now_s()
         try:
-            result = await self._commit(operation, operation.diff.revision)
+            if armed is not None:
+                result = await armed.begin()
+            else:
+                result = await self._commit(operation, operation.diff.revision)
         except OutcomeUnknown:
             raise  # stays open
         except DriverError as error:  # nothing was sent
@@ -240,6 +280,10 @@ class CircuitExecutor:
                 await self.settle()
             except OrchestrRLError as error:  # the journal's: without a record nothing is done
                 logger.error("open changes cannot be settled: %s", error)
+            except Exception:
+                # A fault of ours, or of one driver's, is no reason to stop the daemon: what is open stays open.
+                self.defects += 1
+                logger.exception("open changes cannot be settled")
             await self._clock.sleep(RETRY_S)
 
     async def _try_to_settle(self, switch: str) -> None:
@@ -252,6 +296,11 @@ class CircuitExecutor:
                 await self._settle(switch)
             except DriverError as error:
                 logger.warning("a change on switch %s stays open: %s", switch, error)
+            except OrchestrRLError:
+                raise  # the journal's
+            except Exception:  # those of other switches are not to wait for it
+                self.defects += 1
+                logger.exception("a change on switch %s stays open", switch)
 
     async def _settle(self, switch: str) -> None:
         await self._end_trial(switch)

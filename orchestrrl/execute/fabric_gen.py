@@ -7,7 +7,7 @@ engines running has missed their boundary: it does what it would have done once 
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -87,15 +87,29 @@ class GenCircuits:
         self._within_s = within_s
         self._gpus_per_server = _gpus_per_server(fabric.site)
         self._followed = False
+        self.defects = 0  # faults of ours that were met while tending
 
     async def tend(self, fleet: Fleet) -> None:
         """`begin`; then, whenever circuits should have changed among requests (some were lost, say), change them once
         nobody has any. Until cancelled."""
-        await self.begin(fleet)
+        await self._safely(self.begin(fleet))
         while True:
             await self._clock.sleep(RESTED_S)
-            if not fleet.switching() and self._missed() and await self._rest(fleet):
-                await self._announce(fleet.serving(), boundary=True)
+            await self._safely(self._catch_up(fleet))
+
+    async def _catch_up(self, fleet: Fleet) -> None:
+        if not fleet.switching() and self._missed() and await self._rest(fleet):
+            await self._announce(fleet.serving(), boundary=True)
+
+    async def _safely(self, work: Awaitable[object]) -> None:
+        try:
+            await work
+        except OrchestrRLError as error:
+            logger.error("circuits of the deployment are left as they are: %s", error)
+        except Exception:
+            # A fault of ours is no reason to stop the daemon: engines serve on the circuits that there are.
+            self.defects += 1
+            logger.exception("circuits of the deployment are left as they are")
 
     async def after_sync(self, fleet: Fleet, until_s: float = inf) -> str:
         """Requests are about to be let in again: where weights were brought over circuits of their own, engines get

@@ -67,6 +67,7 @@ class FabricRouting:
         look_again_s: float = 5.0,
         offload: Offload,
     ) -> None:
+        self.defects = 0  # faults of ours that were met while tending
         self.routed: Routed | None = None  # None: nobody has said yet which circuits there are
         self._site = site
         self._interfaces = interfaces
@@ -150,6 +151,7 @@ class FabricRouting:
                 logger.warning("routes could not be looked after: %s", error)
             except Exception:
                 # A fault of ours, or of one router's driver, is no reason to stop the daemon.
+                self.defects += 1
                 logger.exception("routes could not be looked after")
             await self._clock.sleep(self._look_again_s)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from orchestrrl.execute.fabric_glass import Glance
-from orchestrrl.fabric_metrics import fabric_metrics, pause_metrics
+from orchestrrl.fabric_metrics import defect_metrics, fabric_metrics, pause_metrics
 from orchestrrl.holds import Part
 from orchestrrl.site import read_site
 from planner.fabric.model import OcsId, port_pair
@@ -51,4 +51,14 @@ def test_pauses() -> None:
         ("orchestrrl_paused", "balancer"): 0,
         ("orchestrrl_paused", "fabric"): 0,
         ("orchestrrl_paused", "sync"): 1,
+    }
+
+
+def test_faults_of_our_own_are_counted_by_loop() -> None:
+    plane: Any = SimpleNamespace(
+        circuits=SimpleNamespace(defects=2), gen_circuits=None, routing=SimpleNamespace(defects=0)
+    )
+    assert samples([defect_metrics(plane)]) == {
+        ("orchestrrl_defects_total", "circuits"): 2,
+        ("orchestrrl_defects_total", "routes"): 0,
     }

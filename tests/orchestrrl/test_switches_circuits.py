@@ -8,10 +8,12 @@ import pytest
 
 from ocs_drivers.errors import Conflict, OutcomeUnknown, Retryable
 from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import Change, ChangeMode, CrossConnect, Diff
+from ocs_drivers.model import Change, ChangeMode, CommitResult, CrossConnect, Diff, Facts
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.clock import VirtualClock
+from orchestrrl.errors import Permanent as OrchestrRLPermanent
 from orchestrrl.execute.circuits import (
+    RETRY_S,
     VALID_S,
     CircuitExecutor,
     CircuitOperation,
@@ -259,3 +261,112 @@ def test_an_operation_survives_the_journal() -> None:
     diff = Diff(ChangeMode.UPDATE, 12345, frozenset({*OLD, BYSTANDER}), OLD, NEW, OLD[:1])
     original = operation(diff, 1060.5)
     assert operation_from_json(original.id, operation_to_json(original)) == original
+
+
+class ArmingSwitch(VirtualSwitch):
+    """Makes commits ready ahead, and notes what it is asked for and how many entries were in the journal then."""
+
+    noted: list[tuple[str, int]]
+    journal: Journal
+    refuses = False
+
+    async def arm(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> "ArmedHere":
+        self.note("arm")
+        if self.refuses:
+            raise Retryable("its process is not there", device=self.device)
+        return ArmedHere(self, diff, expect_revision)
+
+    def note(self, what: str) -> None:
+        self.noted.append((what, len(written(self.journal))))
+
+
+class ArmedHere:
+    def __init__(self, switch: ArmingSwitch, diff: Diff, revision: int) -> None:
+        self._switch, self._diff, self._revision = switch, diff, revision
+
+    async def begin(self) -> CommitResult:
+        self._switch.note("begin")
+        return await self._switch.commit(self._diff, self._revision)
+
+    def disarm(self) -> None:
+        self._switch.note("disarm")
+
+
+@pytest.fixture
+def arming(journal: Journal, clock: VirtualClock) -> ArmingSwitch:
+    switch = ArmingSwitch("ocs1", clock=clock)
+    switch.noted, switch.journal = [], journal
+    return switch
+
+
+async def test_what_is_prepared_is_armed_before_it_is_written_down(
+    arming: ArmingSwitch, journal: Journal, clock: VirtualClock
+) -> None:
+    executor = CircuitExecutor({"ocs1": arming}, journal, clock)
+    operation = await executor.prepare("ocs1", Change(OLD), 60.0)
+    assert arming.noted == [("arm", 0)]
+    assert written(journal) == [("circuits.intent", None)]
+    assert (await executor.commit(operation)).done
+    assert arming.noted[1:] == [("begin", 1), ("disarm", 2)]
+    assert await shown(arming) == frozenset(OLD)
+    unwanted = await executor.prepare("ocs1", Change(disconnect=OLD), 60.0)
+    executor.abandon(unwanted, "not wanted")
+    executor.abandon(unwanted, "not wanted")
+    assert [what for what, _ in arming.noted[3:]] == ["arm", "disarm"]
+    with pytest.raises(Conflict, match="begun or abandoned before"):
+        await executor.commit(unwanted)
+    assert await shown(arming) == frozenset(OLD)
+
+
+async def test_what_cannot_be_armed_is_committed_all_the_same(
+    arming: ArmingSwitch, journal: Journal, clock: VirtualClock
+) -> None:
+    executor = CircuitExecutor({"ocs1": arming}, journal, clock)
+    arming.refuses = True
+    operation = await executor.prepare("ocs1", Change(OLD), 60.0)
+    assert (await executor.commit(operation)).done
+    assert [what for what, _ in arming.noted] == ["arm"]
+
+
+async def test_a_change_that_cannot_be_written_down_is_not_armed_any_more(
+    arming: ArmingSwitch, journal: Journal, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = CircuitExecutor({"ocs1": arming}, journal, clock)
+
+    def full(*_: object) -> int:
+        raise OrchestrRLPermanent("database or disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "append", full)
+        with pytest.raises(OrchestrRLPermanent):
+            await executor.prepare("ocs1", Change(OLD), 60.0)
+    assert [what for what, _ in arming.noted] == ["arm", "disarm"]
+
+
+async def test_a_fault_of_ours_with_one_switch_is_counted_and_the_others_are_settled(
+    journal: Journal, clock: VirtualClock
+) -> None:
+    class Odd(VirtualSwitch):
+        odd = False
+
+        async def facts(self) -> Facts:
+            if self.odd:
+                raise KeyError("a fault of ours")
+            return await super().facts()
+
+    odd, sound = Odd("a", clock=clock), VirtualSwitch("b", clock=clock)
+    before = CircuitExecutor({"a": odd, "b": sound}, journal, clock)
+    for switch in "ab":  # written down, and the daemon is gone
+        await before.prepare(switch, Change(OLD), 60.0)
+    odd.odd = True
+    executor = CircuitExecutor({"a": odd, "b": sound}, journal, clock)
+    assert executor.recover() == 2
+    running = asyncio.create_task(executor.run())
+    await clock.sleep(2 * RETRY_S)
+    assert [operation.switch for operation in executor.open] == ["a"]
+    assert executor.defects >= 2
+    odd.odd = False
+    await clock.sleep(2 * RETRY_S)
+    assert executor.open == ()
+    assert not running.done()
+    running.cancel()

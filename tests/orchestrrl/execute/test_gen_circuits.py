@@ -274,6 +274,30 @@ SYNC = Intent(
 )
 
 
+async def test_a_fault_of_ours_is_counted_and_the_fleet_is_tended_on(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+
+        class Odd(Found):
+            odd = True
+
+            def idle(self) -> bool | None:
+                if self.odd:
+                    raise KeyError("a fault of ours")
+                return super().idle()
+
+        found = Odd(specs(narrow))
+        tending = asyncio.create_task(house.gen.tend(found))
+        await house.clock.advance(10.0)
+        assert not tending.done()
+        assert house.gen.defects == 1
+        found.odd = False
+        house.fabric.expect(house.gen.intent(found.serving()))  # of which nobody has said that all stand still
+        await house.clock.advance(10.0)
+        assert house.circuits() == MESH
+        tending.cancel()
+
+
 async def test_after_a_weight_sync_engines_get_their_circuits_back(narrow: House) -> None:
     house = FabricHouse(narrow)
     async with house.daemon():

@@ -58,13 +58,13 @@ class Session:
         try:
             reader, writer = await asyncio.open_connection(host, port)
         except OSError as error:
-            raise Retryable("cannot connect", answer=error.strerror or str(error)) from error
+            raise Retryable(f"cannot connect to {host}:{port}: {error.strerror or error}") from error
         return cls(reader, writer, ctag, on_report, on_loss)
 
     async def prompt(self, text: str) -> None:
         """Wait until the device shows this prompt."""
         if self._lost:
-            raise Retryable("the connection broke", after_s=0.0, answer=self._lost)
+            raise Retryable(f"the connection broke: {self._lost}", after_s=0.0)
         if not self._framer.line_so_far.rstrip().endswith(text):
             shown = asyncio.get_running_loop().create_future()
             self._prompts.append((text, shown))
@@ -77,19 +77,16 @@ class Session:
         line = command.replace("<ctag>", ctag, 1)
         shown = shown or line
         if self._lost:
-            raise Retryable("the connection broke", after_s=0.0, command=shown, answer=self._lost)
+            raise Retryable(f"the connection broke: {self._lost}", after_s=0.0, command=shown)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[ctag] = reply
         try:
             self._writer.write(line.encode("latin-1", "replace") + b"\r\n")
             await self._writer.drain()
             answer = await reply
-        except _Unanswered as error:
-            unknown = OutcomeUnknown if is_setter else Retryable
-            raise unknown("the connection broke", command=shown, answer=str(error)) from error
-        except OSError as error:
-            unknown = OutcomeUnknown if is_setter else Retryable
-            raise unknown("the connection broke", command=shown, answer=str(error)) from error
+        except (_Unanswered, OSError) as error:
+            kind = OutcomeUnknown if is_setter else Retryable
+            raise kind(f"the connection broke: {error}", command=shown) from error
         except _Acknowledged as error:
             raise error.meaning(shown, is_setter) from error
         finally:
@@ -152,7 +149,7 @@ class Session:
                 waiting.set_exception(_Unanswered(reason))
         for _, shown in self._prompts:
             if not shown.done():
-                shown.set_exception(Retryable("the connection broke before the prompt", answer=reason))
+                shown.set_exception(Retryable(f"the connection broke before the prompt: {reason}"))
 
 
 class _Unanswered(Exception):

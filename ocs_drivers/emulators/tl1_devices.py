@@ -1,5 +1,6 @@
 """What the commands of three vendors' TL1 mean to the glass behind it. The server is tl1.py."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +8,6 @@ from typing import ClassVar
 
 from ocs_drivers.emulators.base import EmulatedDevice, Panel
 from ocs_drivers.errors import Permanent
-from ocs_drivers.faults import Fault, FaultKind
 from ocs_drivers.model import (
     Action,
     BootBehaviour,
@@ -130,8 +130,6 @@ class PolatisBox:
     def __init__(self, device: EmulatedDevice, panel: Panel, *, semicolons: bool) -> None:
         self._device = device
         self._setter = _Setter(device)
-        self._moving_s = panel.reconfiguration_s + panel.jitter_s
-        self._still_at_s = 0.0
         self._boot = panel.boot if panel.boot is not BootBehaviour.UNKNOWN else BootBehaviour.DARK
         self._model = '\\"OST; second of 2\\"' if semicolons else "OST"
 
@@ -163,15 +161,17 @@ class PolatisBox:
         if verb in ("RTRV-PORT-SHUTTER", "RTRV-PORT-POWER"):
             return self._ports(verb, aid)
         if verb in ("OPR-PORT-SHUTTER", "RLS-PORT-SHUTTER"):
-            return self._shut(verb, aid)
+            return await self._shut(verb == "RLS-PORT-SHUTTER", ports_of(aid), command)
         if verb == "RTRV-PATCH":
             return await self._patches(aid)
         if verb == "ENT-PATCH":
             ingress, _, egress = command.part(2).partition(",")
-            return await self._set(Action.ADD, self._setter.pairs(ports_of(ingress), ports_of(egress)), command)
+            await self._setter.set(Action.ADD, self._setter.pairs(ports_of(ingress), ports_of(egress)), command)
+            return []
         if verb == "DLT-PATCH":
             ports = list(facts.ingress_ports) if aid in ("", "ALL") else ports_of(aid)
-            return await self._set(Action.REMOVE, self._setter.held_by(ports), command)
+            await self._setter.set(Action.REMOVE, self._setter.held_by(ports), command)
+            return []
         raise Refusal("ICNV", "Input, Command Not Valid")
 
     def report(self, event: Event) -> tuple[str, str, str]:
@@ -182,15 +182,9 @@ class PolatisBox:
             return "A", "REPT EVT PATCH", f'"{pair.ingress_port},{pair.egress_port}"'
         return "**", "REPT ALM EQPT", f'"{event.text}"'
 
-    async def _set(self, action: Action, pairs: Sequence[CrossConnect], command: Command) -> Sequence[str]:
-        try:
-            await self._setter.set(action, pairs, command)
-        finally:
-            self._still_at_s = self._device.clock.now_s() + self._moving_s
-        return []
-
     async def _patches(self, aid: str) -> Sequence[str]:
-        await self._device.clock.sleep(max(0.0, self._still_at_s - self._device.clock.now_s()))
+        while math.isfinite(moving_s := self._device.glass.moving_s()):
+            await self._device.clock.sleep(moving_s)
         wanted = set(ports_of(aid)) if aid else None
         return [
             f'"{pair.ingress_port},{pair.egress_port}"'
@@ -210,14 +204,10 @@ class PolatisBox:
         shutter = {PortStatus.ENABLED: "OPEN", PortStatus.DISABLED: "CLOSED", PortStatus.FAILED: "FAILED"}
         return [f'"{port}:{shutter[states[port].status]}"' for port in ports]
 
-    def _shut(self, verb: str, aid: str) -> Sequence[str]:
-        kind = FaultKind.DISABLE_PORT if verb == "OPR-PORT-SHUTTER" else FaultKind.MEND_PORT
-        known = {state.port for state in self._device.glass.ports()}
-        ports = ports_of(aid)
-        if not known.issuperset(ports):
+    async def _shut(self, is_open: bool, ports: Sequence[int], command: Command) -> Sequence[str]:
+        if not {state.port for state in self._device.glass.ports()}.issuperset(ports):
             raise Refusal("IIAC", "Input, Invalid Access Identifier: no such port")
-        for port in ports:
-            self._device.inject(Fault(kind, port))
+        await self._device.enable(ports, is_open, command.text)
         return []
 
 

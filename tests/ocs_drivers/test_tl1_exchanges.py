@@ -1,0 +1,430 @@
+"""TL1 word for word: what the driver sends and how it takes documented answers, and how the emulators answer a client
+that knows nothing of either."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.registry import make_emulator
+from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.model import BootBehaviour, Circuit, CircuitState, CrossConnect, PortStatus
+from ocs_drivers.tl1 import Tl1Switch
+from ocs_drivers.tl1_session import Session, ctags
+
+REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference" / "ocs-protocols.md"
+
+# Commands as the reference documents them, with what they are answered by an emulator with 16 ports a side.
+POLATIS = (
+    ("ACT-USER::root:1::root;", "M  1 COMPLD"),
+    ("ENT-PATCH::11,28:2:;", "M  2 COMPLD"),
+    ("ENT-PATCH::1&2&3,17&18&19:3:;", "M  3 COMPLD"),
+    ("RTRV-PATCH:::4:;", '   "1,17"\r\n   "2,18"\r\n   "3,19"\r\n   "11,28"\r\n;'),
+    ("ENT-PATCH::1&&4,17&&20:5:;", "M  5 COMPLD"),
+    ("RTRV-PATCH::11&4&10:6:;", 'M  6 COMPLD\r\n   "4,20"\r\n   "11,28"\r\n;'),
+    ("DLT-PATCH::11:7:;", "M  7 COMPLD"),
+    ("RTRV-PATCH::11&4&10:8:;", 'M  8 COMPLD\r\n   "4,20"\r\n;'),
+    ("OPR-PORT-SHUTTER::5:9:;", "M  9 COMPLD"),
+    ("RTRV-PORT-SHUTTER::5&6:10:;", '   "5:CLOSED"\r\n   "6:OPEN"'),
+    ("RLS-PORT-SHUTTER::5:11:;", "M  11 COMPLD"),
+    ("RTRV-NETYPE:::12:;", '"Polatis,OST,OCS,6.5.2.18"'),
+    ("RTRV-EQPT::SYSTEM:13:::PARAMETER=SIZE;", '"SYSTEM:SIZE=16x16"'),
+    ("DLT-PATCH::ALL:14:;", "M  14 COMPLD"),
+    ("RTRV-PATCH:::15:;", "M  15 COMPLD\r\n;"),
+    ("ENT-PATCH::1,99:16:;", "M  16 DENY\r\n   IIAC\r\n   /* "),
+    ("NONSENSE::1:17:;", "M  17 DENY\r\n   ICNV\r\n"),
+    ("CANC-USER::root:18:;", "M  18 COMPLD"),
+    ("RTRV-PATCH:::19:;", "M  19 DENY\r\n   PLNA\r\n"),
+)
+CALIENT = (
+    ("ACT-USER::root:1::root;", "M  1 COMPLD"),
+    ("RTRV-NE;", "M  0 COMPLD"),
+    ("ENT-CRS::1.1.1,1.2.2:2::Quali,1WAY;", "M  2 COMPLD"),
+    ("RTRV-CRS:::::ALL;", "GRPNAME=Quali,CONNNAME=1.1.1>1.2.2,CONNTYPE=1WAY,AS=UMA,OS=RDY,OC=OK"),
+    ("ACT-CRS::1.1.1,1.2.2:3::1.1.1>1.2.2,Quali;", "M  3 COMPLD"),
+    ("RTRV-CRS:::::ALL;", '   "1.1.1>1.2.2:SRCPORT=1.1.1,DSTPORT=1.2.2,GRPNAME=Quali,CONNNAME=1.1.1>1.2.2,'),
+    ("RTRV-PORT-SUM::1.1.1;", "CONNNAME1=1.1.1>1.2.2,CONNSTATE1=ACT,"),
+    ("ENT-CRS::1.1.1,1.2.3:4::Quali,1WAY;", "M  4 DENY"),
+    ("CANC-CRS:::::1.1.1>1.2.2;", "M  0 COMPLD"),
+    ("DLT-CRS::1.1.1,1.2.2:5::,Quali,1.1.1>1.2.2;", "M  5 COMPLD"),
+    ("INH-MSG;", "M  0 COMPLD"),
+    ("RTRV-CRS:::::ALL;", "M  0 COMPLD\r\n;"),
+)
+GLIMMERGLASS = (
+    ("act-user::root:1::root;", "M  1 COMPLD"),
+    ("ent-crs-fiber::10001&10002,20002&20001:2;", "M  2 COMPLD"),
+    ("rtrv-crs-fiber::10001:3;", '"GGN:IPORTID=10001,IPORTNAME=,OPORTID=20002,OPORTNAME=,CONNID=0,CONNSTATE='),
+    ("dlt-crs-fiber::10001:4;", "M  4 COMPLD"),
+    ("rtrv-crs-fiber::all:5;", '"GGN:IPORTID=10001,IPORTNAME=,OPORTID=0,OPORTNAME=,CONNID=0,CONNSTATE=single,'),
+    ("ent-crs-fiber::20001,10001:6;", "M  6 DENY"),
+)
+TABLES = {"tl1-polatis": POLATIS, "tl1-calient": CALIENT, "tl1-glimmerglass": GLIMMERGLASS}
+
+
+def talk(address: str, commands: bytes, ends: int) -> str:
+    """As `nc` would: send it all, read until so many messages have ended."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(commands)
+        received = b""
+        while received.count(b"\r\n;") < ends:
+            piece = connection.recv(65536)
+            if not piece:
+                break
+            received += piece
+        return received.decode("latin-1")
+
+
+@pytest.mark.parametrize("protocol", TABLES)
+async def test_a_client_that_knows_only_the_table_is_served(protocol: str) -> None:
+    emulator = make_emulator(protocol, Panel(16, 16, reconfiguration_s=0.0))
+    address = await emulator.start()
+    try:
+        table = TABLES[protocol]
+        # No reports: they would come in between.
+        quiet = "" if protocol == "tl1-polatis" else table[0][0] + "INH-MSG;" * (protocol == "tl1-calient")
+        sent = quiet + "\n".join(command for command, _ in table)
+        answer = await asyncio.to_thread(talk, address, sent.encode(), len(table) + quiet.count(";"))
+        for command, wanted in table:
+            assert wanted in answer, f"{command}: {wanted!r} is not in {answer!r}"
+    finally:
+        await emulator.stop()
+
+
+@pytest.mark.shared
+def test_the_tables_are_those_of_the_reference() -> None:
+    if not REFERENCE.exists():
+        pytest.skip("the reference material is not beside the repository")
+    documented = REFERENCE.read_text()
+    for command in (
+        "ENT-PATCH::11,28:<ctag>:;",
+        "ENT-PATCH::1&2&3,17&18&19:<ctag>:;",
+        "ENT-PATCH::1&&4,17&&20:<ctag>:;",
+        "DLT-PATCH::11:<ctag>:;",
+        "RTRV-PATCH::11&4&10:<ctag>:;",
+        "RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;",
+        "ENT-CRS::<src>,<dst>:<ctag>::<group>,1WAY|2WAY;",
+        "ACT-CRS::<src>,<dst>:<ctag>::<src>><dst>|<src>-<dst>,<group>;",
+        "RTRV-CRS:::::ALL;",
+        "ent-crs-fiber::10001&10002,20002&20001:<ctag>;",
+        "dlt-crs-fiber::<in>:<ctag>;",
+        "rtrv-crs-fiber::all:<ctag>;",
+    ):
+        assert command in documented
+
+
+class Script:
+    """A device that only repeats: answers by the beginning of the command, and keeps what it was sent. An answer of
+    None breaks the connection, one that begins with `!` is sent as it is, `DENY ...` refuses."""
+
+    def __init__(self, answers: dict[str, str | None]) -> None:
+        self.answers = answers
+        self.received: list[str] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                command = (await reader.readuntil(b";\r\n")).decode().strip()
+                self.received.append(command)
+                ctag = command.rstrip(";").split(":")[3]
+                answer = next((a for key, a in self.answers.items() if command.startswith(key)), "")
+                if answer is None:
+                    break
+                writer.write(self._framed(answer, ctag).encode("latin-1"))
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            writer.close()
+
+    def _framed(self, answer: str, ctag: str) -> str:
+        if answer.startswith("!"):
+            return answer[1:].replace("<ctag>", ctag)
+        head = f"\r\n\n   SWITCH 16-11-07 11:20:14\r\nM  {ctag} "
+        if answer.startswith("DENY"):
+            return f"{head}DENY\r\n   {answer[5:9]}\r\n   /* {answer[10:]} */\r\n;"
+        return f"{head}COMPLD\r\n" + "".join(f"   {line}\r\n" for line in answer.splitlines()) + ";"
+
+    def asked(self) -> list[str]:
+        """What was sent, CTAGs left out, the login too."""
+        return [":".join(["*" if i == 3 else part for i, part in enumerate(c.split(":"))]) for c in self.received[1:]]
+
+
+@asynccontextmanager
+async def scripted(answers: dict[str, str | None], **options: Any) -> AsyncIterator[tuple[Script, Tl1Switch]]:
+    script = Script(answers)
+    server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    driver = Tl1Switch("ocs1", address=f"{host}:{port}", command_timeout_s=60.0, **options)
+    try:
+        yield script, driver
+    finally:
+        await driver.close()
+        server.close()
+
+
+POLATIS_SAYS: dict[str, str | None] = {
+    "RTRV-EQPT::SYSTEM": '"SYSTEM:SIZE=16x16"',
+    "RTRV-EQPT::BOOT": '"BOOT:MODE=RESTORE"',
+    "RTRV-NETYPE": '"Polatis,I-OST-16x16-LU1-DMHNS,OCS,6.5.2.18"',
+    "RTRV-INV": '"OCS:SN=002414"',
+    "RTRV-PATCH": '"11,28"\n"17,1"',
+    "RTRV-PORT-SHUTTER": '"1:OPEN"\n"2:CLOSED"\n"3:FAULTY"',
+}
+
+
+async def test_polatis_word_for_word() -> None:
+    async with scripted(POLATIS_SAYS) as (script, driver):
+        facts = await driver.facts()
+        assert (facts.vendor, facts.model, facts.serial, facts.software) == (
+            "Polatis",
+            "I-OST-16x16-LU1-DMHNS",
+            "002414",
+            "6.5.2.18",
+        )
+        assert (facts.ingress_ports, facts.egress_ports, facts.boot) == (
+            range(1, 17),
+            range(17, 33),
+            BootBehaviour.RESTORE,
+        )
+        seen = (await driver.cross_connects()).circuits
+        assert seen == (Circuit(CrossConnect(1, 17)), Circuit(CrossConnect(11, 28)))  # whichever side is listed first
+        assert [port.status for port in await driver.ports()] == [
+            PortStatus.ENABLED,
+            PortStatus.DISABLED,
+            PortStatus.FAILED,
+        ]
+        wire = driver._wire
+        await wire.add([CrossConnect(1, 17), CrossConnect(2, 18), CrossConnect(3, 19)])
+        await wire.remove([CrossConnect(11, 28)])
+    assert script.asked() == [
+        "RTRV-EQPT::SYSTEM:*:::PARAMETER=SIZE;",
+        "RTRV-EQPT::BOOT:*:::PARAMETER=MODE;",
+        "RTRV-NETYPE:::*:;",
+        "RTRV-INV::OCS:*:;",
+        "RTRV-PATCH:::*:;",
+        "RTRV-PORT-SHUTTER::1&&32:*:;",
+        "ENT-PATCH::1&2&3,17&18&19:*:;",
+        "DLT-PATCH::11:*:;",
+        "CANC-USER::root:*:;",
+    ]
+    ctags_sent = [command.rstrip(";").split(":")[3] for command in script.received]
+    assert len(set(ctags_sent)) == len(ctags_sent)
+
+
+async def test_an_any_to_any_polatis_without_a_boot_mode() -> None:
+    answers = {**POLATIS_SAYS, "RTRV-EQPT::SYSTEM": '"SYSTEM:SIZE=32xCC"', "RTRV-EQPT::BOOT": "DENY IIAC no such"}
+    async with scripted(answers, boot="dark") as (_, driver):
+        facts = await driver.facts()
+        assert (facts.ingress_ports, facts.egress_ports, facts.boot) == (
+            range(1, 33),
+            range(1, 33),
+            BootBehaviour.DARK,
+        )
+
+
+CALIENT_SAYS: dict[str, str | None] = {
+    "RTRV-NE": '"CALIENT01TS:SERIALNUMBER=C00002227,SWPACKAGE=6.0-3,STATUS=OK,CHASSISTYPE=S162,PLATFORM=VERSION2"',
+    "RTRV-PORT-SUM": "\n".join(
+        f'"{name}:ALIAS=\\"a; b\\",INPWR={power},OUTPWR=NONE,CONNNAME1=NONE,CONNSTATE1=NONE"'
+        for name, power in (("2.10.1", "NONE"), ("2.2.1", "-12.5"), ("10.1.1", "-3"), ("2.2.2", "NONE"))
+    ),
+    "RTRV-PORT:": (
+        '"2.2.1:WX,NONE,NONE:INAS=OOS-NP,INOS=OOS,INOC=OK,INRS=NPR,OUTAS=OOS-NP,OUTOS=OOS,OUTOC=OK,OUTRS=NPR"\n'
+        '"2.2.2:WX,NONE,NONE:INAS=IS,INOS=IS,INOC=OK,INRS=NPR,OUTAS=IS,OUTOS=OOS,OUTOC=FAIL,OUTRS=NPR"\n'
+        '"2.10.1:WX,NONE,NONE:INAS=OOS-MA,INOS=OOS,INOC=OK,INRS=NPR,OUTAS=IS,OUTOS=IS,OUTOC=OK,OUTRS=NPR"'
+    ),
+    "RTRV-CRS": (
+        '"2.2.1-2.2.2:SRCPORT=2.2.1,DSTPORT=2.2.2,GRPNAME=DSTRAUB,CONNNAME=2.2.1-2.2.2,CONNTYPE=2WAY,AS=IS,OS=IS,OC=OK"\n'
+        '"2.10.1>10.1.1:SRCPORT=2.10.1,DSTPORT=10.1.1,GRPNAME=LAB,CONNNAME=2.10.1>10.1.1,CONNTYPE=1WAY,AS=IS,OS=RDY,OC=OK"\n'
+        '"10.1.1>2.10.1:SRCPORT=10.1.1,DSTPORT=2.10.1,GRPNAME=LAB,CONNNAME=\\"old; one\\",CONNTYPE=1WAY,'
+        'AS=UMA,OS=RDY,OC=OK"'
+    ),
+}
+
+
+async def test_calient_word_for_word() -> None:
+    async with scripted(CALIENT_SAYS, dialect="calient", group="LAB") as (script, driver):
+        facts = await driver.facts()
+        assert (facts.model, facts.serial, facts.software) == ("S162", "C00002227", "6.0-3")
+        # Numbered in the natural order of their names: 2.2.1, 2.2.2, 2.10.1, 10.1.1.
+        assert facts.ingress_ports == facts.egress_ports == range(1, 5)
+        ports = await driver.ports()
+        assert [port.status for port in ports[:3]] == [PortStatus.ENABLED, PortStatus.FAILED, PortStatus.DISABLED]
+        assert [port.power_dbm for port in ports] == [-12.5, None, None, -3.0]
+        assert (await driver.cross_connects()).circuits == (
+            Circuit(CrossConnect(1, 2)),
+            Circuit(CrossConnect(2, 1)),
+            Circuit(CrossConnect(3, 4), CircuitState.TUNING),
+        )
+        wire = driver._wire
+        script.received.clear()
+        with pytest.raises(Permanent, match="half of the two-way connection"):
+            await wire.remove([CrossConnect(1, 2)])
+        await wire.remove([CrossConnect(3, 4)])
+        await wire.add([CrossConnect(1, 4)])
+        assert script.asked() == [
+            "RTRV-CRS:::*::ALL;",
+            "CANC-CRS:::*::2.10.1>10.1.1;",
+            "DLT-CRS:::*::2.10.1>10.1.1;",
+            "ENT-CRS::2.2.1,10.1.1:*::LAB,1WAY;",
+            "ACT-CRS::2.2.1,10.1.1:*::2.2.1>10.1.1,LAB;",
+        ]
+
+
+async def test_calient_what_a_cut_off_change_left_provisioned_is_cleared_away() -> None:
+    async with scripted(
+        {**CALIENT_SAYS, "ENT-CRS": "DENY SROF Invalid Connection"}, dialect="calient", group="LAB"
+    ) as (
+        script,
+        driver,
+    ):
+        await driver.cross_connects()
+        script.received.clear()
+        with pytest.raises(Permanent, match="Invalid Connection"):
+            await driver._wire.add([CrossConnect(4, 3)])
+        assert [command.split(":")[0] for command in script.received] == ["ENT-CRS", "RTRV-CRS", "DLT-CRS", "ENT-CRS"]
+        assert script.received[2].endswith('::"old; one";')
+
+
+async def test_calient_other_ports_than_before_are_an_error() -> None:
+    async with scripted(dict(CALIENT_SAYS), dialect="calient") as (script, driver):
+        await driver.facts()
+        await driver.close()
+        script.answers["RTRV-PORT-SUM"] = str(CALIENT_SAYS["RTRV-PORT-SUM"]) + '\n"1.1.1:ALIAS=NONE"'
+        with pytest.raises(Permanent, match="other ports than before"):
+            await driver.ports()
+
+
+async def test_calient_ports_can_be_pinned() -> None:
+    async with scripted(CALIENT_SAYS, dialect="calient", port_names=["10.1.1", "2.2.1"]) as (_, driver):
+        assert (await driver.facts()).ingress_ports == range(1, 3)
+        assert [port.power_dbm for port in await driver.ports()] == [-3.0, -12.5]
+    async with scripted(CALIENT_SAYS, dialect="calient", port_names=["10.1.1", "7.7.7"]) as (_, driver):
+        with pytest.raises(Permanent, match=r"no ports 7\.7\.7"):
+            await driver.facts()
+
+
+GLIMMERGLASS_SAYS: dict[str, str | None] = {
+    "rtrv-system-info": (
+        '"GGN:SerialNumber=300-117"\n"GGN:SystemType=OXC"\n"GGN:ChassisType=System-300"\n'
+        '"GGN:SoftwareActiveVersion=3.4.1"\n"GGN:LicensedPortMatrix=4x4"'
+    ),
+    "RTRV-CFG-FIBER": (
+        '"GGN:PORTID=10001,PORTNAME=\\"from 5530; #4\\",PORTDIR=input,PORTHEALTH=good,PORTCAT=nor,PORTPRIV=0x1"\n'
+        '"GGN:PORTID=10002,PORTNAME=,PORTDIR=input,PORTHEALTH=good,PORTCAT=nor,PORTPRIV=0x0"\n'
+        '"GGN:PORTID=20001,PORTNAME=,PORTDIR=output,PORTHEALTH=bad,PORTCAT=nor,PORTPRIV=0x1"'
+    ),
+    "rtrv-port-power": '"GGN:PORTID=10001,PORTNAME=,PORTPOWER=-49.162"',
+    "rtrv-crs-fiber": (
+        '"GGN:IPORTID=10001,IPORTNAME=,OPORTID=0,OPORTNAME=,CONNID=0,CONNSTATE=single,CONNCAUSE=none,INPWR=-49.162"\n'
+        '"GGN:IPORTID=10002,IPORTNAME=,OPORTID=20003,OPORTNAME=,CONNID=0,CONNSTATE=fault,'
+        'CONNCAUSE=initial_connection_timer_expired,INPWR=-48.549,OUTPWR=-49.354"\n'
+        '"GGN:IPORTID=10004,IPORTNAME=,OPORTID=20004,OPORTNAME=,CONNID=0,CONNSTATE=steady,CONNCAUSE=none"'
+    ),
+}
+
+
+async def test_glimmerglass_word_for_word() -> None:
+    async with scripted(GLIMMERGLASS_SAYS, dialect="glimmerglass") as (script, driver):
+        facts = await driver.facts()
+        assert (facts.model, facts.serial, facts.software, facts.ports) == ("System-300", "300-117", "3.4.1", 4)
+        ports = await driver.ports()
+        assert [port.status for port in ports[:2]] == [PortStatus.FAILED, PortStatus.DISABLED]
+        assert ports[0].power_dbm == -49.162
+        assert (await driver.cross_connects()).circuits == (
+            Circuit(CrossConnect(2, 3), CircuitState.FAILED),
+            Circuit(CrossConnect(4, 4)),
+        )
+        script.received.clear()
+        await driver._wire.add([CrossConnect(1, 2), CrossConnect(2, 1)])
+        await driver._wire.remove([CrossConnect(1, 2)])
+        assert script.received[0].startswith("ent-crs-fiber::10001&10002,20002&20001:")
+        assert script.received[1].startswith("dlt-crs-fiber::10001:")
+
+
+@pytest.mark.parametrize(
+    "words", ["DENY SAIS Already logged in", "DENY PLNA User root is already logged on, logged in"]
+)
+async def test_already_logged_in_is_a_success(words: str) -> None:
+    async with scripted({**POLATIS_SAYS, "ACT-USER": words}) as (_, driver):
+        assert (await driver.facts()).ports == 32
+
+
+async def test_a_wrong_password_is_permanent_and_not_repeated_to_anybody() -> None:
+    async with scripted({"ACT-USER": "DENY PICC wrong password"}, password="s3cr;et") as (script, driver):
+        with pytest.raises(Permanent, match="wrong password") as refused:
+            await driver.facts()
+        assert "s3cr" not in str(refused.value)
+        assert refused.value.command == "ACT-USER::root"
+        assert script.received[0].endswith('::"s3cr;et";')  # in quotes, so that the device does not stop there
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_setter", "kind"),
+    [
+        ("!\r\n\nRL <ctag>\r\n<", True, Retryable),
+        ("!\r\n\nNG <ctag>\r\n<", True, Permanent),
+        ("!\r\n\nNA <ctag>\r\n<", True, OutcomeUnknown),
+        ("!\r\n\nNA <ctag>\r\n<", False, Retryable),
+        (None, True, OutcomeUnknown),
+        (None, False, Retryable),
+        ("DENY SROF no", True, Permanent),
+    ],
+)
+async def test_how_each_bad_end_is_told(answer: str | None, is_setter: bool, kind: type[DriverError]) -> None:
+    async with scripted({**POLATIS_SAYS, "ENT-PATCH": answer, "RTRV-PORT-SHUTTER": answer}) as (_, driver):
+        await driver.facts()
+        with pytest.raises(kind) as told:
+            await (driver._wire.add([CrossConnect(1, 17)]) if is_setter else driver._wire.read_ports())
+        assert type(told.value).__mro__[:-1].count(kind) == 1
+        assert told.value.command
+
+
+async def test_in_progress_is_waited_out() -> None:
+    reply = "!\r\n\nIP <ctag>\r\n<\r\n\n   OXC 26-11-22 02:30:00\r\nM  <ctag> COMPLD\r\n;"
+    async with scripted({**POLATIS_SAYS, "ENT-PATCH": reply}) as (_, driver):
+        await driver.facts()
+        await driver._wire.add([CrossConnect(1, 17)])
+
+
+async def test_a_late_reply_is_not_taken_for_another() -> None:
+    """The reply to a command that nobody waits for any more comes just before that to the next."""
+    first_is_sent = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        late = (await reader.readuntil(b";")).decode().rstrip(";").split(":")[3]
+        first_is_sent.set()
+        ctag = (await reader.readuntil(b";")).decode().rstrip(";").split(":")[3]
+        for tag, line in ((late, '"1,17"'), (ctag, '"2,18"')):
+            writer.write(f"\r\n\n   OXC 26-11-22 02:30:00\r\nM  {tag} COMPLD\r\n   {line}\r\n;".encode())
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    session = await Session.connect(host, port, ctags(), lambda report: None, lambda: None)
+    abandoned = asyncio.create_task(session.ask("RTRV-PATCH:::<ctag>:;"))
+    await first_is_sent.wait()
+    abandoned.cancel()
+    await asyncio.gather(abandoned, return_exceptions=True)
+    assert (await session.ask("RTRV-PATCH:::<ctag>:;")).lines == ("2,18",)
+    await session.close("")
+    server.close()
+
+
+@pytest.mark.parametrize("dialect", ["polatis", "calient", "glimmerglass"])
+async def test_an_empty_list_never_reaches_the_device(dialect: str) -> None:
+    says = {"polatis": POLATIS_SAYS, "calient": CALIENT_SAYS, "glimmerglass": GLIMMERGLASS_SAYS}[dialect]
+    async with scripted(says, dialect=dialect) as (script, driver):
+        await driver.facts()
+        before = len(script.received)
+        setters: tuple[Callable[..., Any], ...] = (driver._wire.add, driver._wire.remove)
+        for setter in setters:
+            with pytest.raises(ValueError, match=r"empty list|not enough values"):
+                await setter([])
+        assert len(script.received) == before

@@ -1,0 +1,204 @@
+"""The framing of TL1: whatever is said, wherever reports come in, however the bytes are cut, the same is read."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ocs_drivers.tl1_framing import Acknowledgement, Framer, Message, Reply, Report, fields, quote
+
+HEADER = "   Polatis 26-11-22 02:30:00"
+
+line_text = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=12) | st.sampled_from(
+    ["a; b", ";", 'say "no"', "M  5 COMPLD", "A  1 REPT ALM", "IP 5", "back\\slash", ">", "<", "/* not one */"]
+)
+comment_text = st.sampled_from(["", "NOTICE This is a private system; go", 'a "quoted" word', "M  9 COMPLD inside"])
+# None of these is of any meaning where it stands: around messages.
+NOISE = [
+    b"agent> ",
+    b"< ",
+    b"\r\n<",
+    b"ENT-PATCH::1&2,17&18:5:;\r\n",
+    b"Welcome; type HELP\r\n",
+    b'\x1b[62;1"p\x1b>\x1b[?4l\x1b[1;50r\x1b[50;1H',
+    b"\xff\xfb\x01\xff\xfd\x03",
+    b"\xff\xfa\x18\x01;\xff\xf0",
+    b"\x00\x07",
+]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a device says: its bytes, in pieces between which others may come, and what a reader must make of it."""
+
+    pieces: tuple[bytes, ...]
+    message: Message
+
+
+@st.composite
+def replies(draw: st.DrawFn, ctag: int) -> Told:
+    is_refusal = draw(st.booleans())
+    comment = draw(comment_text)
+    code = "SROF" if is_refusal else ""
+    lines = [] if is_refusal else draw(st.lists(line_text, max_size=5))
+    body = [code] if is_refusal else [quoted(line) for line in lines]
+    completion = "DENY" if is_refusal else "COMPLD"
+    first = f"M  {ctag} {completion}"
+    return Told(draw(rendered(first, body, comment)), Reply(str(ctag), completion, tuple(lines), code, comment))
+
+
+@st.composite
+def reports(draw: st.DrawFn, tag: int) -> Told:
+    severity = draw(st.sampled_from(["A", "*C", "**", "*^"]))
+    verb = draw(st.sampled_from(["REPT ALM CRS", "REPT DBCHG EVT SECU IDVN", "REPT EVT EQPT"]))
+    lines = draw(st.lists(line_text, max_size=2))
+    comment = draw(comment_text)
+    body = [quoted(line) for line in lines]
+    return Told(
+        draw(rendered(f"{severity}  {tag} {verb}", body, comment)),
+        Report(severity, str(tag), verb, tuple(lines), comment),
+    )
+
+
+@st.composite
+def rendered(draw: st.DrawFn, first: str, body: list[str], comment: str) -> tuple[bytes, ...]:
+    """Lines with their ends, in one part or in several."""
+    newline = draw(st.sampled_from(["\r\n", "\n", "\r", "\r\n\n"]))
+    body = [*body, *([f"/* {comment} */"] if comment else [])]
+    head = [newline, HEADER + newline, first + newline]
+    pieces = list(head)
+    for index, line in enumerate(body):
+        if index and draw(st.integers(0, 3)) == 0:
+            pieces += [draw(st.sampled_from(["<", ">"])), *head]
+        pieces.append(f"   {line}{newline}")
+    return tuple(piece.encode("latin-1") for piece in [*pieces, ";"])
+
+
+def quoted(line: str) -> str:
+    return '"' + line.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[bytes, list[Message]]:
+    """All that a device sends on a connection, and the messages in the order in which they end."""
+    stream, expected = bytearray(), []
+    for number in range(draw(st.integers(0, 4))):
+        for _ in range(draw(st.integers(0, 2))):
+            stream += draw(st.sampled_from(NOISE)) + b"\r\n"
+        if draw(st.booleans()):
+            code = draw(st.sampled_from(["IP", "PF", "OK", "NA", "NG", "RL"]))
+            stream += f"\r\n\n{code} {number}\r\n<".encode()
+            expected.append(Acknowledgement(code, str(number)))
+        told = draw(replies(number) if draw(st.booleans()) else reports(number))
+        for index, piece in enumerate(told.pieces):
+            if draw(st.integers(0, 5)) == 0:  # a report, before the message or within it
+                other = draw(reports(1000 + 10 * number + index))
+                stream += b"".join(other.pieces)
+                expected.append(other.message)
+            stream += piece
+        expected.append(told.message)
+    return bytes(stream), expected
+
+
+@given(conversations(), st.lists(st.integers(0, 2000), max_size=12))
+def test_whatever_is_said_is_read_the_same_however_it_is_cut(
+    said: tuple[bytes, list[Message]], cuts: list[int]
+) -> None:
+    stream, expected = said
+    framer, read = Framer(), []
+    places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
+    for start, end in itertools.pairwise(places):
+        read += framer.feed(stream[start:end])
+    assert read == expected
+
+
+@given(conversations())
+def test_byte_by_byte_is_no_different(said: tuple[bytes, list[Message]]) -> None:
+    stream, expected = said
+    framer = Framer()
+    assert [message for byte in stream for message in framer.feed(bytes((byte,)))] == expected
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=4))
+def test_no_garbage_brings_it_down_nor_depends_on_the_cut(garbage: bytes, cuts: list[int]) -> None:
+    whole = Framer().feed(garbage)
+    framer, read = Framer(), []
+    places = sorted({0, len(garbage), *(cut for cut in cuts if cut < len(garbage))})
+    for start, end in itertools.pairwise(places):
+        read += framer.feed(garbage[start:end])
+    assert read == whole
+
+
+def test_a_report_between_two_parts_of_a_reply() -> None:
+    stream = (
+        b'\r\n\n   OXC 26-11-22 02:30:00\r\nM  7 COMPLD\r\n   "1,17"\r\n>'
+        b'\r\n\n   OXC 26-11-22 02:30:00\r\n*C  12 REPT ALM CRS\r\n   "2,18:CR,LOS"\r\n;'
+        b'\r\n\n   OXC 26-11-22 02:30:00\r\nM  7 COMPLD\r\n   "3,19"\r\n;'
+    )
+    assert Framer().feed(stream) == [
+        Report("*C", "12", "REPT ALM CRS", ("2,18:CR,LOS",)),
+        Reply("7", "COMPLD", ("1,17", "3,19")),
+    ]
+
+
+def test_a_comment_may_go_over_lines_that_look_like_ends() -> None:
+    stream = (
+        b'\r\n   OXC 26-11-22 02:30:00\r\nM  1 COMPLD\r\n   /* NOTICE private\r\n; go away\r\n> now */\r\n   "x"\r\n;'
+    )
+    assert Framer().feed(stream) == [Reply("1", "COMPLD", ("x",), text="NOTICE private ; go away > now")]
+
+
+def test_a_refusal_keeps_code_and_words() -> None:
+    stream = (
+        b"\r\n\n   OXC 26-11-22 02:30:00\r\nM  2 DENY\r\n   SROF\r\n   /* Status, Requested Operation Failed */\r\n;"
+    )
+    (reply,) = Framer().feed(stream)
+    assert isinstance(reply, Reply)
+    assert not reply.done
+    assert reply.words == "DENY SROF /* Status, Requested Operation Failed */"
+
+
+def test_telnet_options_are_refused_once() -> None:
+    framer = Framer()
+    framer.feed(b"\xff\xfb\x01\xff")
+    framer.feed(b"\xfd\x03")
+    assert framer.refusals() == b"\xff\xfe\x01\xff\xfc\x03"  # DONT echo, WONT suppress-go-ahead
+    assert framer.refusals() == b""
+
+
+def test_lines_without_quotes_are_kept_and_the_prompt_is_seen() -> None:
+    framer = Framer()
+    assert framer.feed(b"\r\n   OXC 26-11-22 02:30:00\r\nM  1 COMPLD\r\n   16x16\r\n;\r\nagent> ") == [
+        Reply("1", "COMPLD", ("16x16",))
+    ]
+    assert framer.line_so_far == "agent> "
+
+
+def test_a_peer_that_never_ends_its_line_is_not_kept() -> None:
+    framer = Framer()
+    for _ in range(3):
+        assert framer.feed(b"x" * 700_000) == []
+    assert len(framer.line_so_far) <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("1.1.1:ALIAS=NONE,INPWR=-3.2", {"": "1.1.1", "ALIAS": "NONE", "INPWR": "-3.2"}),
+        (
+            'GGN:PORTNAME="to rack 3; unit 5, left",PORTID=20001',
+            {"": "GGN", "PORTNAME": "to rack 3; unit 5, left", "PORTID": "20001"},
+        ),
+        ("1.1.1:WX,NONE,NONE:INAS=IS,INOC=OK", {"": "1.1.1", "INAS": "IS", "INOC": "OK"}),
+        ("SRCPORT=1,OPORTNAME=", {"SRCPORT": "1", "OPORTNAME": ""}),
+    ],
+)
+def test_fields_of_a_line(line: str, wanted: dict[str, str]) -> None:
+    assert fields(line) == wanted
+
+
+def test_what_the_grammar_would_take_for_itself_is_quoted() -> None:
+    assert quote("root") == "root"
+    assert quote('p;a:s"s') == '"p;a:s\\"s"'

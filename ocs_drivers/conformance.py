@@ -8,13 +8,14 @@
             await my_emulator.inject(fault)
 
 Each test gets a driver of its own and closes it. A capability that is declared is tested; one that is not declared must
-be absent in fact: its fields stay None and its calls say so. Faults that cannot be injected (nobody breaks a mirror of
-a lab switch) are named in `cannot_inject` with the reason, and their tests skip with it.
+be absent in fact: its fields stay None and its calls say so. What a harness cannot do with its device (nobody breaks a
+mirror of a lab switch) is named in `cannot_inject` and `cannot` with the reason, and its tests skip with it. A hook
+that is neither written nor excused fails. Outside pytest: conformance_run.py.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from types import MappingProxyType
 from typing import TypeVar
 from unittest import SkipTest
@@ -30,11 +31,20 @@ from ocs_drivers.model import (
     CommitResult,
     Connectivity,
     CrossConnect,
+    Diff,
+    Event,
     EventKind,
     PortStatus,
+    Reading,
 )
 
 E = TypeVar("E", bound=DriverError)
+
+# A trial that no test waits for, and one that is over soon.
+LONG_S = 50.0
+SHORT_S = 0.05
+PAUSE_S = 0.005
+PATIENCE_S = 60.0  # at the end of which what had to come about has not
 
 
 async def connected(driver: OcsDriver) -> frozenset[CrossConnect]:
@@ -64,10 +74,30 @@ async def refusal(kind: type[E], *words: str) -> AsyncIterator[list[E]]:
     assert not unnamed, f"{unnamed} not named in: {caught[0]}"
 
 
+async def until(driver: OcsDriver, is_so: Callable[[Reading], bool], what: str) -> Reading:
+    """The first reading that is so; AssertionError where none comes."""
+    turns = int(PATIENCE_S / PAUSE_S)
+    for _ in range(turns):
+        reading = await driver.cross_connects()
+        if is_so(reading):
+            return reading
+        await asyncio.sleep(PAUSE_S)
+    raise AssertionError(f"the device never {what}: {reading}")
+
+
+async def heard(events: AsyncGenerator[Event, None], kind: EventKind) -> Event:
+    """The next event of this kind."""
+    async for event in events:
+        if event.kind is kind:
+            return event
+    raise AssertionError(f"the stream ended without an event of kind {kind}")
+
+
 class DriverConformance:
     """See the module."""
 
     cannot_inject: Mapping[FaultKind, str] = MappingProxyType({})
+    cannot: Mapping[str, str] = MappingProxyType({})  # by the name of the hook: make_foreign, setters, make_big
 
     async def make_driver(self) -> OcsDriver:
         """A driver for a device with nothing connected. Override it."""
@@ -76,6 +106,18 @@ class DriverConformance:
     async def inject(self, driver: OcsDriver, fault: Fault) -> None:
         """Make the device behind the driver misbehave. Override it, or fill `cannot_inject`."""
         raise AssertionError(f"this harness neither injects {fault.kind} nor says why it cannot")
+
+    async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
+        """Let somebody else put these up on the driver's device, e.g. by another session. Override it."""
+        raise AssertionError("this harness neither makes circuits of somebody else nor says why it cannot")
+
+    async def setters(self, driver: OcsDriver) -> Sequence[str]:
+        """All setters that have reached the driver's device so far, in its own words. Override it."""
+        raise AssertionError("this harness neither counts what reaches the device nor says why it cannot")
+
+    async def make_big(self, ports: int) -> OcsDriver:
+        """As `make_driver`, for a device with so many ports (of each side where it has two). Override it."""
+        raise AssertionError("this harness neither makes a device of another size nor says why it cannot")
 
     async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:
         """Cross-connects that the suite may make, no port twice. Override it to stay within some ports."""
@@ -96,12 +138,29 @@ class DriverConformance:
         )
 
     @asynccontextmanager
-    async def device(self) -> AsyncIterator[OcsDriver]:
-        driver = await self.make_driver()
+    async def device(self, big: int | None = None) -> AsyncIterator[OcsDriver]:
+        if big is not None:
+            self._need("make_big")
+        driver = await (self.make_driver() if big is None else self.make_big(big))
         try:
             yield driver
         finally:
             await driver.close()
+
+    async def foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
+        """Somebody else's circuits, once the driver sees them."""
+        self._need("make_foreign")
+        await self.make_foreign(driver, pairs)
+        await until(driver, lambda reading: reading.cross_connects.issuperset(pairs), f"shows {pairs}")
+
+    async def received(self, driver: OcsDriver) -> int:
+        """How many setters have reached the device."""
+        self._need("setters")
+        return len(await self.setters(driver))
+
+    def _need(self, hook: str) -> None:
+        if hook in self.cannot:
+            raise SkipTest(f"{hook}: {self.cannot[hook]}")
 
     async def break_it(self, driver: OcsDriver, fault: Fault) -> None:
         if fault.kind in self.cannot_inject:
@@ -131,20 +190,38 @@ class DriverConformance:
             assert (item.link_up_s is not None) is declared.link_state
 
     async def test_events_are_reported_if_declared(self) -> None:
-        async with self.device() as driver:
-            events = driver.watch()
-            first = asyncio.ensure_future(anext(events))
-            if not (await driver.capabilities()).events:
-                async with refusal(Permanent, "events"):
-                    await first
-                return
-            pairs = list(await self.pairs(driver, 20))
-            while (
-                not first.done() and pairs
-            ):  # listening begins at some moment: give it something to hear until it does
-                await carry_out(driver, (pairs.pop(),))
-            assert (await first).kind is EventKind.CIRCUIT
-            await events.aclose()
+        async with self.device() as driver, aclosing(driver.watch()) as events:
+            await self._listen(driver, events)
+
+    async def test_a_port_that_fails_is_told_as_an_event(self) -> None:
+        async with self.device() as driver, aclosing(driver.watch()) as events:
+            await self._listen(driver, events)
+            (pair,) = (await self.pairs(driver, 21))[-1:]
+            await self.break_it(driver, Fault(FaultKind.FAIL_PORT, pair.ingress_port))
+            event = await asyncio.wait_for(heard(events, EventKind.PORT), PATIENCE_S)
+            assert event.port == pair.ingress_port
+
+    async def test_a_change_that_reverts_itself_is_told_as_an_alarm(self) -> None:
+        async with self.device() as driver, aclosing(driver.watch()) as events:
+            await self._listen(driver, events)
+            pairs = await self.pairs(driver, 21)
+            diff = await driver.plan(Change(disconnect=tuple(await connected(driver)) or pairs[-1:]))
+            await driver.commit(diff, diff.revision, SHORT_S)
+            event = await asyncio.wait_for(heard(events, EventKind.ALARM), PATIENCE_S)
+            assert "revert" in event.text
+
+    async def _listen(self, driver: OcsDriver, events: AsyncGenerator[Event, None]) -> None:
+        """Returns once the stream is known to work; skips no test: without events it must say so, and that is all."""
+        first = asyncio.ensure_future(anext(events))
+        if not (await driver.capabilities()).events:
+            async with refusal(Permanent, "events"):
+                await first
+            raise SkipTest("events: not declared, and refused as it must be")
+        # Listening begins at some moment: give it something to hear until it does.
+        pairs = list(await self.pairs(driver, 20))
+        while not first.done() and pairs:
+            await carry_out(driver, (pairs.pop(),))
+        assert (await asyncio.wait_for(first, PATIENCE_S)).kind is EventKind.CIRCUIT
 
     # Planning.
 
@@ -196,6 +273,49 @@ class DriverConformance:
                 result = await carry_out(driver, mode=mode)
                 assert (result.items, result.commands_sent) == ((), 0)
             assert await connected(driver) == frozenset(pairs)
+
+    async def test_nothing_reaches_the_device_for_an_empty_list(self) -> None:
+        """On some devices a setter with an empty list means every circuit."""
+        async with self.device() as driver:
+            pairs = await self.pairs(driver, 2)
+            await carry_out(driver, pairs)
+            before = await self.received(driver)
+            now = await driver.cross_connects()
+            empty = Diff(ChangeMode.SAFE, now.revision, now.cross_connects, (), ())
+            so_already = Diff(ChangeMode.SAFE, now.revision, frozenset(), (), tuple(sorted(pairs)))
+            for diff in (empty, so_already):
+                assert (await driver.commit(diff, now.revision)).done
+                assert (await driver.commit(diff, now.revision, LONG_S)).revert_at_s is None
+            assert (await driver.rollback(empty)).done
+            assert await self.received(driver) == before
+            assert await connected(driver) == frozenset(pairs)
+
+    async def test_ports_out_of_range_are_refused(self) -> None:
+        async with self.device() as driver:
+            facts = await driver.facts()
+            (one,) = await self.pairs(driver, 1)
+            for wrong in (0, max(facts.ingress_ports[-1], facts.egress_ports[-1]) + 1, 2**40, -1):
+                for pair in (CrossConnect(wrong, one.egress_port), CrossConnect(one.ingress_port, wrong)):
+                    for change in (Change((pair,)), Change(disconnect=(pair,))):
+                        async with refusal(InvalidChange, f"got {wrong}"):
+                            await driver.plan(change)
+            assert await connected(driver) == frozenset()
+
+    async def test_a_port_named_twice_is_refused(self) -> None:
+        async with self.device() as driver:
+            one, two = await self.pairs(driver, 2)
+            for other in (
+                one,
+                CrossConnect(one.ingress_port, two.egress_port),
+                CrossConnect(two.ingress_port, one.egress_port),
+            ):
+                async with refusal(InvalidChange, "[1].", "already"):
+                    await driver.plan(Change((one, other)))
+                async with refusal(InvalidChange, "[1].", "already"):
+                    await driver.plan(Change(disconnect=(one, other)))
+            async with refusal(InvalidChange, str(one)):
+                await driver.plan(Change((one,), (one,)))
+            assert await connected(driver) == frozenset()
 
     async def test_every_fault_of_a_change_is_named_at_once(self) -> None:
         async with self.device() as driver:
@@ -287,20 +407,38 @@ class DriverConformance:
                     await carry_out(driver, (pair,))
 
         async with self.device() as driver:
-            pairs = await self.pairs(driver, 4)
+            pairs = await self.pairs(driver, 8)
             await asyncio.gather(*(insist(driver, pair) for pair in pairs))
             assert await connected(driver) == frozenset(pairs)
 
     async def test_a_whole_device_in_bulk(self) -> None:
         async with self.device() as driver:
-            pairs = await self.pairs(driver, (await driver.facts()).ports)
-            result = await carry_out(driver, pairs)
-            assert result.done
+            await self._whole_device(driver)
+
+    async def test_a_device_of_320_ports_in_bulk(self) -> None:
+        async with self.device(320) as driver:
+            assert (await driver.facts()).ports >= 320
+            await self._whole_device(driver)
+
+    async def test_a_device_of_1008_ports_in_bulk(self) -> None:
+        async with self.device(1008) as driver:
+            assert (await driver.facts()).ports >= 1008
+            await self._whole_device(driver)
+
+    async def _whole_device(self, driver: OcsDriver) -> None:
+        pairs = await self.pairs(driver, (await driver.facts()).ports)
+        bulk = (await driver.capabilities()).bulk
+        for change in (Change(pairs), Change(disconnect=pairs)):
+            before = 0 if "setters" in self.cannot else await self.received(driver)
+            diff = await driver.plan(change)
+            result = await driver.commit(diff, diff.revision)
+            assert result.done, [item for item in result.items if not item.done][:3]
             assert len(result.items) == len(pairs)
-            assert result.commands_sent == (1 if (await driver.capabilities()).bulk else len(pairs))
-            assert await connected(driver) == frozenset(pairs)
-            assert (await carry_out(driver, disconnect=pairs)).done
-            assert await connected(driver) == frozenset()
+            assert result.commands_sent == (1 if bulk else len(pairs))
+            assert await connected(driver) == frozenset(change.connect)
+            if "setters" not in self.cannot:
+                reached = await self.received(driver) - before
+                assert reached == result.commands_sent, f"{reached} setters reached the device"
 
     # Going back.
 
@@ -339,6 +477,141 @@ class DriverConformance:
             seen = await driver.verify(diff)
             assert not seen.ok
             assert (seen.missing, seen.lingering) == (diff.add, diff.remove)
+
+    # On trial.
+
+    async def test_a_change_on_trial_stays_once_it_is_confirmed(self) -> None:
+        async with self.device() as driver:
+            one, two = await self.pairs(driver, 2)
+            diff = await driver.plan(Change((one,)))
+            result = await driver.commit(diff, diff.revision, LONG_S)
+            assert result.done, result
+            assert result.revert_at_s is not None
+            shown = await driver.cross_connects()
+            for trial in (shown.unconfirmed, (await driver.verify(diff)).unconfirmed):
+                assert trial is not None
+                assert (trial.added, trial.removed, trial.failure) == ((one,), (), "")
+                assert (trial.revision, trial.until_s) == (result.revision, result.revert_at_s)
+            await driver.confirm(result.revision)
+            await driver.confirm(result.revision)  # harmless
+            assert (await driver.cross_connects()).unconfirmed is None
+            assert (await carry_out(driver, (two,))).done
+            assert await connected(driver) == {one, two}
+
+    async def test_a_change_that_nobody_confirms_reverts_itself(self) -> None:
+        async with self.device() as driver:
+            now, wanted = await self.crossed(driver)
+            await carry_out(driver, now)
+            diff = await driver.plan(Change(wanted), ChangeMode.UPDATE)
+            result = await driver.commit(diff, diff.revision, SHORT_S)
+            reading = await until(driver, lambda reading: reading.unconfirmed is None, "reverted")
+            assert reading.cross_connects == frozenset(now)
+            async with refusal(Conflict, "revert"):
+                await driver.confirm(result.revision)
+            assert (await carry_out(driver, disconnect=now)).done
+
+    async def test_other_changes_wait_for_the_one_on_trial(self) -> None:
+        async with self.device() as driver:
+            one, two = await self.pairs(driver, 2)
+            other = await driver.plan(Change((two,)))
+            diff = await driver.plan(Change((one,)))
+            result = await driver.commit(diff, diff.revision, LONG_S)
+            assert result.done, result
+            async with refusal(Conflict, "confirm"):
+                await driver.commit(other, result.revision)
+            async with refusal(Conflict, "confirm"):
+                await driver.commit(other, result.revision, LONG_S)
+            async with refusal(Conflict, "confirm"):
+                await driver.commit(diff, result.revision)
+            async with refusal(Conflict, "confirm"):
+                await driver.rollback(other)
+            async with refusal(Conflict, "revision"):
+                await driver.confirm(result.revision + 1)
+            assert await connected(driver) == {one}
+            assert (await driver.rollback(diff)).done
+            assert (await driver.cross_connects()).unconfirmed is None
+            async with refusal(Conflict, "rolled back"):
+                await driver.confirm(result.revision)
+            assert (await carry_out(driver, (two,))).done
+
+    async def test_nothing_waits_to_be_confirmed_where_nothing_was_changed(self) -> None:
+        async with self.device() as driver:
+            pairs = await self.pairs(driver, 1)
+            async with refusal(Conflict, "confirm"):
+                await driver.confirm((await driver.cross_connects()).revision)
+            await carry_out(driver, pairs)
+            diff = await driver.plan(Change(pairs))
+            assert (await driver.commit(diff, diff.revision, LONG_S)).revert_at_s is None
+            assert (await driver.cross_connects()).unconfirmed is None
+            for wrong in (0.0, -1.0, float("nan"), float("inf")):
+                async with refusal(InvalidChange, "revert_in_s"):
+                    await driver.commit(diff, diff.revision, wrong)
+
+    async def test_a_change_on_trial_can_be_completed_and_reverts_as_a_whole(self) -> None:
+        async with self.device() as driver:
+            diff = await driver.plan(Change(await self.pairs(driver, 3)))
+            await self.break_it(driver, Fault(FaultKind.PARTIAL_COMMIT, items=1))
+            first = await driver.commit(diff, diff.revision, LONG_S)
+            assert first.revert_at_s is not None
+            second = await driver.commit(diff, first.revision, SHORT_S)
+            assert second.done, second
+            await until(driver, lambda reading: reading.unconfirmed is None, "reverted")
+            assert await connected(driver) == frozenset()
+
+    # Whose circuits are.
+
+    async def test_circuits_of_others_are_told_from_ours(self) -> None:
+        async with self.device() as driver:
+            one, two = await self.pairs(driver, 2)
+            await self.foreign(driver, (one,))
+            await carry_out(driver, (one, two))  # to name it does not make it ours
+            reading = await driver.cross_connects()
+            assert reading.foreign == {one}
+            assert reading.cross_connects == {one, two}
+
+    async def test_circuits_of_others_are_never_taken_down(self) -> None:
+        async with self.device() as driver:
+            theirs, wanted = await self.crossed(driver)
+            third, fourth = (await self.pairs(driver, 4))[2:4]
+            await self.foreign(driver, theirs)
+            await carry_out(driver, (third,))
+            for mode in ChangeMode:
+                async with refusal(Conflict, str(theirs[0]), str(theirs[1]), "is not ours", "take-over"):
+                    await driver.plan(Change(wanted), mode)
+            async with refusal(Conflict, str(theirs[0]), "is not ours", "take-over"):
+                await driver.plan(Change(disconnect=theirs[:1]))
+            diff = await driver.plan(Change((fourth,)), ChangeMode.OVERWRITE)
+            assert (diff.remove, diff.add) == ((third,), (fourth,))
+            assert (await driver.commit(diff, diff.revision)).done
+            assert await connected(driver) == {*theirs, fourth}
+            forced = Diff(ChangeMode.UPDATE, 0, frozenset(theirs), tuple(sorted(theirs)), ())
+            async with refusal(Conflict, str(theirs[0]), "is not ours"):
+                await driver.commit(forced, (await driver.cross_connects()).revision)
+            assert await connected(driver) == {*theirs, fourth}
+
+    async def test_circuits_of_others_are_ours_once_taken_over(self) -> None:
+        async with self.device() as driver:
+            theirs, wanted = await self.crossed(driver)
+            await self.foreign(driver, theirs)
+            async with refusal(Conflict, str(wanted[0])):
+                await driver.take_over((theirs[0], wanted[0]))
+            assert (await driver.cross_connects()).foreign == frozenset(theirs)
+            assert (await driver.take_over(theirs)).foreign == frozenset()
+            result = await carry_out(driver, wanted, mode=ChangeMode.UPDATE)
+            assert result.done, result
+            assert await connected(driver) == frozenset(wanted)
+            assert (await driver.cross_connects()).foreign == frozenset()
+
+    async def test_rollback_leaves_what_others_put_there(self) -> None:
+        async with self.device() as driver:
+            now, other = await self.crossed(driver)
+            await carry_out(driver, now)
+            diff = await driver.plan(Change(disconnect=now))
+            assert (await driver.commit(diff, diff.revision)).done
+            await self.foreign(driver, other[:1])
+            async with refusal(Conflict, str(other[0])):
+                await driver.rollback(diff)
+            assert await connected(driver) == {other[0]}
 
     # When things go wrong.
 

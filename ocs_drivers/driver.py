@@ -245,7 +245,7 @@ class SwitchDriver:
         """Send the steps, those of what is wanted that are not yet so; wait for the mirrors and, where the device can
         tell, for the light; report what the device shows of everything wanted."""
         progress = Progress(steps, self._clock.now_s())
-        progress.watched.extend(pair for pair in wanted.add if pair not in steps.add)
+        progress.also_watch(wanted.add)
         is_clear = True
         if steps.remove:
             await self._send(Action.REMOVE, steps.remove, progress)

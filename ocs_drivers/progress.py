@@ -19,10 +19,23 @@ class Progress:
     _tuned_s: dict[CrossConnect, float] = field(default_factory=dict)
     _link_up_s: dict[CrossConnect, float] = field(default_factory=dict)
     _words: dict[CrossConnect, str] = field(default_factory=dict)  # what went wrong with it, as the device put it
+    _sent: set[CrossConnect] = field(default_factory=set)
+    _remove: frozenset[CrossConnect] = frozenset()  # the steps again: a thousand are looked up in each reading
+    _all: frozenset[CrossConnect] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._remove = frozenset(self.steps.remove)
+        self._all = self._remove | frozenset(self.steps.add)
+
+    def also_watch(self, pairs: Iterable[CrossConnect]) -> None:
+        """Those of them that are on their way already, by somebody's earlier command."""
+        self.watched.extend(pair for pair in pairs if pair not in self._all)
 
     def sent(self, pairs: Iterable[CrossConnect]) -> None:
         self.commands_sent += 1
-        self.watched.extend(pairs)
+        batch = tuple(pairs)
+        self.watched.extend(batch)
+        self._sent.update(batch)
 
     def commanded(self, pairs: Iterable[CrossConnect], now_s: float) -> None:
         """The device took the command, by its answer or as read back."""
@@ -39,7 +52,7 @@ class Progress:
         waiting = dark = False
         for pair in self.watched:
             circuit = seen.get(pair)
-            if pair in self.steps.remove:
+            if pair in self._remove:
                 waiting |= circuit is not None and pair in self._commanded_s
                 if circuit is None:
                     self._tuned_s.setdefault(pair, at_s)
@@ -63,7 +76,7 @@ class Progress:
         else:
             done = circuit is not None and circuit.state is CircuitState.TUNED
             shown = "the device does not show it" if circuit is None else f"the device shows it as {circuit.state}"
-        if pair not in (*self.steps.remove, *self.steps.add):
+        if pair not in self._all:
             return ItemResult(pair, action, done, "was so already" if done else shown)
         return ItemResult(
             pair,
@@ -90,4 +103,4 @@ class Progress:
         return "; ".join(part for part in parts if part)
 
     def _why_not(self, pair: CrossConnect, shown: str) -> str:
-        return self._words.get(pair, shown) if pair in self.watched else "not sent, because of the others"
+        return self._words.get(pair, shown) if pair in self._sent else "not sent, because of the others"

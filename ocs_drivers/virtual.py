@@ -32,6 +32,7 @@ class VirtualWire:
         self._glass = glass
         self._clock = clock
         self._session: int | None = None
+        self.setters: list[str] = []  # as they came to the device
 
     async def open(self) -> None:
         self._glass.advance()
@@ -75,6 +76,7 @@ class VirtualWire:
         if not pairs:
             raise ValueError("a setter with an empty list: on some devices that means every circuit")
         command = f"{'connect' if is_add else 'disconnect'} {' '.join(str(pair) for pair in pairs)}"
+        self.setters.append(command)
         if self._glass.taken(FaultKind.DROP_COMMAND):
             raise OutcomeUnknown("the connection broke", command=command)
         is_dropped = self._glass.taken(FaultKind.DROP_CONNECTION)
@@ -147,9 +149,5 @@ class VirtualSwitch(SwitchDriver):
         )
         clock = clock or SystemClock()
         self.glass = Glass(facts, clock, random.Random(seed), jitter_s=jitter_s, schedule=schedule)
-        super().__init__(
-            device,
-            VirtualWire(self.glass, clock, bulk=bulk),
-            clock=clock,
-            limits=limits,
-        )
+        self.wire = VirtualWire(self.glass, clock, bulk=bulk)
+        super().__init__(device, self.wire, clock=clock, limits=limits)

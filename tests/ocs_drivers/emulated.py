@@ -1,7 +1,8 @@
 """The suite of all drivers against an emulator: real sockets, real time, and no test that waits for a time limit."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +12,7 @@ from ocs_drivers.conformance import DriverConformance
 from ocs_drivers.emulators.base import EmulatedDevice, Emulator, Panel
 from ocs_drivers.emulators.registry import make_emulator
 from ocs_drivers.faults import Fault
+from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
 
 PATIENCE_S = 60.0
@@ -55,7 +57,19 @@ class EmulatedConformance(DriverConformance):
             await emulator.stop()
 
     async def make_driver(self) -> OcsDriver:
-        emulator = make_emulator(self.protocol, self.panel, **self.quirks)
+        return await self._made(self.panel)
+
+    async def make_big(self, ports: int) -> OcsDriver:
+        return await self._made(replace(self.panel, ingress_ports=ports, egress_ports=ports))
+
+    async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
+        self.emulators[-1].device.glass.add(pairs)
+
+    async def setters(self, driver: OcsDriver) -> Sequence[str]:
+        return self.emulators[-1].device.setters
+
+    async def _made(self, panel: Panel) -> OcsDriver:
+        emulator = make_emulator(self.protocol, panel, **self.quirks)
         address = await emulator.start()
         self.emulators.append(emulator)
         clock = ImpatientClock([each.device for each in self.emulators])

@@ -1,7 +1,7 @@
 """The virtual switch passes the suite of all drivers, small and large, and behaves as its schedule says."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
 
@@ -39,7 +39,22 @@ class TestVirtual(DriverConformance):
         self.clock = clock
 
     async def make_driver(self) -> OcsDriver:
-        options: ClassVar = {"command_timeout_s": 0.5, "link_timeout_s": 0.5, **self.options}
+        return self._made()
+
+    async def make_big(self, ports: int) -> OcsDriver:
+        sides = 1 if self.options.get("connectivity") == "any_to_any" else 2
+        return self._made(ports=ports * sides)
+
+    async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
+        assert isinstance(driver, VirtualSwitch)
+        driver.glass.add(pairs)
+
+    async def setters(self, driver: OcsDriver) -> Sequence[str]:
+        assert isinstance(driver, VirtualSwitch)
+        return driver.wire.setters
+
+    def _made(self, **more: Any) -> OcsDriver:
+        options = {"command_timeout_s": 0.5, "link_timeout_s": 0.5, **self.options, **more}
         return make_driver("virtual", "ocs1", options, self.clock)
 
     async def inject(self, driver: OcsDriver, fault: Fault) -> None:
@@ -57,14 +72,6 @@ class TestVirtualOneByOne(TestVirtual):
 
 class TestVirtualJitter(TestVirtual):
     options: ClassVar = {"jitter_s": 0.05, "seed": 7, "boot": "restore"}
-
-
-class TestVirtual320(TestVirtual):
-    options: ClassVar = {"ports": 320, "reconfiguration_s": 0.010}
-
-
-class TestVirtual1008(TestVirtual):
-    options: ClassVar = {"ports": 1008, "connectivity": "any_to_any", "reconfiguration_s": 0.1}
 
 
 def switch(clock: VirtualClock, **options: Any) -> VirtualSwitch:

@@ -46,7 +46,7 @@ TOKENS = 600
 GPUS = 4
 REQUESTS = 9
 LENGTHS = "{quantiles: [0.0, 1.0], tokens: [100, 200]}"
-LIMITS_S = {"drain_within_s": 10, "stop_within_s": 20, "start_within_s": 20, "ready_within_s": 30}
+LIMITS_S = {"drain_within_s": 20, "stop_within_s": 40, "start_within_s": 40, "ready_within_s": 60}
 
 # Wide engines that fail, by what they are started with.
 FAULTS = {
@@ -250,6 +250,26 @@ class House:
         yield switch
         self.daemon.go_on()
 
+    @contextlib.asynccontextmanager
+    async def evacuating(self, targets: Targets, *steps: "Step") -> AsyncIterator[tuple[str, list[set[str]]]]:
+        """In a switch whose daemon is about to have requests leave the engines of configurations that are not wanted
+        any more. These engines stand still, so the requests are there when it goes on. The switch's id, and the ids of
+        each step's requests that have to leave."""
+        wanted = {name for name, _ in targets}
+        self.mark(stop=True, number=1)  # before anything else
+        switch = await self.begin(targets)
+        await self.daemon.until_still()
+        leave = {name: each for name, each in (await self.engines()).items() if each.configuration not in wanted}
+        for engine in leave.values():
+            async with session() as http, http.post(f"{engine.url}/pause?mode=keep&clear_cache=false") as response:
+                assert response.status == 200
+        self.mark(stop=True, kind="evacuate", state="running")
+        self.daemon.go_on()
+        await self.daemon.until_still()
+        there = [{i["id"] for i in (await step.shown())["in_flight"] if i["engine"] in leave} for step in steps]
+        yield switch, there
+        self.daemon.go_on()
+
     async def report(self, switch: str) -> control_pb2.SwitchReport:
         told: control_pb2.SwitchReport = await self.ask("GetSwitch", control_pb2.GetSwitchRequest(switch_id=switch))
         return told
@@ -319,9 +339,12 @@ class Step:
     async def begin(self, engines: int) -> None:
         self._asking = {question.id: asyncio.create_task(self._ask(question)) for question in self.questions}
 
+        seen: set[str] = set()
+
         async def under_way() -> bool:
-            shown = (await self.shown())["in_flight"]
-            return len({item["engine"] for item in shown if item["generated_tokens"]}) == engines
+            shown = await self.shown()
+            seen.update(i["engine"] for i in shown["in_flight"] + shown["finished"] if i["generated_tokens"])
+            return len(seen) >= engines
 
         await until(under_way)
 

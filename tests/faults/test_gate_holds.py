@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from orchestrrl.rpc.pb import agent_pb2
 from orchestrrl.rpc.pb import control_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
+LONG_LEASE_S = 600.0  # ends with a resume
+LEASE_S = 8.0  # is to end by itself: not before it has been looked at
+ENDLESS = 30_000  # tokens: beyond any test
 # Pauses, tells its lease, and renews it for as long as it lives.
 TRAINER = """
 import asyncio, sys
@@ -28,16 +32,16 @@ from orchestrrl.rpc.pb import agent_pb2, control_pb2
 
 async def main(address, mode):
     async with ControlClient(address) as client:
-        wish = control_pb2.PauseGateRequest(holder="trainer", lease_s=2.0, mode=int(mode), deadline_s=DEADLINE_S)
+        wish = control_pb2.PauseGateRequest(holder="trainer", lease_s=LEASE_S, mode=int(mode), deadline_s=DEADLINE_S)
         print("asks", flush=True)
         gate = await client.ask(client.control.PauseGate, wish, 100.0)
         print(gate.lease_id, flush=True)
         while True:
             await asyncio.sleep(0.5)
-            renewal = control_pb2.RenewGateRequest(lease_id=gate.lease_id, lease_s=2.0)
+            renewal = control_pb2.RenewGateRequest(lease_id=gate.lease_id, lease_s=LEASE_S)
             await client.ask(client.control.RenewGate, renewal)
 
-DEADLINE_S = float(sys.argv[3])
+DEADLINE_S, LEASE_S = float(sys.argv[3]), float(sys.argv[4])
 asyncio.run(main(sys.argv[1], sys.argv[2]))
 """
 
@@ -102,6 +106,26 @@ class Pair:
 
             await until(generating)
 
+    @asynccontextmanager
+    async def endless(self) -> AsyncIterator[None]:
+        """A request at each gateway that runs for as long as this lasts."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+
+            async def ask(url: str) -> None:
+                body = {"prompt": [7, 8, 9], "max_tokens": ENDLESS, "ignore_eos": True, "temperature": 0}
+                async with session.post(f"{url}/v1/completions", json=body) as response:
+                    raise AssertionError(f"it has ended: {await response.text()}")
+
+            asking = [asyncio.create_task(ask(url)) for url in self.urls]
+            try:
+                for url in self.urls:
+                    await self.under_way(url, 1)
+                yield
+            finally:
+                for task in asking:
+                    task.cancel()
+                await asyncio.wait(asking)
+
     async def answers_despite(
         self, fault: Callable[[], Awaitable[None]], urls: Sequence[str] | None = None
     ) -> list[list[int]]:
@@ -161,7 +185,7 @@ async def test_quiet_is_quiet_and_answers_are_those_of_an_undisturbed_step(
 ) -> None:
     async def update_weights() -> None:
         for version in (1, 2):
-            gate = await pair.pause(holder="trainer", lease_s=60.0, frozen=frozen)
+            gate = await pair.pause(holder="trainer", lease_s=LONG_LEASE_S, frozen=frozen)
             assert gate.phase == "quiet"
             assert all(engine.done for engine in gate.engines), gate
             await pair.stands_still()
@@ -179,11 +203,12 @@ async def test_quiet_is_quiet_and_answers_are_those_of_an_undisturbed_step(
 
                 await until(goes_on)
 
-    assert await pair.answers_despite(update_weights) == pair.fleet.expected
+    async with pair.endless():
+        assert await pair.answers_despite(update_weights) == pair.fleet.expected
 
 
 async def test_requests_that_come_while_it_is_closed_are_answered_later(pair: Pair) -> None:
-    gate = await pair.pause(lease_s=60.0)
+    gate = await pair.pause(lease_s=LONG_LEASE_S)
     asking = asyncio.create_task(pair.answers_despite(_nothing))
     await asyncio.sleep(1.0)
     assert not asking.done()
@@ -227,7 +252,8 @@ async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(pair: Pair, mode
             TRAINER,
             pair.fleet.stack.daemon_address,
             str(int(mode)),
-            "2" if keeps else "100",
+            str(LEASE_S if keeps else 0.8 * WITHIN_S),
+            str(LEASE_S),
         ]
         trainer = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
@@ -236,8 +262,15 @@ async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(pair: Pair, mode
         assert await trainer.stdout.readline() == b"asks\n"
         if keeps:
             lease = (await trainer.stdout.readline()).decode().strip()
-            await asyncio.sleep(3.0)  # longer than one lease: it renews
-            assert (await pair.gate()).lease_id == lease
+            first = await pair.gate()
+            assert first.lease_id == lease
+
+            async def renewed() -> bool:
+                now = await pair.gate()
+                assert now.lease_id == lease
+                return now.lease_until_unix_s > first.lease_until_unix_s + 1.0
+
+            await until(renewed)
             await pair.stands_still(0.3)
         else:
 
@@ -256,7 +289,8 @@ async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(pair: Pair, mode
 
         await until(known)
 
-    assert await pair.answers_despite(update_weights) == pair.fleet.expected
+    async with pair.endless():
+        assert await pair.answers_despite(update_weights) == pair.fleet.expected
     detail = (await pair.gate()).detail
     expected = "ended without a resume" if mode == agent_pb2.GATE_MODE_KEEP else "nobody waits any more"
     assert expected in detail
@@ -264,7 +298,7 @@ async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(pair: Pair, mode
 
 async def test_a_killed_daemon_does_not_leave_the_fleet_frozen(pair: Pair) -> None:
     async def update_weights() -> None:
-        gate = await pair.pause(lease_s=3.0)
+        gate = await pair.pause(lease_s=LEASE_S)
         pair.fleet.stack.daemon.kill()
         await pair.stands_still()
         await pair.open_again()
@@ -278,7 +312,7 @@ async def test_a_killed_daemon_does_not_leave_the_fleet_frozen(pair: Pair) -> No
 
 async def test_a_daemon_that_is_back_in_time_still_has_the_lease(pair: Pair) -> None:
     async def update_weights() -> None:
-        gate = await pair.pause(lease_s=60.0)
+        gate = await pair.pause(lease_s=LONG_LEASE_S)
         pair.fleet.stack.daemon.kill()
         await pair.fleet.stack.daemon.restart()
 
@@ -295,7 +329,7 @@ async def test_a_daemon_that_is_back_in_time_still_has_the_lease(pair: Pair) -> 
 
 
 async def test_a_gateway_that_restarts_while_it_is_closed_closes_again(pair: Pair) -> None:
-    gate = await pair.pause(lease_s=60.0)
+    gate = await pair.pause(lease_s=LONG_LEASE_S)
     pair.second.kill()
     await pair.second.restart()
 
@@ -317,6 +351,8 @@ async def test_a_group_over_two_gateways_is_ended_when_it_has_enough(pair: Pair)
 
         async def ask(index: int) -> dict[str, str]:
             body = pair.fleet.body(samples[index]) | {"group_enough": enough}
+            if index >= 12:  # these are not done before the others are enough
+                body |= {"max_tokens": ENDLESS, "ignore_eos": True}
             headers = {"X-Request-Id": samples[index].id, "X-Group-Id": "one"}
             async with session.post(f"{pair.urls[index % 2]}/v1/completions", json=body, headers=headers) as response:
                 assert response.status == 200, await response.text()

@@ -64,9 +64,11 @@ VERIFIED = 20  # the last entry before which it goes back
 async def test_nothing_goes_wrong(house: House) -> None:
     stays = await house.named("tp2")
     before = house.leader(stays)
-    async with house.step():
-        report = await house.until_over(await house.begin(WIDE))
-        assert report.requests_parked + report.requests_moved > 0
+    async with house.step(tokens=LONG) as step:
+        async with house.evacuating(WIDE, step) as (id, (there,)):
+            assert there
+        report = await house.until_over(id)
+        assert report.requests_parked + report.requests_moved >= len(there)
     await check_whole(house, report, "done")
     assert house.leader(stays) == before
 
@@ -258,11 +260,18 @@ async def test_a_hung_engine_is_called_off(house: House) -> None:
 
 
 async def test_clients_leave_while_their_requests_are_kept(house: House) -> None:
-    async with house.step() as step:
-        async with house.standing_still(WIDE, "ready", "running") as id:
+    async with house.step(tokens=LONG) as step:
+        async with house.evacuating(WIDE, step) as (id, (there,)):
+            assert there
+            house.mark(stop=True, kind="ready", state="running")
+        await house.daemon.until_still()
+        try:
             kept = [item["id"] for item in (await step.shown())["in_flight"] if item["engine"] is None]
+            assert set(kept) <= there
             assert kept
             await step.leave(*kept[: len(kept) // 2 + 1])
+        finally:
+            house.daemon.go_on()
         report = await house.until_over(id)
     await check_whole(house, report, "done")
 
@@ -272,9 +281,11 @@ async def test_two_gateways(house: House) -> None:
     await other.start()
     try:
         await house.routed(other)
-        async with house.step(tokens=LONG), house.step(gateway=other, tokens=LONG):
-            report = await house.until_over(await house.begin(WIDE))
-            assert report.requests_parked + report.requests_moved >= 12
+        async with house.step(tokens=LONG) as one, house.step(gateway=other, tokens=LONG) as another:
+            async with house.evacuating(WIDE, one, another) as (id, there):
+                assert all(there)
+            report = await house.until_over(id)
+            assert report.requests_parked + report.requests_moved >= sum(map(len, there))
         await check_whole(house, report, "done")
     finally:
         await other.stop()

@@ -30,7 +30,7 @@ from ocs_drivers import polatis_yang as yang
 from ocs_drivers import restconf_json as parse
 from ocs_drivers.base import Clock, SystemClock
 from ocs_drivers.driver import SwitchDriver
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverError, Permanent
 from ocs_drivers.http_session import (
     Answer,
     HttpSession,
@@ -142,6 +142,9 @@ class RestconfWire:
             else:
                 for entry in entries:
                     await self._set("POST", COLLECTION, {f"{yang.MODULE}:{name}": [entry]})
+        except DriverError:
+            await self._settling.rest()
+            raise
         finally:
             self._settling.commanded(pairs)
 
@@ -194,9 +197,10 @@ def _errors(answer: Answer) -> str:
 class RestconfSwitch(SwitchDriver):
     """A Polatis switch at `address`, HOST or HOST:PORT.
 
-    `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, in the place of the system's); `user` and `password` for
-    Basic authentication; `size` as 16x16, or 32xCC for any-to-any, where the model name does not tell; `yang_revision`
-    of `optical-switch` where the switch does not tell; `power`: the switch measures optical power.
+    `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, in the place of the system's); `user` and
+    `password` for Basic authentication; `root` of the RESTCONF server; `size` as 16x16, or 32xCC for any-to-any, where
+    the model name does not tell; `yang_revision` of `optical-switch` where the switch does not tell; `add_with`, see
+    the module; `power`: the switch measures optical power.
     """
 
     def __init__(

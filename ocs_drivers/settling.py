@@ -22,6 +22,10 @@ class Settling:
         due_s = self._clock.now_s() + self._reconfiguration_s
         self._due_s.update({_key(pair): due_s for pair in pairs})
 
+    async def rest(self) -> None:
+        """Before the device is read after a setter that failed: what it did take may be listed only when in place."""
+        await self._clock.sleep(self._reconfiguration_s)
+
     def circuits(self, listed: Iterable[CrossConnect]) -> list[Circuit]:
         now_s = self._clock.now_s()
         self._due_s = {key: due_s for key, due_s in self._due_s.items() if due_s > now_s}

@@ -56,7 +56,7 @@ class RestconfEmulator:
         password: str = "",
     ) -> None:
         self.device = EmulatedDevice(_facts(panel, any_to_any), panel, clock)
-        self._listing = Listing(self.device, lists_late)
+        self._listing = Listing(self.device, panel.reconfiguration_s + panel.jitter_s, late=lists_late)
         self._server = HttpServer(self._answer, MEDIA_TYPE, chunked=chunked)
         self._revision = revision
         self._yang_library = yang_library

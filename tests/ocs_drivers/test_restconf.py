@@ -1,11 +1,25 @@
-"""The driver `restconf` and its emulator: the suite, requests counted, curl beside us, nonsense answered."""
+"""The driver `restconf` and its emulator: the suite, requests counted, curl beside us, failures told as they are."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
+import pytest
+from curl import curl
 from emulated import EmulatedConformance
 
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.conformance import carry_out, connected, refusal
 from ocs_drivers.emulators.base import Panel
-from ocs_drivers.model import BootBehaviour
+from ocs_drivers.emulators.restconf import RestconfEmulator
+from ocs_drivers.errors import InvalidOptions, Permanent, Retryable
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import BootBehaviour, Change, ChangeMode, CrossConnect, PortStatus
+from ocs_drivers.registry import make_driver
+
+PANEL = Panel(16, 16, reconfiguration_s=0.001)
+ONE, TWO = CrossConnect(1, 17), CrossConnect(2, 18)
 
 
 class TestRestconf(EmulatedConformance):
@@ -15,19 +29,20 @@ class TestRestconf(EmulatedConformance):
 
 
 class TestRestconfQuirks(EmulatedConformance):
-    """An old model over 320 ports, jitter, chunks, power, and a password; restarts restore."""
+    """An old model over 320 ports, jitter, pairs listed late, chunks, power, and a password; restarts restore."""
 
     driver = "restconf"
     protocol = "restconf"
     panel = Panel(160, 160, reconfiguration_s=0.002, jitter_s=0.003, boot=BootBehaviour.RESTORE)
     options: ClassVar[dict[str, Any]] = {
-        "reconfiguration_s": 0.002,
+        "reconfiguration_s": 0.006,
         "user": "admin",
         "password": "rööt",
         "power": True,
     }
     quirks: ClassVar[dict[str, Any]] = {
         "revision": "2017-06-13",
+        "lists_late": True,
         "chunked": True,
         "power": True,
         "user": "admin",
@@ -35,10 +50,157 @@ class TestRestconfQuirks(EmulatedConformance):
     }
 
 
-class TestRestconfPost(EmulatedConformance):
-    """Any-to-any, one POST for each circuit, pairs listed late, a revision that is not told."""
+@asynccontextmanager
+async def switch(
+    quirks: dict[str, Any] | None = None, panel: Panel = PANEL, **options: Any
+) -> AsyncIterator[tuple[OcsDriver, RestconfEmulator, str]]:
+    emulator = RestconfEmulator(panel, **(quirks or {}))
+    address = await emulator.start()
+    driver = make_driver("restconf", "ocs1", {"address": address, "reconfiguration_s": 0.001, **options})
+    try:
+        yield driver, emulator, address
+    finally:
+        await driver.close()
+        await emulator.stop()
 
-    driver = "restconf"
-    protocol = "restconf"
-    options: ClassVar[dict[str, Any]] = {"reconfiguration_s": 0.002, "add_with": "post", "power": True}
-    quirks: ClassVar[dict[str, Any]] = {"any_to_any": True, "lists_late": True, "yang_library": False, "power": True}
+
+async def test_320_ports_are_one_patch_and_deleted_one_by_one() -> None:
+    async with switch(panel=Panel(160, 160, reconfiguration_s=0.001)) as (driver, emulator, _):
+        pairs = tuple(CrossConnect(port, 160 + port) for port in range(1, 161))
+        assert (await carry_out(driver, pairs)).commands_sent == 1
+        assert [command.split()[0] for command in emulator.device.setters] == ["PATCH"]
+        assert (await carry_out(driver, disconnect=pairs[1:])).done
+        assert [command.split()[0] for command in emulator.device.setters[1:]] == ["DELETE"] * 159
+        assert await connected(driver) == {pairs[0]}
+
+
+async def test_even_overwrite_never_replaces_the_collection() -> None:
+    async with switch() as (driver, emulator, _):
+        await carry_out(driver, (ONE, TWO))
+        assert (await carry_out(driver, (ONE,), mode=ChangeMode.OVERWRITE)).done
+        assert [command for command in emulator.device.setters if command.startswith(("PUT", "DELETE all"))] == []
+
+
+async def test_what_curl_connects_we_see_and_leave_alone() -> None:
+    """The body and the path as clients of real switches have them."""
+    body = '{"optical-switch:cross-connects":{"pair":[{"ingress":1,"egress":17}]}}'
+    json_type = ("-H", "Content-Type: application/yang-data+json", "-H", "Accept: application/yang-data+json")
+    auth = ("-u", "admin:root")
+    async with switch({"user": "admin", "password": "root"}, user="admin", password="root") as (driver, _, address):
+        root = f"http://{address}/api/data/optical-switch:cross-connects"
+        assert await curl(root) == (401, None)
+        assert await curl(*auth, *json_type, root) == (204, None)
+        assert (await curl(*auth, *json_type, "-X", "PUT", "-d", body, root))[0] == 204
+        assert await connected(driver) == {ONE}
+        assert (await carry_out(driver, (TWO,))).done
+        status, shown = await curl(*auth, *json_type, root)
+        assert (status, shown) == (
+            200,
+            {"optical-switch:cross-connects": {"pair": [{"ingress": 1, "egress": 17}, {"ingress": 2, "egress": 18}]}},
+        )
+        one = '{"optical-switch:pair":[{"ingress":2,"egress":19}]}'
+        assert (await curl(*auth, *json_type, "-X", "POST", "-d", one, root))[0] == 409
+        assert (await curl(*auth, *json_type, f"{root}/pair=2"))[1] == {
+            "optical-switch:pair": {"ingress": 2, "egress": 18}
+        }
+        assert (await curl(*auth, "-X", "DELETE", f"{root}/pair=1"))[0] == 204
+        assert (await curl(*auth, "-X", "DELETE", f"{root}/pair=1"))[0] == 404
+        assert await connected(driver) == {TWO}
+
+
+async def test_curl_shuts_a_port_and_we_see_it() -> None:
+    async with switch() as (driver, _, address):
+        url = f"http://{address}/api/operations/optical-switch:port-set-state"
+        assert (await curl("-d", '{"optical-switch:input":{"port-disab":[3]}}', url))[0] == 204
+        states = {port.port: port.status for port in await driver.ports()}
+        assert states[3] is PortStatus.DISABLED
+        assert set(states.values()) == {PortStatus.DISABLED, PortStatus.ENABLED}
+
+
+async def test_with_post_the_switch_itself_refuses_a_port_that_somebody_took() -> None:
+    async with switch(add_with="post") as (driver, emulator, _):
+        diff = await driver.plan(Change((ONE, TWO)))
+        # Between our reading and our command: nobody else sees that moment.
+        emulator.device.on_setter = lambda command: emulator.device.glass.add((CrossConnect(2, 20),))
+        result = await driver.commit(diff, diff.revision)
+        assert [item.done for item in result.items] == [True, False]
+        assert "data-exists: port 2 is connected" in result.items[1].detail
+        assert emulator.device.setters == ["POST 1:17"]
+        assert await connected(driver) == {ONE, CrossConnect(2, 20)}
+
+
+async def test_any_to_any_is_deleted_by_the_port_that_the_switch_names() -> None:
+    async with switch({"any_to_any": True}, Panel(32, 32, reconfiguration_s=0.001)) as (driver, emulator, address):
+        url = f"http://{address}/api/data/optical-switch:cross-connects"
+        assert (await curl("-d", '{"optical-switch:pair":{"ingress":9,"egress":4}}', url))[0] == 201
+        pair = CrossConnect(4, 9)
+        assert await connected(driver) == {pair}
+        await driver.take_over((pair,))
+        assert (await carry_out(driver, disconnect=(pair,))).done
+        assert emulator.device.setters[-1] == "DELETE 9:4"
+
+
+async def test_facts_are_read_from_the_model() -> None:
+    async with switch(panel=Panel(8, 24, boot=BootBehaviour.RESTORE)) as (driver, _, _address):
+        facts = await driver.facts()
+        assert (facts.vendor, facts.model, facts.serial) == ("Polatis", "I-OST-8x24-LU1-DMHNS", "002414")
+        assert (facts.ingress_ports, facts.egress_ports) == (range(1, 9), range(9, 33))
+        assert facts.boot is BootBehaviour.RESTORE
+    async with switch(size="8x8") as (driver, _, _address):
+        async with refusal(Permanent, "option size", "ports 1..16", "32 ports from 1 to 32"):
+            await driver.facts()
+
+
+async def test_refusals_are_told_in_the_switchs_words() -> None:
+    async with switch() as (driver, emulator, _):
+        diff = await driver.plan(Change((ONE, TWO)))
+        emulator.device.inject(Fault(FaultKind.FAIL_PORT, 18))
+        result = await driver.commit(diff, diff.revision)
+        assert "resource-denied: PORT 18 FAILED" in result.items[1].detail
+    async with switch({"user": "admin", "password": "root"}, user="admin", password="guess") as (driver, _, _address):
+        async with refusal(Permanent, "user and password") as refused:
+            await driver.ports()
+        assert "guess" not in str(refused[0])
+    async with switch(root="/restconf") as (driver, _, _address):
+        async with refusal(Permanent, "option root"):
+            await driver.facts()
+
+
+async def test_a_switch_that_takes_one_request_at_a_time_is_asked_so() -> None:
+    async with switch({"one_request": True}) as (driver, emulator, address):
+        await asyncio.gather(*(driver.cross_connects() for _ in range(5)), carry_out(driver, (ONE,)))
+        emulator.device.inject(Fault(FaultKind.SLOW_ANSWER, delay_s=3600.0))
+        url = f"http://{address}/api/data/optical-switch:cross-connects"
+        body = '{"optical-switch:pair":{"ingress":2,"egress":18}}'
+        held = asyncio.ensure_future(curl("-d", body, url))
+        await emulator.device.holding_back.wait()
+        async with refusal(Retryable, "cannot answer now", "another request is under way"):
+            await driver.cross_connects()
+        held.cancel()
+
+
+async def test_nobody_there_is_retryable_and_nothing_was_sent() -> None:
+    driver = make_driver("restconf", "ocs1", {"address": "127.0.0.1:1"})
+    async with refusal(Retryable, "ocs1", "the connection failed"):
+        await driver.cross_connects()
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"address": "a b"}, "options.address: must be HOST or HOST:PORT, got 'a b'"),
+        ({"address": "lab", "scheme": "ftp"}, "options.scheme: must be one of http, https, got 'ftp'"),
+        ({"address": "lab", "tls_ca_file": "/nowhere"}, "options.tls_ca_file: needs scheme https and tls_verify"),
+        ({"address": "lab", "scheme": "https", "tls_ca_file": "/nowhere"}, "options.tls_ca_file: cannot be used"),
+        ({"address": "lab", "user": "a:b"}, "options.user: must be without a colon, got 'a:b'"),
+        ({"address": "lab", "password": "x"}, "options.user: is missing, and a password is given"),
+        ({"address": "lab", "size": "big"}, "options.size: must be as 16x16, or 32xCC for any-to-any, got 'big'"),
+        ({"address": "lab", "yang_revision": "new"}, "options.yang_revision: must be a date as 2017-08-04, got 'new'"),
+        ({"address": "lab", "add_with": "put"}, "options.add_with: must be one of patch, post, got 'put'"),
+        ({"address": "lab", "root": "api"}, "options.root: must be a path from /, got 'api'"),
+    ],
+)
+def test_options_are_refused_by_name(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InvalidOptions) as refused:
+        make_driver("restconf", "ocs1", options)
+    assert fault in str(refused.value)

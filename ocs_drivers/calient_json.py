@@ -1,0 +1,178 @@
+"""What a Calient switch's REST interface answers, as values. Pure.
+
+Every function takes parsed JSON of whatever kind and raises ValueError with what is wrong with it. Ports have names,
+`SHELF.MODULE.PORT`; they are numbered from 1 in the order of these names.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ocs_drivers.model import PortStatus
+
+MAX_PORTS = 65535
+SHOWN_CHARACTERS = 80
+SUCCESS = "1"
+
+_NAME = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){0,3}")
+_POWER = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
+_BROKEN = ("FAIL", "FLT", "FAULT")
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """Light in one direction."""
+
+    source: str  # names of ports
+    target: str
+    is_broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One row of `crossconnects/?id=list`: one direction, or both."""
+
+    halves: tuple[Half, ...]
+    group: str = ""
+
+    @property
+    def conn(self) -> str:
+        """By which it is deleted."""
+        return f"{self.halves[0].source}{'-' if len(self.halves) == 2 else '>'}{self.halves[0].target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    name: str
+    status: PortStatus = PortStatus.ENABLED
+    power_dbm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one item."""
+
+    is_done: bool
+    words: str
+
+
+class PortNames:
+    """Numbers from 1 for the names of a switch's ports, by the numbers in the names."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(sorted(set(names), key=lambda name: tuple(map(int, name.split(".")))))
+        self._numbers = {name: number for number, name in enumerate(self.names, start=1)}
+
+    def name(self, number: int) -> str:
+        if not 1 <= number <= len(self.names):
+            raise ValueError(f"port must be within 1..{len(self.names)}, got {number}")
+        return self.names[number - 1]
+
+    def number(self, name: str) -> int:
+        if name not in self._numbers:
+            raise ValueError(f"the switch lists no port {name!r}")
+        return self._numbers[name]
+
+
+def ports(body: object) -> list[Port]:
+    """Rows of `ports/?id=summary` or `?id=detail`. States only come with the latter: `as` the administrator's (IS, or
+    OOS-MA, OOS-MT and the like; OOS-NP: not provisioned, so free), `os` and `oc` the hardware's."""
+    found: dict[str, Port] = {}
+    for row in _rows(body, "port"):
+        name = _name(row.get("port"))
+        if name in found:
+            raise ValueError(f"port {name} is listed twice")
+        found[name] = Port(name, _status(row), _power(row.get("inpower")))
+    if not 2 <= len(found) <= MAX_PORTS:
+        raise ValueError(f"must list 2..{MAX_PORTS} ports, got {len(found)}")
+    return list(found.values())
+
+
+def connections(body: object) -> list[Connection]:
+    found = []
+    for row in _rows(body, "half1"):
+        halves = [_half(row[name]) for name in ("half1", "half2") if row.get(name)]
+        if len(halves) == 2 and (halves[1].source, halves[1].target) != (halves[0].target, halves[0].source):
+            raise ValueError(f"half2 is not half1 the other way round: {_shown(row)}")
+        group = row.get("group")
+        found.append(Connection(tuple(halves), group if isinstance(group, str) else ""))
+    return found
+
+
+def results(body: object, count: int) -> list[Result]:
+    """What became of each of `count` items, in order. A single answer may stand for a single item, or for all."""
+    items = body if isinstance(body, list) else [body]
+    found = [_result(item) for item in items]
+    if len(found) == 1 and (count == 1 or not found[0].is_done):
+        return found * count
+    if len(found) != count:
+        raise ValueError(f"must tell of {count} items, got {len(found)}")
+    return found
+
+
+def text(body: object, name: str) -> str:
+    """A member of an object, or of a list's first; "" where it is not told."""
+    item = body[0] if isinstance(body, list) and body else body
+    value = item.get(name) if isinstance(item, Mapping) else None
+    return value[:SHOWN_CHARACTERS] if isinstance(value, str) else ""
+
+
+def _rows(body: object, key: str) -> Iterator[Mapping[str, object]]:
+    """The objects of a list, which must have `key`; a failure may stand in their place."""
+    for row in body if isinstance(body, list) else [body]:
+        if not isinstance(row, Mapping):
+            raise ValueError(f"must be a list of objects, got {_shown(row)}")
+        if key not in row:
+            words = _result(row).words if "status" in row else _shown(row)
+            raise ValueError(f"must have {key}, got {words}")
+        yield row
+
+
+def _result(item: object) -> Result:
+    inner = item.get("response", item) if isinstance(item, Mapping) else None
+    if not isinstance(inner, Mapping) or isinstance(inner.get("status"), bool):
+        raise ValueError(f"must have a status, got {_shown(item)}")
+    status = inner.get("status")
+    if not isinstance(status, str | int):
+        raise ValueError(f"must have a status, got {_shown(item)}")
+    told = (inner.get("msg"), inner.get("description"))
+    words = ": ".join(word[:SHOWN_CHARACTERS] for word in told if isinstance(word, str) and word)
+    return Result(str(status) == SUCCESS, words or f"status {str(status)[:SHOWN_CHARACTERS]}")
+
+
+def _half(value: object) -> Half:
+    conn = value.get("conn") if isinstance(value, Mapping) else None
+    source, arrow, target = conn.partition(">") if isinstance(conn, str) else ("", "", "")
+    if not isinstance(value, Mapping) or not arrow:
+        raise ValueError(f"must have conn as 1.1.1>1.2.1, got {_shown(value)}")
+    return Half(
+        _name(source.strip()), _name(target.strip()), _is_broken(value.get(key) for key in ("os", "oc", "state"))
+    )
+
+
+def _status(row: Mapping[str, object]) -> PortStatus:
+    if _is_broken(row.get(key) for key in ("inos", "inoc", "outos", "outoc", "os", "oc")):
+        return PortStatus.FAILED
+    told = (row.get(key) for key in ("inas", "outas", "as"))
+    is_out = any(isinstance(word, str) and word.startswith("OOS") and word != "OOS-NP" for word in told)
+    return PortStatus.DISABLED if is_out else PortStatus.ENABLED
+
+
+def _is_broken(words: Iterable[object]) -> bool:
+    return any(isinstance(word, str) and any(sign in word.upper() for sign in _BROKEN) for word in words)
+
+
+def _power(value: object) -> float | None:
+    """None for what is not a number: a port without light may say so in words."""
+    told = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    return float(told) if _POWER.fullmatch(told) else None
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not value.isascii() or not _NAME.fullmatch(value):
+        raise ValueError(f"a port's name must be as 1.2.3, got {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:SHOWN_CHARACTERS]

@@ -1,0 +1,294 @@
+"""The driver `calient_rest`: Calient S-series switches over their REST interface, TCP 80 or 443.
+
+Known from clients that work, none from a manual: everything is under `/rest`; the first request carries Basic
+authentication, its answer a cookie that takes its place; `crossconnects/?id=list` answers rows with `half1` and, for
+both directions, `half2`; `badd` and `bdel` take lists and answer item by item, `{"response": {"status": "0", ...}}`;
+all with HTTP 200, so that a failure is only in the body: status "1" is success, "0" is not. A bulk set may take 200 ms
+and, where the switch resolves conflicts, 500 ms, by the manual; the mirrors themselves about 10 ms.
+
+Ports have names, `SHELF.MODULE.PORT`; they are numbered from 1 in the order of these names, and if the switch begins
+to list others, or not as many as option `ports` says, nothing is done any more: numbers would mean other fibres. With
+`dir: uni` a cross-connect is one direction, and a number means a port's ingress on one side and its egress on the
+other; with `dir: bi` it is both, and the switch counts as any-to-any. There, a connection that others made in one
+direction only is shown as failed.
+
+Unknown: whether `ports/?id=detail` answers for all ports at once (`port_source: summary` does without, and then no
+port is ever shown as failed); all words of the states `as`, `os` and `oc` (FAIL, FLT and FAULT count as failed, OOS
+other than OOS-NP as disabled); how an expired cookie is answered (401 is taken for it). `deleteall` is not in here.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import TypeVar
+
+from ocs_drivers import calient_json as parse
+from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.driver import SwitchDriver
+from ocs_drivers.errors import DriverError, Permanent
+from ocs_drivers.http_session import HttpSession, Scheme, check_status, nonsense, parse_json, read_endpoint
+from ocs_drivers.model import (
+    Capabilities,
+    Circuit,
+    CircuitState,
+    Connectivity,
+    CrossConnect,
+    Event,
+    Facts,
+    PortState,
+)
+from ocs_drivers.options import Options
+from ocs_drivers.settling import Settling
+
+T = TypeVar("T")
+
+DEFAULT_PORTS: Mapping[str, int] = {Scheme.HTTP: 80, Scheme.HTTPS: 443}
+RECONFIGURATION_S = 0.010  # 3D MEMS (Calient), the paper's table 2
+ROOT = "/rest/"
+MEDIA_TYPE = "application/json"
+REQUESTS = 4  # at most, in one verb of the wire, each with its own limit
+
+
+class Direction(StrEnum):
+    UNI = "uni"
+    BI = "bi"
+
+
+class PortSource(StrEnum):
+    DETAIL = "detail"
+    SUMMARY = "summary"
+
+
+class CalientRestWire:
+    """The verbs of `base.Wire` as requests."""
+
+    def __init__(
+        self,
+        session: HttpSession,
+        clock: Clock,
+        *,
+        direction: Direction,
+        group: str,
+        port_source: PortSource,
+        ports: int | None,
+        reconfiguration_s: float,
+    ) -> None:
+        self.capabilities = Capabilities(bulk=True, port_power=port_source is PortSource.DETAIL)
+        self._session = session
+        self._direction = direction
+        self._group = group
+        self._port_source = port_source
+        self._ports = ports
+        self._reconfiguration_s = reconfiguration_s
+        self._settling = Settling(clock, reconfiguration_s)
+        self._names: parse.PortNames | None = None
+        self._listed: dict[CrossConnect, parse.Connection] = {}  # as last read
+
+    async def open(self) -> None:
+        await self._session.open()
+        self._know([port.name for port in await self._get("ports/", {"id": "summary"}, parse.ports)])
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def read_facts(self) -> Facts:
+        config = {"id": "summary", "detail": "SYSCFG"}
+        numbers = range(1, len(self._known.names) + 1)
+        is_bi = self._direction is Direction.BI
+        return Facts(
+            vendor="Calient",
+            model=await self._get("node/", config, lambda body: parse.text(body, "partnumber")) or "unknown",
+            serial=await self._get("node/", config, lambda body: parse.text(body, "serialnumber")),
+            software=await self._get("info/", {"id": "softwareversion"}, lambda body: parse.text(body, "version")),
+            connectivity=Connectivity.ANY_TO_ANY if is_bi else Connectivity.INGRESS_EGRESS,
+            ingress_ports=numbers,
+            egress_ports=numbers,
+            reconfiguration_s=self._reconfiguration_s,
+        )
+
+    async def read_ports(self) -> Sequence[PortState]:
+        rows = await self._get("ports/", {"id": self._port_source.value}, parse.ports)
+        known = self._know([row.name for row in rows])
+        has_power = self.capabilities.port_power
+        return [PortState(known.number(row.name), row.status, row.power_dbm if has_power else None) for row in rows]
+
+    async def read_circuits(self) -> Sequence[Circuit]:
+        rows = await self._get("crossconnects/", {"id": "list"}, parse.connections)
+        known, broken = self._known, set()
+        self._listed = {}
+        for row in rows:
+            for half in row.halves:
+                try:
+                    pair = CrossConnect(known.number(half.source), known.number(half.target))
+                except ValueError as error:
+                    raise Permanent(f"connection {row.conn}: {error}") from None
+                self._listed[pair] = row
+                if half.is_broken:
+                    broken.add(pair)
+        if self._direction is Direction.BI:
+            for pair in list(self._listed):
+                if _turned(pair) not in self._listed:
+                    broken.add(pair)
+        normal = {self._normal(pair): pair in broken or _turned(pair) in broken for pair in self._listed}
+        if self._direction is Direction.UNI:
+            normal = {pair: pair in broken for pair in self._listed}
+        circuits = self._settling.circuits(normal)
+        return [Circuit(c.cross_connect, CircuitState.FAILED) if normal[c.cross_connect] else c for c in circuits]
+
+    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+        if not pairs:
+            raise ValueError("an empty list of cross-connects must not reach the device")
+        known = self._known
+        group = {"group": self._group} if self._group else {}
+        items = [
+            {"in": known.name(pair.ingress_port), "out": known.name(pair.egress_port), "dir": self._direction.value}
+            | group
+            for pair in pairs
+        ]
+        try:
+            await self._set("badd", items, [f"{item['in']}>{item['out']}" for item in items])
+        except DriverError:
+            await self._settling.rest()
+            raise
+        finally:
+            self._settling.commanded(pairs)
+
+    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
+        if not pairs:
+            raise ValueError("an empty list of cross-connects must not reach the device")
+        going = frozenset(pairs) | (frozenset(map(_turned, pairs)) if self._direction is Direction.BI else frozenset())
+        items: dict[str, dict[str, str]] = {}
+        for pair in going:
+            row = self._listed.get(pair)
+            if row is None:
+                continue  # not there when last read, or the other direction, which is in the same row
+            for half in row.halves:
+                other = CrossConnect(self._known.number(half.source), self._known.number(half.target))
+                if other not in going:
+                    raise Permanent(
+                        f"{pair} is one direction of {row.conn}, which only goes as a whole: name {other} too"
+                    )
+            items[row.conn] = {"conn": row.conn} | ({"group": row.group} if row.group else {})
+        if not items:
+            return
+        await self._set("bdel", [items[conn] for conn in sorted(items)], sorted(items))
+
+    def events(self) -> AsyncGenerator[Event, None]:
+        raise Permanent("this driver reports no events")
+
+    @property
+    def _known(self) -> parse.PortNames:
+        if self._names is None:
+            raise Permanent("the ports have not been read")
+        return self._names
+
+    def _know(self, names: Sequence[str]) -> parse.PortNames:
+        """What is listed now, which must be what was listed first."""
+        listed = parse.PortNames(names)
+        if self._ports not in (None, len(listed.names)):
+            raise Permanent(f"the switch lists {len(listed.names)} ports, option ports says {self._ports}")
+        if self._names is None:
+            self._names = listed
+        if changed := sorted({*listed.names} ^ {*self._names.names}):
+            raise Permanent(
+                f"the switch lists other ports than before ({len(changed)} differ, {changed[0]} first), so numbers "
+                "would mean other fibres: look at it, then restart what drives it"
+            )
+        return self._names
+
+    def _normal(self, pair: CrossConnect) -> CrossConnect:
+        return min(pair, _turned(pair))
+
+    async def _get(self, path: str, query: dict[str, str], parse_body: Callable[[object], T]) -> T:
+        command = f"GET {ROOT}{path}?id={query['id']}"
+        answer = await self._session.ask("GET", ROOT + path, query=query, headers={"Accept": MEDIA_TYPE})
+        check_status(answer, command, is_setter=False)
+        try:
+            return parse_body(parse_json(answer.body) if answer.body.strip() else [])
+        except ValueError as error:
+            raise nonsense(error, answer, command, is_setter=False) from None
+
+    async def _set(self, verb: str, items: Sequence[dict[str, str]], shown: Sequence[str]) -> None:
+        """Raises Permanent if any item failed, with the words for each that did."""
+        command = f"POST {ROOT}crossconnects/?id={verb}"
+        answer = await self._session.ask(
+            "POST",
+            f"{ROOT}crossconnects/",
+            query={"id": verb},
+            content=list(items),
+            headers={"Accept": MEDIA_TYPE, "Content-Type": MEDIA_TYPE},
+            is_setter=True,
+        )
+        check_status(answer, command, is_setter=True)
+        try:
+            results = parse.results(parse_json(answer.body), len(items))
+        except ValueError as error:
+            raise nonsense(error, answer, command, is_setter=True) from None
+        failed = [f"{name}: {told.words}" for name, told in zip(shown, results, strict=True) if not told.is_done]
+        if failed:
+            raise Permanent(f"{len(failed)} of {len(items)} failed", command=command, answer="; ".join(failed[:20]))
+
+
+def _turned(pair: CrossConnect) -> CrossConnect:
+    return CrossConnect(pair.egress_port, pair.ingress_port)
+
+
+class CalientRestSwitch(SwitchDriver):
+    """A Calient switch at `address`, HOST or HOST:PORT.
+
+    `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, in the place of the system's); `user` and
+    `password`; `dir` uni or bi, `group` of new connections, `port_source` detail or summary and how many `ports` there
+    must be, see the module.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        clock: Clock | None = None,
+        address: str,
+        scheme: str = Scheme.HTTP,
+        tls_verify: bool = True,
+        tls_ca_file: str | None = None,
+        user: str = "",
+        password: str = "",
+        dir: str = Direction.UNI,
+        group: str = "SYSTEM",
+        port_source: str = PortSource.DETAIL,
+        ports: int | None = None,
+        reconfiguration_s: float = RECONFIGURATION_S,
+        command_timeout_s: float = 5.0,
+        lock_timeout_s: float = 10.0,
+        tune_timeout_s: float | None = None,
+        link_timeout_s: float = 2.0,
+    ) -> None:
+        options = Options(device)
+        endpoint = read_endpoint(
+            options,
+            address=address,
+            default_ports=DEFAULT_PORTS,
+            scheme=scheme,
+            tls_verify=tls_verify,
+            tls_ca_file=tls_ca_file,
+            user=user,
+            password=password,
+        )
+        options.choice("dir", dir, Direction)
+        options.text("group", group, may_be_empty=True)
+        options.choice("port_source", port_source, PortSource)
+        if ports is not None:
+            options.whole("ports", ports, at_least=2)
+        options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
+        limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
+        options.check()
+        clock = clock or SystemClock()
+        wire = CalientRestWire(
+            HttpSession(endpoint, clock, limits.command_s, cookies=True),
+            clock,
+            direction=Direction(dir),
+            group=group,
+            port_source=PortSource(port_source),
+            ports=ports,
+            reconfiguration_s=reconfiguration_s,
+        )
+        super().__init__(device, wire, clock=clock, limits=replace(limits, command_s=REQUESTS * limits.command_s))

@@ -1,0 +1,306 @@
+"""The emulator `calient_rest`: a Calient S-series switch's REST interface, as far as cross-connects and ports go.
+
+Answers have the members that clients of real switches read (see ocs_drivers/calient_rest.py). Failures are in bodies
+with HTTP 200. `deleteall` is here though our driver has it not: others may use it beside it.
+"""
+
+import json
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
+
+from aiohttp import web
+
+from ocs_drivers.base import Clock
+from ocs_drivers.calient_json import PortNames
+from ocs_drivers.diff import occupants
+from ocs_drivers.emulators.base import EmulatedDevice, Panel
+from ocs_drivers.emulators.http import HttpServer, Listing, Reply, is_let_in
+from ocs_drivers.errors import Permanent
+from ocs_drivers.faults import FaultKind
+from ocs_drivers.model import Action, Connectivity, CrossConnect, Facts, PortState, PortStatus
+
+ROOT = "/rest/"
+PORTS_IN_A_MODULE = 8
+MODULES_IN_A_SHELF = 8
+COOKIE = "JSESSIONID"
+
+Item = Mapping[str, object]
+
+
+class Failed(Exception):
+    """One item failed; the answer is HTTP 200 all the same."""
+
+
+class CalientRestEmulator:
+    """Quirks: `bulk_s` and `conflict_s`, how long a set takes, and one for which the switch takes down what is in the
+    way (up to 0.2 and 0.5 s by the manual); `chunked` answers; `user` and `password`: Basic authentication and then a
+    cookie, which is good for `cookie_uses` requests (0: for ever); of `sessions` cookies at most, the oldest goes."""
+
+    def __init__(
+        self,
+        panel: Panel,
+        clock: Clock | None = None,
+        *,
+        bulk_s: float = 0.2,
+        conflict_s: float = 0.5,
+        chunked: bool = False,
+        cookie_uses: int = 0,
+        sessions: int = 1,
+        user: str = "",
+        password: str = "",
+    ) -> None:
+        self.device = EmulatedDevice(_facts(panel), panel, clock)
+        self._listing = Listing(self.device, panel.reconfiguration_s + panel.jitter_s)
+        self._server = HttpServer(self._answer, "application/json", chunked=chunked)
+        self._names = PortNames(_name(number) for number in self.device.facts.ingress_ports)
+        self._set_s, self._conflict_s = bulk_s, conflict_s
+        self._user = (user, password)
+        self._cookie_uses, self._sessions = cookie_uses, sessions
+        self._cookies: dict[str, tuple[int, int]] = {}  # by value: the device's session, and requests so far
+        self._given = 0
+        self._both_ways: set[frozenset[int]] = set()  # pairs that were made as one connection
+        self._groups: dict[str, str] = {}
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        return await self._server.start(host, port)
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+    async def _answer(self, request: web.Request, body: bytes) -> Reply:
+        headers = {}
+        if self._user[0] and not self._is_known(request.cookies.get(COOKIE, "")):
+            if not is_let_in(request, *self._user):
+                return Reply(401, None, {"WWW-Authenticate": 'Basic realm="Calient"'})
+            headers["Set-Cookie"] = f"{COOKIE}={self._new_cookie()}; Path={ROOT}; HttpOnly"
+        try:
+            reply = await self._dispatch(request, body)
+        except Failed as failure:
+            reply = Reply(200, [_result(False, str(failure))])
+        return Reply(reply.status, reply.content, reply.headers | headers)
+
+    def _is_known(self, cookie: str) -> bool:
+        session, uses = self._cookies.pop(cookie, (0, 0))
+        is_good = uses and self.device.is_alive(session) and not 0 < self._cookie_uses < uses
+        if is_good:
+            self._cookies[cookie] = (session, uses + 1)
+        return bool(is_good)
+
+    def _new_cookie(self) -> str:
+        self._given += 1
+        while len(self._cookies) >= self._sessions:
+            del self._cookies[next(iter(self._cookies))]
+        cookie = f"{self._given:032X}"
+        self._cookies[cookie] = (self.device.session(), 1)
+        return cookie
+
+    async def _dispatch(self, request: web.Request, body: bytes) -> Reply:
+        asked: dict[str, object] = dict(request.query)
+        content: object = None
+        if body:
+            is_form = request.content_type == "application/x-www-form-urlencoded" and body.lstrip()[:1] not in b"[{"
+            content = dict(await request.post()) if is_form else _json(body)
+        if isinstance(content, dict):
+            asked = content | asked
+        verb = asked.get("id", "delete" if request.method == "DELETE" else "")
+        match request.method, request.path.removeprefix(ROOT).rstrip("/"), verb:
+            case "GET", "crossconnects", "list" | "detail":
+                wanted = asked.get("conn")
+                return Reply(200, [row for row in self._rows() if verb == "list" or row["conn"] == wanted])
+            case "GET", "ports", "summary" | "detail":
+                wanted = asked.get("port")
+                rows = self._ports(is_detail=verb == "detail")
+                return Reply(200, [row for row in rows if wanted in (None, row["port"])])
+            case "GET", "node", "summary":
+                return Reply(200, {"serialnumber": self.device.facts.serial, "partnumber": self.device.facts.model})
+            case "GET", "info", "softwareversion":
+                return Reply(200, {"version": self.device.facts.software})
+            case "POST", "crossconnects", "add":
+                return Reply(200, [(await self._add([asked], "add"))[0]["response"]])
+            case "POST", "crossconnects", "badd":
+                return Reply(200, await self._add(_items(content), "badd"))
+            case "POST", "crossconnects", "bdel":
+                return Reply(200, await self._delete(_items(content), "bdel"))
+            case "DELETE", "crossconnects", "delete":
+                return Reply(200, [(await self._delete([asked], "delete"))[0]["response"]])
+            case "POST", "crossconnects", "deleteall":
+                await self._carry_out(self.device.replace((), "deleteall"))
+                return Reply(200, [_result(True, "done")])
+        return Reply(404)
+
+    async def _add(self, items: Sequence[Item], verb: str) -> list[dict[str, object]]:
+        wanted = [self._pairs(item) for item in items]
+        pairs = [pair for of_item in wanted for pair in of_item]
+        taken = occupants(self.device.facts, self._present)
+        in_the_way = {taken[end] for pair in pairs for end in self.device.facts.ends(pair) if end in taken}
+        await self.device.clock.sleep(self._conflict_s if in_the_way - set(pairs) else self._set_s)
+        self._listing.commanded(pairs)
+        self._count_whole(wanted)
+        words = await self._carry_out(self.device.set(Action.ADD, pairs, f"{verb} {_shown(pairs)}"))
+        answers = []
+        for item, of_item in zip(items, wanted, strict=True):
+            is_done = not words or (bool(of_item) and self._present.issuperset(of_item))
+            if len(of_item) == 2 and is_done:
+                self._both_ways.add(frozenset((of_item[0].ingress_port, of_item[0].egress_port)))
+            if is_done and of_item:
+                self._groups[self._conn(of_item)] = str(item.get("group", "SYSTEM"))
+            told = "" if is_done else words
+            answers.append({**_echo(item), "response": _result(is_done and bool(of_item), told or "no such port")})
+        return answers
+
+    async def _delete(self, items: Sequence[Item], verb: str) -> list[dict[str, object]]:
+        connections = {str(row["conn"]): self._halves(str(row["conn"])) for row in self._rows()}
+        found = [connections.get(str(item.get("conn")), []) for item in items]
+        pairs = [pair for of_item in found for pair in of_item]
+        await self.device.clock.sleep(self._set_s)
+        self._count_whole(found)
+        words = await self._carry_out(self.device.set(Action.REMOVE, pairs, f"{verb} {_shown(pairs)}"))
+        return [
+            {**_echo(item), "response": _result(bool(of_item) and is_done, words if of_item else "no such connection")}
+            for item, of_item in zip(items, found, strict=True)
+            for is_done in (not words or self._present.isdisjoint(of_item),)
+        ]
+
+    def _count_whole(self, connections: Sequence[Sequence[CrossConnect]]) -> None:
+        """A set that is taken in part takes whole connections: a fault counts these, the glass counts directions."""
+        if partial := self.device.glass.taken(FaultKind.PARTIAL_COMMIT):
+            self.device.inject(replace(partial, items=sum(map(len, connections[: partial.items]))))
+
+    async def _carry_out(self, setter: Awaitable[None]) -> str:
+        """What the switch says against it; "" if nothing."""
+        try:
+            await setter
+        except Permanent as refusal:
+            return refusal.answer
+        return ""
+
+    @property
+    def _present(self) -> set[CrossConnect]:
+        return {circuit.cross_connect for circuit in self.device.glass.circuits()}
+
+    def _rows(self) -> list[dict[str, object]]:
+        listed = {circuit.cross_connect: circuit.state for circuit in self._listing.circuits()}
+        rows: list[dict[str, object]] = []
+        for pair in listed:
+            back = CrossConnect(pair.egress_port, pair.ingress_port)
+            is_both = back in listed and frozenset((pair.ingress_port, pair.egress_port)) in self._both_ways
+            if is_both and back < pair:
+                continue
+            pairs = [pair, back] if is_both else [pair]
+            halves = {
+                f"half{number}": {
+                    "conn": self._conn([half]),
+                    "as": "IS",
+                    "os": "FAIL" if listed[half] == "failed" else "RDY",
+                    "oc": "OK",
+                }
+                for number, half in enumerate(pairs, start=1)
+            }
+            conn = self._conn(pairs)
+            group = self._groups.get(conn, "SYSTEM")
+            rows.append({"name": conn, "conn": conn, "group": group, "dir": "bi" if is_both else "uni", **halves})
+        return rows
+
+    def _ports(self, is_detail: bool) -> list[dict[str, object]]:
+        listed = [circuit.cross_connect for circuit in self._listing.circuits()]
+        circuit_in = {pair.ingress_port: self._conn([pair]) for pair in listed}
+        circuit_out = {pair.egress_port: self._conn([pair]) for pair in listed}
+        rows: list[dict[str, object]] = []
+        for port in self.device.glass.ports():
+            comes, goes = circuit_in.get(port.port, ""), circuit_out.get(port.port, "")
+            row = {"port": self._names.name(port.port), "inalias": "", "outalias": ""}
+            if is_detail:
+                rows.append({**row, **_states(port, comes, goes), "incircuit": comes, "outcircuit": goes})
+            else:
+                rows.append({**row, "conn": comes or goes, "connid": comes or goes, "power": _dbm(port)})
+        return rows
+
+    def _conn(self, pairs: Sequence[CrossConnect]) -> str:
+        source, target = self._names.name(pairs[0].ingress_port), self._names.name(pairs[0].egress_port)
+        return f"{source}{'-' if len(pairs) == 2 else '>'}{target}"
+
+    def _halves(self, conn: str) -> list[CrossConnect]:
+        is_both = "-" in conn
+        source, _, target = conn.partition("-" if is_both else ">")
+        pair = CrossConnect(self._names.number(source), self._names.number(target))
+        return [pair, CrossConnect(pair.egress_port, pair.ingress_port)] if is_both else [pair]
+
+    def _pairs(self, item: Item) -> list[CrossConnect]:
+        """None for ports that are not there."""
+        direction = str(item.get("dir", "bi")).lower()
+        if direction not in ("uni", "bi"):
+            raise Failed("dir must be uni or bi")
+        try:
+            return self._halves(f"{item.get('in')}{'-' if direction == 'bi' else '>'}{item.get('out')}")
+        except ValueError:
+            return []
+
+
+def _facts(panel: Panel) -> Facts:
+    if panel.ingress_ports != panel.egress_ports:
+        raise ValueError(
+            f"a Calient switch has as many ports out as in, got {panel.ingress_ports}x{panel.egress_ports}"
+        )
+    numbers = range(1, panel.ingress_ports + 1)
+    return Facts(
+        vendor="Calient",
+        model=f"S{panel.ingress_ports}",
+        serial="S-0042",
+        software="8.3.1.4",
+        connectivity=Connectivity.INGRESS_EGRESS,
+        ingress_ports=numbers,
+        egress_ports=numbers,
+        reconfiguration_s=panel.reconfiguration_s,
+        boot=panel.boot,
+    )
+
+
+def _name(number: int) -> str:
+    module, port = divmod(number - 1, PORTS_IN_A_MODULE)
+    shelf, module = divmod(module, MODULES_IN_A_SHELF)
+    return f"{shelf + 1}.{module + 1}.{port + 1}"
+
+
+def _states(port: PortState, comes: str, goes: str) -> dict[str, str]:
+    """As a switch told them of a port with light in and nothing out: `inas` IS, `outas` OOS-NP."""
+    is_shut, hardware = port.status is PortStatus.DISABLED, "FAIL" if port.status is PortStatus.FAILED else "OK"
+    return {
+        "inas": "OOS-MA" if is_shut else "IS" if comes else "OOS-NP",
+        "outas": "OOS-MA" if is_shut else "IS" if goes else "OOS-NP",
+        "inos": "RDY",
+        "outos": "RDY",
+        "inoc": hardware,
+        "outoc": hardware,
+        "inpower": _dbm(port),
+        "outpower": _dbm(port),
+    }
+
+
+def _dbm(port: PortState) -> str:
+    return "" if port.power_dbm is None else f"{port.power_dbm:.1f}"
+
+
+def _result(is_done: bool, words: str) -> dict[str, object]:
+    return {"status": "1" if is_done else "0", "msg": "OK" if is_done else "FAILED", "description": words}
+
+
+def _echo(item: Item) -> dict[str, object]:
+    return {name: item[name] for name in ("in", "out", "conn") if name in item}
+
+
+def _items(content: object) -> list[Item]:
+    if not isinstance(content, list) or not content or not all(isinstance(item, dict) for item in content):
+        raise Failed("must be a list of connections")
+    return content
+
+
+def _json(body: bytes) -> object:
+    try:
+        value: object = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Failed("the body is not JSON") from None
+    return value
+
+
+def _shown(pairs: Sequence[CrossConnect]) -> str:
+    return " ".join(str(pair) for pair in pairs)

@@ -1,0 +1,25 @@
+"""curl as a client that has never seen our code."""
+
+import asyncio
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+
+async def curl(*words: str) -> tuple[int, Any]:
+    """Status, and JSON or None. Skips the test where curl is not installed."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    process = await asyncio.create_subprocess_exec(
+        "curl", "-sS", "--max-time", "60", "-w", "\n%{http_code}", *words, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        out, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    body, _, status = out.decode().rpartition("\n")
+    return int(status), json.loads(body) if body.strip() else None

@@ -1,0 +1,202 @@
+"""The driver `calient_rest` and its emulator: the suite, requests counted, curl beside us, failures as they are."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+import pytest
+from curl import curl
+from emulated import EmulatedConformance
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.conformance import carry_out, connected, refusal
+from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.calient_rest import CalientRestEmulator
+from ocs_drivers.errors import InvalidOptions, Permanent
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import BootBehaviour, Change, CircuitState, Connectivity, CrossConnect, PortStatus
+from ocs_drivers.registry import make_driver
+
+PANEL = Panel(32, 32, reconfiguration_s=0.001)
+FAST = {"bulk_s": 0.0, "conflict_s": 0.0}
+ONE, TWO = CrossConnect(1, 9), CrossConnect(2, 10)
+
+
+class TestCalientUni(EmulatedConformance):
+    driver = "calient_rest"
+    protocol = "calient_rest"
+    panel = Panel(320, 320, reconfiguration_s=0.002, boot=BootBehaviour.RESTORE)
+    options: ClassVar[dict[str, Any]] = {"reconfiguration_s": 0.002, "port_source": "detail"}
+    quirks: ClassVar[dict[str, Any]] = FAST
+
+
+class TestCalientBi(EmulatedConformance):
+    """Both directions, sets that take time, jitter, chunks, a password, and a cookie that is good for 5 requests."""
+
+    driver = "calient_rest"
+    protocol = "calient_rest"
+    panel = Panel(32, 32, reconfiguration_s=0.002, jitter_s=0.003)
+    options: ClassVar[dict[str, Any]] = {
+        "reconfiguration_s": 0.006,
+        "dir": "bi",
+        "user": "admin",
+        "password": "pxc***",
+    }
+    quirks: ClassVar[dict[str, Any]] = {
+        "bulk_s": 0.002,
+        "conflict_s": 0.005,
+        "chunked": True,
+        "cookie_uses": 5,
+        "user": "admin",
+        "password": "pxc***",
+    }
+
+
+@asynccontextmanager
+async def switch(
+    quirks: dict[str, Any] | None = None, panel: Panel = PANEL, **options: Any
+) -> AsyncIterator[tuple[OcsDriver, CalientRestEmulator, str]]:
+    emulator = CalientRestEmulator(panel, **{**FAST, **(quirks or {})})
+    address = await emulator.start()
+    driver = make_driver("calient_rest", "ocs1", {"address": address, "reconfiguration_s": 0.001, **options})
+    try:
+        yield driver, emulator, address
+    finally:
+        await driver.close()
+        await emulator.stop()
+
+
+async def test_320_ports_are_one_badd_and_one_bdel() -> None:
+    async with switch(panel=Panel(320, 320, reconfiguration_s=0.001)) as (driver, emulator, _):
+        pairs = tuple(CrossConnect(port, 321 - port) for port in range(1, 321))
+        assert (await carry_out(driver, pairs)).commands_sent == 1
+        assert (await carry_out(driver, disconnect=pairs[1:])).commands_sent == 1
+        assert [command.split()[0] for command in emulator.device.setters] == ["badd", "bdel"]
+        assert await connected(driver) == {pairs[0]}
+
+
+async def test_what_curl_connects_we_see_and_leave_alone() -> None:
+    """Ways in which clients of real switches ask: a form, a list of items, a name for the delete."""
+    auth = {"user": "admin", "password": "pxc***"}
+    async with switch(auth, **auth) as (driver, _, address):
+        root, login = f"http://{address}/rest/crossconnects/", ("-u", "admin:pxc***")
+        assert await curl(f"{root}?id=list") == (401, None)
+        assert await curl(*login, f"{root}?id=list") == (200, [])
+        status, told = await curl(*login, "-d", "id=add&in=1.1.1&out=1.2.1&dir=uni", root)
+        assert (status, told[0]["status"]) == (200, "1")
+        assert await connected(driver) == {ONE}
+        body = '[{"in":"1.1.2","out":"1.2.2","dir":"uni"},{"in":"1.1.3","out":"9.9.9","dir":"uni"}]'
+        status, told = await curl(*login, "-d", body, "-H", "Content-Type: application/json", f"{root}?id=badd")
+        assert (status, [item["response"]["status"] for item in told]) == (200, ["1", "0"])
+        assert await connected(driver) == {ONE, TWO}
+        _, rows = await curl(*login, f"{root}?id=list")
+        assert [row["half1"]["conn"] for row in rows] == ["1.1.1>1.2.1", "1.1.2>1.2.2"]
+        _, told = await curl(*login, "-G", "-X", "DELETE", "--data-urlencode", "conn=1.1.1>1.2.1", root)
+        assert told[0]["status"] == "1"
+        _, told = await curl(*login, "-G", "-X", "DELETE", "--data-urlencode", "conn=1.1.1>1.2.1", root)
+        assert (told[0]["status"], told[0]["description"]) == ("0", "no such connection")
+        assert (await carry_out(driver, (ONE,))).done
+        _, rows = await curl(
+            *login,
+            "-G",
+            "--data-urlencode",
+            "id=detail",
+            "--data-urlencode",
+            "port=1.1.1",
+            f"http://{address}/rest/ports/",
+        )
+        assert (rows[0]["incircuit"], rows[0]["outcircuit"]) == ("1.1.1>1.2.1", "")
+
+
+async def test_a_failure_inside_http_200_is_told_per_item() -> None:
+    async with switch() as (driver, emulator, _):
+        diff = await driver.plan(Change((ONE, TWO)))
+        emulator.device.inject(Fault(FaultKind.FAIL_PORT, 10))
+        result = await driver.commit(diff, diff.revision)
+        assert [item.done for item in result.items] == [True, False]
+        assert "1 of 2 failed" in result.items[1].detail
+        assert "1.1.2>1.2.2: FAILED: PORT 10 FAILED" in result.items[1].detail
+        states = {port.port: port.status for port in await driver.ports()}
+        assert states[10] is PortStatus.FAILED
+        emulator.device.inject(Fault(FaultKind.MEND_PORT, 10))
+        emulator.device.inject(Fault(FaultKind.DISABLE_PORT, 10))
+        states = {port.port: port.status for port in await driver.ports()}
+        assert states[10] is PortStatus.DISABLED
+
+
+async def test_the_password_is_sent_once_and_again_when_the_cookie_is_gone() -> None:
+    auth = {"user": "admin", "password": "pxc***"}
+    async with switch(auth, **auth) as (driver, emulator, address):
+        await carry_out(driver, (ONE,))
+        assert emulator._given == 1
+        await curl("-u", "admin:pxc***", f"http://{address}/rest/ports/?id=summary")  # one session only: ours is out
+        diff = await driver.plan(Change((TWO,)))
+        await curl("-u", "admin:pxc***", f"http://{address}/rest/ports/?id=summary")
+        assert (await driver.commit(diff, diff.revision)).done
+        assert emulator._given == 5
+        assert len(emulator.device.setters) == 2  # what was refused for want of a session was not taken twice
+
+
+async def test_a_wrong_password_is_permanent_and_not_told() -> None:
+    async with switch({"user": "admin", "password": "pxc***"}, user="admin", password="guess") as (driver, _, _address):
+        async with refusal(Permanent, "user and password") as refused:
+            await driver.ports()
+        assert "guess" not in str(refused[0])
+
+
+async def test_one_direction_of_both_only_goes_with_the_other() -> None:
+    async with switch() as (driver, emulator, address):
+        body = '[{"in":"1.1.1","out":"1.2.1","dir":"bi","group":"LAB"}]'
+        await curl("-d", body, "-H", "Content-Type: application/json", f"http://{address}/rest/crossconnects/?id=badd")
+        pairs = (CrossConnect(1, 9), CrossConnect(9, 1))
+        assert await connected(driver) == set(pairs)
+        await driver.take_over(pairs)
+        result = await carry_out(driver, disconnect=pairs[:1])
+        assert "1:9 is one direction of 1.1.1-1.2.1, which only goes as a whole: name 9:1 too" in result.items[0].detail
+        assert await connected(driver) == set(pairs)
+        assert (await carry_out(driver, disconnect=pairs)).done
+        assert len(emulator.device.setters) == 2
+
+
+async def test_half_of_a_connection_is_shown_as_failed() -> None:
+    async with switch(dir="bi") as (driver, _, address):
+        assert (await driver.facts()).connectivity is Connectivity.ANY_TO_ANY
+        await curl("-d", "id=add&in=1.2.1&out=1.1.1&dir=uni", f"http://{address}/rest/crossconnects/")
+        (circuit,) = (await driver.cross_connects()).circuits
+        assert (circuit.cross_connect, circuit.state) == (ONE, CircuitState.FAILED)
+
+
+async def test_a_switch_that_lists_other_ports_is_not_touched() -> None:
+    async with switch() as (driver, emulator, _):
+        await carry_out(driver, (ONE,))
+        emulator._names = type(emulator._names)([*emulator._names.names, "1.0.1"])
+        async with refusal(Permanent, "other ports than before (2 differ, 1.0.1 first)"):
+            await driver.ports()
+
+
+async def test_numbers_hold_only_for_as_many_ports_as_expected() -> None:
+    async with switch(ports=320) as (driver, _, _address):
+        async with refusal(Permanent, "lists 32 ports, option ports says 320"):
+            await driver.facts()
+
+
+async def test_without_details_no_power_is_claimed() -> None:
+    async with switch(port_source="summary") as (driver, _, _address):
+        assert not (await driver.capabilities()).port_power
+        assert {port.power_dbm for port in await driver.ports()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"dir": "both"}, "options.dir: must be one of uni, bi, got 'both'"),
+        ({"ports": 1}, "options.ports: must be a whole number >= 2, got 1"),
+        ({"group": 7}, "options.group: must be text, got 7"),
+        ({"port_source": "tl1"}, "options.port_source: must be one of detail, summary, got 'tl1'"),
+        ({"tls_verify": "no"}, "options.tls_verify: must be true or false, got 'no'"),
+    ],
+)
+def test_options_are_refused_by_name(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InvalidOptions) as refused:
+        make_driver("calient_rest", "ocs1", {"address": "lab", **options})
+    assert fault in str(refused.value)

@@ -1,0 +1,89 @@
+"""Whatever a device answers over HTTP, the verbs of both wires return what was asked or raise an error that says what
+to do; after a setter nobody claims more than is known."""
+
+import asyncio
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ocs_drivers.base import SystemClock, Wire
+from ocs_drivers.calient_rest import CalientRestWire, Direction, PortSource
+from ocs_drivers.errors import DriverError, OutcomeUnknown
+from ocs_drivers.http_session import Answer
+from ocs_drivers.model import CrossConnect
+from ocs_drivers.restconf import AddWith, RestconfWire
+
+PAIRS = (CrossConnect(1, 2), CrossConnect(3, 4))
+LEAVES = st.none() | st.booleans() | st.integers(-1, 70000) | st.sampled_from(
+    ["1", "0", "ENABLED", "1.1.1", "1.1.2", "1.1.3", "1.1.4", "1.1.1>1.1.2", "1.1.3>1.1.4", "2018-03-22", "I-OST-2x2"]
+)  # fmt: skip
+KEYS = st.sampled_from(
+    ["optical-switch:cross-connects", "pair", "ingress", "egress", "optical-switch:port-config", "port", "port-id", "status", "modules-state", "module", "name", "revision", "product-information", "model-name", "errors", "error", "error-tag", "half1", "half2", "conn", "response", "msg"]
+)
+JSON: st.SearchStrategy[Any] = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=10
+)
+PORTS = [{"port": f"1.1.{port}"} for port in range(1, 5)]
+LISTED = [{"half1": {"conn": "1.1.1>1.1.2"}}, {"half1": {"conn": "1.1.3>1.1.4"}}]
+BODIES = st.one_of(
+    st.binary(max_size=20),
+    (JSON | st.sampled_from([PORTS, LISTED, []])).map(lambda value: json.dumps(value).encode()),
+)
+ANSWERS = st.builds(
+    Answer,
+    st.sampled_from([200, 200, 200, 201, 204, 301, 401, 404, 409, 500, 503]),
+    st.just({}),
+    BODIES,
+)
+
+
+class Scripted:
+    """In the place of a session: the same answers again and again."""
+
+    def __init__(self, answers: list[Answer]) -> None:
+        self._answers = answers
+        self._asked = 0
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def ask(self, *words: object, **more: object) -> Answer:
+        self._asked += 1
+        return self._answers[self._asked % len(self._answers)]
+
+
+async def drive(wire: Wire) -> None:
+    for verb in (wire.open, wire.read_facts, wire.read_ports, wire.read_circuits):
+        try:
+            await verb()
+        except DriverError as error:
+            assert not isinstance(error, OutcomeUnknown)
+            assert str(error).isprintable()
+    for setter in (wire.add, wire.remove):
+        try:
+            await setter(PAIRS)
+        except DriverError as error:
+            assert str(error).isprintable()
+
+
+@given(answers=st.lists(ANSWERS, min_size=1, max_size=6), add_with=st.sampled_from(AddWith))
+def test_restconf(answers: list[Answer], add_with: AddWith) -> None:
+    session: Any = Scripted(answers)
+    wire = RestconfWire(
+        session, SystemClock(), root="/api", size=None, yang_revision=None, reconfiguration_s=0.0, add_with=add_with,
+        power=True,
+    )  # fmt: skip
+    asyncio.run(drive(wire))
+
+
+@given(answers=st.lists(ANSWERS, min_size=1, max_size=6), direction=st.sampled_from(Direction))
+def test_calient(answers: list[Answer], direction: Direction) -> None:
+    session: Any = Scripted(answers)
+    wire = CalientRestWire(
+        session, SystemClock(), direction=direction, group="", port_source=PortSource.DETAIL, ports=None,
+        reconfiguration_s=0.0,
+    )  # fmt: skip
+    asyncio.run(drive(wire))

@@ -15,7 +15,7 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := .venv-vllm/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fuzz test test-slow test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
+.PHONY: help demo fabric-box fuzz test test-slow test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ demo: $(VLLM_STAMP)
 endif
 demo: $(VENV_STAMP)  ## one generation step without and with OrchestrRL (ENGINE=vllm: on two real vLLM servers)
 	@$(BIN)/orchestrrl demo --engine $(ENGINE)
+
+fabric-box: $(VENV_STAMP)  ## a site in network namespaces, its circuits switched under real TCP (Linux; root or user namespaces)
+	@$(BIN)/orchestrrl fabric box
 
 test: $(DEV_STAMP) $(VLLM_STAMP)  ## every test but the slow ones, those against real vLLM included
 	@$(BIN)/python -m pytest -m "not slow"

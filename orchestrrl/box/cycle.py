@@ -12,12 +12,14 @@ from orchestrrl.announcing import FabricClient
 from orchestrrl.box import intents
 from orchestrrl.box.house import Box
 from orchestrrl.box.traffic import Flow, mbps, running
-from orchestrrl.box.trainer import Trainer
+from orchestrrl.box.trainer import COLLECTIVE_S, PAUSE_S, Trainer
 from orchestrrl.demo.stack import Process
-from orchestrrl.periods import PeriodReport
+from orchestrrl.periods import PeriodReport, PeriodState
 from planner.fabric.intent import Intent, Stage
 
-TRAINING_WITHIN_S = 120.0
+# As long as one announcement waits, and how many are made: a trainer announces in each of its iterations.
+ANNOUNCED_FOR_S = 2 * (COLLECTIVE_S + PAUSE_S)
+ANNOUNCED = 20
 SETTLING_S = 0.5
 SAMPLE_S = 0.1
 WARM_UP_S = 0.3  # of a burst, until TCP has found its rate
@@ -48,7 +50,10 @@ class Cycle:
         began_s, first = time.monotonic(), len(trainer.bursts)
         running_on = asyncio.ensure_future(trainer.run())
         try:
-            report = await self._client.announce(intent.period, intent, within_s=TRAINING_WITHIN_S)
+            for _ in range(ANNOUNCED):
+                report = await self._client.announce(intent.period, intent, within_s=ANNOUNCED_FOR_S)
+                if report.state is not PeriodState.KEPT:
+                    break
             then = len(trainer.bursts)
             while len(trainer.bursts) < then + self._iterations and not running_on.done():
                 await asyncio.sleep(0.05)
@@ -56,11 +61,13 @@ class Cycle:
             running_on.cancel()
             with suppress(asyncio.CancelledError):
                 await running_on
-        changed_s = _changed_s(report, time.monotonic() - time.time())
+        offset_s = time.monotonic() - time.time()
+        begun_s = min((commit.commanded_s for commit in report.commits), default=report.announced_s) + offset_s
+        usable_s = max((commit.usable_s for commit in report.commits), default=report.announced_s) + offset_s
         bursts = trainer.bursts[first:]
         self.bursts += bursts
-        before = [burst for burst in bursts if burst[1] < changed_s]
-        after = [burst for burst in bursts if burst[0] > changed_s]
+        before = [burst for burst in bursts if burst[1] <= begun_s]
+        after = [burst for burst in bursts if burst[0] >= usable_s]
         self._note(intent, began_s, report, before[-self._iterations :], after)
 
     def told(self) -> dict[str, Any]:
@@ -154,11 +161,6 @@ def flows_between_tors(box: Box, intent: Intent) -> list[Flow]:
         if box.site.tor_of(source) != box.site.tor_of(sink)
     }
     return [Flow(box.plan.nic_of(source), box.plan.nic_of(sink)) for source, sink in sorted(pairs)]
-
-
-def _changed_s(report: PeriodReport, offset_s: float) -> float:
-    """When the last of its circuits could be used; where none was changed, when it was announced."""
-    return max((commit.usable_s for commit in report.commits), default=report.announced_s) + offset_s
 
 
 def _mean(bursts: "Sequence[tuple[float, float, list[Flow]]]") -> float | None:

@@ -36,7 +36,6 @@ async def _cycle(box: Box, order: dict[str, Any]) -> dict[str, Any]:
     return await cycle(box, order["seconds"], order["iterations"])
 
 
-# In the order in which they are to be asked for: from the second on, the daemon drives the switches.
 SHOWS = {"circuits": _circuits, "transition": _transition, "failed_port": _failed_port, "cycle": _cycle}
 
 
@@ -56,8 +55,12 @@ async def main(order: dict[str, Any]) -> None:
     folder = Path(order["folder"])
     site = read_site(folder / SITE_FILE)
     rates = Rates(order["mbps"] * 1e6 / site.link_gbps)
-    results: dict[str, Any] = {}
     async with standing(folder, site, rates, order["protocols"]) as box:
+        results: dict[str, Any] = {
+            "hosts": len(box.plan.hosts),
+            "tors": len(box.plan.tors),
+            "switches": {switch.id: switch.protocol for switch in box.switches.values()},
+        }
         for name in order["shows"]:
             say(at=name)
             if name != "circuits" and box.daemon is None:

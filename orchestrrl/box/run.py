@@ -11,19 +11,21 @@ from orchestrrl.box import enter
 from orchestrrl.errors import Permanent
 
 LOG_TAIL_LINES = 15
+# In the order in which they are shown: from the second on, the daemon drives the switches.
+SHOWS = ("circuits", "cycle", "transition", "failed_port", "wrong_cable")
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """`folder` holds the site's file, and gets the daemon's configuration and all logs. `mbps`: what a circuit carries
-    in the box. `shows`: see inside.py."""
+    in the box. `shows`: of SHOWS, in that order."""
 
     folder: str
     shows: tuple[str, ...]
     protocols: tuple[str, ...]
     mbps: float = 20.0
     seconds: float = 2.0  # that each rate is measured for
-    iterations: int = 3  # of training, in each of its stages
+    iterations: int = 3  # of training, on its own circuits
 
 
 async def run_box(order: Order, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:

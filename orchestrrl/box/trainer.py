@@ -9,7 +9,7 @@ from orchestrrl.box.traffic import Flow, running
 from orchestrrl.instrument.rings import Writer
 
 COLLECTIVE_S = 1.0
-PAUSE_S = 2.0
+PAUSE_S = 3.0
 
 
 class Trainer:

@@ -62,6 +62,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "fabric_check": ("fabric",),
     "fabric_generate": ("fabric",),
     "fabric_show": ("fabric",),
+    "fabric_box": ("fabric",),
     "ocs": ("ocs",),
     "ocs_emulate": ("ocs",),
     "fabric_allocate": ("fabric",),

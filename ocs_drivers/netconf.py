@@ -7,7 +7,7 @@ operation is `none`: nothing that is not named can be touched, and no request re
 
 Unknown, and not relied upon: whether an edit is atomic (it is read back), whether the mirrors are in place when a pair
 is listed (`tuned_state` is not declared; a pair counts as tuned when the stated time has passed), whether
-`:confirmed-commit` works. Events are not declared either: switches have a notification stream (RFC 5277), but it carries
+`:confirmed-commit` works. Events are not declared either: there is a notification stream (RFC 5277), but it carries
 power and system alarms; of cross-connects it tells only in the free text of an activity log, where an administrator has
 switched that on.
 """

@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+import pytest
+
 from ocs_drivers.emulators.base import Panel
 from ocs_drivers.model import BootBehaviour
 from tests.ocs_drivers.emulated import EmulatedConformance
@@ -25,6 +27,7 @@ class TestNetconfOld(EmulatedConformance):
     quirks: ClassVar[dict[str, Any]] = {"revision": "2016-04-22", "base": "1.0", "one_session": True, "power": True}
 
 
+@pytest.mark.slow
 class TestNetconfCandidate(EmulatedConformance):
     """A device whose running configuration changes by commit alone; any two ports meet, and pairs are listed late."""
 

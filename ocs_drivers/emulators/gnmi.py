@@ -1,0 +1,249 @@
+"""gNMI servers in front of glass: SONiC-OCS (gnmi_sonic.py) and OpenConfig's proposal (gnmi_openconfig.py).
+
+Capabilities, Get, Set and Subscribe (once, stream), with the generated servicer of pygnmi under grpc.aio. A
+SetRequest is looked at as a whole before anything is done, and carried out in the order delete, replace, update; what
+the glass then takes in part stays so. Clients connect through a relay, by which connections really break.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path as File
+from typing import Any, NoReturn
+
+import grpc
+from pygnmi.spec.v080 import gnmi_pb2, gnmi_pb2_grpc
+
+from ocs_drivers.base import Clock
+from ocs_drivers.driver import within
+from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
+from ocs_drivers.emulators.gnmi_openconfig import OpenConfigTarget
+from ocs_drivers.emulators.gnmi_relay import Connection, Relay
+from ocs_drivers.emulators.gnmi_sonic import SonicTarget
+from ocs_drivers.emulators.gnmi_target import Change, Op, Refusal, Row, Target
+from ocs_drivers.gnmi_data import Path, mapping, path_from_pb, path_to_pb, shown, value_from_pb, value_to_pb
+
+LONGEST_WAIT_S = 3600.0
+MAX_MESSAGE = (
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+)
+
+
+def sonic(
+    panel: Panel,
+    clock: Clock | None = None,
+    *,
+    tables: str = "design",
+    origin: str = "sonic-db",
+    leftovers: bool = False,
+    user: str = "",
+    password: str = "",
+    tls_cert_file: str = "",
+    tls_key_file: str = "",
+    tls_client_ca_file: str = "",
+) -> "GnmiEmulator":
+    """Quirks: `tables` of the "design" or of the "image"; `origin` of paths; `leftovers`: what the hardware did not
+    take stays ordered; `user` and `password`: metadata must name them; `tls_..`: PEM files."""
+    target = SonicTarget(panel, clock, tables, origin, leftovers)
+    return GnmiEmulator(target, (user, password), (tls_cert_file, tls_key_file, tls_client_ca_file))
+
+
+def openconfig(
+    panel: Panel,
+    clock: Clock | None = None,
+    *,
+    any_to_any: bool = False,
+    mirrored: bool = False,
+    first_index: int = 1,
+    user: str = "",
+    password: str = "",
+    tls_cert_file: str = "",
+    tls_key_file: str = "",
+    tls_client_ca_file: str = "",
+) -> "GnmiEmulator":
+    """Quirks: `any_to_any`: one range of ports; `mirrored`: connections are listed under both ports; `first_index` of
+    ports; the others as with `sonic`."""
+    target = OpenConfigTarget(panel, clock, any_to_any, mirrored, first_index)
+    return GnmiEmulator(target, (user, password), (tls_cert_file, tls_key_file, tls_client_ca_file))
+
+
+class GnmiEmulator:
+    def __init__(self, target: Target, login: tuple[str, str], tls_files: tuple[str, str, str]) -> None:
+        self.device: EmulatedDevice = target.device
+        self._target = target
+        self._login = login
+        self._tls_files = tls_files
+        self._relay = Relay(self.device.session)
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        self._server = grpc.aio.server(options=MAX_MESSAGE)
+        gnmi_pb2_grpc.add_gNMIServicer_to_server(Service(self._target, self._login, self._relay), self._server)
+        certificate, key, client_ca = await asyncio.to_thread(_contents, self._tls_files)
+        if certificate is None or key is None:
+            bound = self._server.add_insecure_port("127.0.0.1:0")
+        else:
+            chain = [(key, certificate)]
+            credentials = grpc.ssl_server_credentials(chain, client_ca, require_client_auth=client_ca is not None)
+            bound = self._server.add_secure_port("127.0.0.1:0", credentials)
+        await self._server.start()
+        return await self._relay.start(host, port, bound)
+
+    async def stop(self) -> None:
+        await self._relay.stop()
+        if self._server is not None:
+            await self._server.stop(None)
+
+
+class Service(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is not typed
+    """The service gnmi.gNMI."""
+
+    def __init__(self, target: Target, login: tuple[str, str], relay: Relay) -> None:
+        self._target = target
+        self._login = login
+        self._relay = relay
+
+    async def Capabilities(self, request: Any, context: Any) -> Any:
+        await self._admit(context)
+        models = [gnmi_pb2.ModelData(name=name, version=version) for name, version in self._target.models.items()]
+        encodings = [gnmi_pb2.JSON, gnmi_pb2.JSON_IETF]
+        return gnmi_pb2.CapabilityResponse(supported_models=models, supported_encodings=encodings, gNMI_version="0.7.0")
+
+    async def Get(self, request: Any, context: Any) -> Any:
+        await self._admit(context)
+        try:
+            return gnmi_pb2.GetResponse(notification=[self._found(request, message) for message in request.path])
+        except Refusal as refusal:
+            await _refuse(context, refusal)
+
+    async def Set(self, request: Any, context: Any) -> Any:
+        connection = await self._admit(context)
+        try:
+            changes = self._changes(request)
+            await self._target.transact(changes)
+        except Refusal as refusal:
+            await _refuse(context, refusal)
+        except ConnectionBroken:
+            await _break(connection, context)
+        ops = {Op.DELETE: gnmi_pb2.UpdateResult.DELETE, Op.REPLACE: gnmi_pb2.UpdateResult.REPLACE}
+        results = [
+            gnmi_pb2.UpdateResult(path=path_to_pb(change.path), op=ops.get(change.op, gnmi_pb2.UpdateResult.UPDATE))
+            for change in changes
+        ]
+        return gnmi_pb2.SetResponse(response=results, timestamp=self._timestamp())
+
+    async def Subscribe(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        connection = await self._admit(context)
+        queue = self._target.device.glass.listen()
+        try:
+            listed = (await anext(requests)).subscribe
+            wanted = [self._known(listed, subscription.path) for subscription in listed.subscription]
+            if listed.mode == gnmi_pb2.SubscriptionList.POLL:
+                raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "mode POLL is not supported")
+            before: dict[Path, Row] = {}
+            async for response in self._news(wanted, before):
+                yield response
+            yield gnmi_pb2.SubscribeResponse(sync_response=True)
+            while listed.mode == gnmi_pb2.SubscriptionList.STREAM:
+                await self._change(queue)
+                if not self._target.device.is_alive(connection.session):
+                    await _break(connection, context)
+                async for response in self._news(wanted, before):
+                    yield response
+        except StopAsyncIteration:
+            return
+        except Refusal as refusal:
+            await _refuse(context, refusal)
+        finally:
+            self._target.device.glass.unlisten(queue)
+
+    async def _news(self, wanted: list[Path], before: dict[Path, Row]) -> AsyncIterator[Any]:
+        """What is not as it was told before, which is brought up to date."""
+        now: dict[Path, Row] = {}
+        for below in wanted:
+            now |= self._target.rows(below)
+        gone = [elems for elems in before if elems not in now]
+        new = [elems for elems, row in now.items() if before.get(elems) != row]
+        before.clear()
+        before.update(now)
+        if gone or new:
+            update = [gnmi_pb2.Update(path=path_to_pb(elems), val=value_to_pb(now[elems])) for elems in new]
+            delete = [path_to_pb(elems) for elems in gone]
+            notification = gnmi_pb2.Notification(timestamp=self._timestamp(), update=update, delete=delete)
+            yield gnmi_pb2.SubscribeResponse(update=notification)
+
+    async def _change(self, queue: asyncio.Queue[Any]) -> None:
+        """Wait until something may have changed: the glass says so, or mirrors come into place."""
+        device = self._target.device
+        wait_s = min(device.glass.advance(), device.glass.moving_s(), LONGEST_WAIT_S)
+        try:
+            await within(device.clock, wait_s, queue.get())
+        except TimeoutError:
+            return
+        while not queue.empty():
+            queue.get_nowait()
+
+    def _found(self, request: Any, message: Any) -> Any:
+        if request.encoding not in (gnmi_pb2.JSON, gnmi_pb2.JSON_IETF):
+            raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported encoding")
+        if request.type != gnmi_pb2.GetRequest.ALL:
+            raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported request type")
+        elems = self._known(request, message)
+        data: Any = self._target.tree()
+        for elem in elems:
+            data = data.get(elem.name) if isinstance(data, dict) else None
+            if elem.keys and isinstance(data, list):
+                data = next((each for each in data if all(each[key] == value for key, value in elem.keys)), None)
+        if data is None or data == {}:
+            raise Refusal(grpc.StatusCode.NOT_FOUND, f"No valid entry found on {shown(elems)}")
+        value = value_to_pb(data)
+        if request.encoding == gnmi_pb2.JSON:
+            value = gnmi_pb2.TypedValue(json_val=value.json_ietf_val)
+        return gnmi_pb2.Notification(timestamp=self._timestamp(), update=[gnmi_pb2.Update(path=message, val=value)])
+
+    def _changes(self, request: Any) -> list[Change]:
+        changes = [Change(Op.DELETE, self._known(request, message)) for message in request.delete]
+        for op, updates in ((Op.REPLACE, request.replace), (Op.UPDATE, request.update)):
+            for update in updates:
+                try:
+                    value = value_from_pb(update.val)
+                except ValueError as error:
+                    raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"not JSON: {error}") from None
+                changes.append(Change(op, self._known(request, update.path), value))
+        return changes
+
+    def _known(self, request: Any, message: Any) -> Path:
+        """The path, if its origin is one of ours."""
+        origin = message.origin or request.prefix.origin
+        if origin not in self._target.origins:
+            raise Refusal(grpc.StatusCode.UNIMPLEMENTED, f"origin {origin!r} is not supported")
+        return path_from_pb(message, request.prefix)
+
+    async def _admit(self, context: Any) -> Connection:
+        """The connection that the call came by, if it is alive and who calls may."""
+        connection = self._relay.connection(context.peer())
+        if connection is None or not self._target.device.is_alive(connection.session):
+            await _break(connection, context)
+        told = mapping(dict(context.invocation_metadata()))
+        if self._login[0] and (told.get("username"), told.get("password")) != self._login:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid Username or Password")
+        return connection
+
+    def _timestamp(self) -> int:
+        return int(self._target.device.clock.now_s() * 1e9)
+
+
+async def _break(connection: Connection | None, context: Any) -> NoReturn:
+    if connection is not None:
+        connection.abort()
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection is gone")
+    raise AssertionError("abort raises")
+
+
+async def _refuse(context: Any, refusal: Refusal) -> NoReturn:
+    await context.abort(refusal.code, refusal.words)
+    raise AssertionError("abort raises")
+
+
+def _contents(files: tuple[str, ...]) -> list[bytes | None]:
+    return [File(file).read_bytes() if file else None for file in files]

@@ -1,0 +1,174 @@
+"""The tree of an emulated switch with the optical switch model proposed to OpenConfig.
+
+`config` is what was ordered, `state` follows the mirrors. `mirrored`: a connection is listed under both of its ports.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
+from ocs_drivers.emulators.gnmi_target import Change, Op, Refusal, Row
+from ocs_drivers.errors import Permanent
+from ocs_drivers.gnmi_data import Elem, Path, path, shown
+from ocs_drivers.gnmi_openconfig import CONNECTIONS, MODEL, ROOT, Topology
+from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, Facts, PortStatus
+
+SLOT = "1"
+STATUS = {PortStatus.ENABLED: "ENABLED", PortStatus.DISABLED: "DISABLED", PortStatus.FAILED: "FAILED"}
+
+
+class OpenConfigTarget:
+    def __init__(self, panel: Panel, clock: Any, any_to_any: bool, mirrored: bool, first_index: int) -> None:
+        if first_index < 0:
+            raise ValueError(f"first_index must be >= 0, got {first_index}")
+        self.device = EmulatedDevice(facts(panel, any_to_any, first_index), panel, clock)
+        self.models = {MODEL: "0.1.0"}
+        self.origins = frozenset({"", "openconfig"})
+        known = self.device.facts
+        self._topology = Topology(SLOT, known.connectivity, known.ingress_ports, known.egress_ports)
+        self._mirrored = mirrored
+        self._ordered: set[CrossConnect] = set()
+        self._session = self.device.session()
+
+    def tree(self) -> dict[str, Any]:
+        self._notice_restart()
+        known = self.device.facts
+        statuses = [
+            {"slot": SLOT, "port": str(state.port), "state": {"port-status": STATUS[state.status]}}
+            for state in self.device.glass.ports()
+        ]
+        topology = {
+            "port-connectivity": known.connectivity.name,
+            "total-port-count": known.ports,
+            "total-optical-module-count": 1,
+            "ingress-port-count": len(known.ingress_ports),
+            "egress-port-count": len(known.egress_ports),
+            "ingress-start-index": known.ingress_ports[0],
+            "egress-start-index": known.egress_ports[0],
+            "inter-module-connection-support": False,
+        }
+        chassis = {"type": "openconfig-platform-types:CHASSIS", "mfg-name": known.vendor, "part-no": known.model}
+        chassis |= {"serial-no": known.serial, "software-version": known.software}
+        return {
+            ROOT: {
+                "optical-switch-topology": {"state": topology},
+                "port-connections": {"port-connection": self._connections()},
+                "port-statuses": {"port-status": statuses},
+            },
+            "components": {"component": [{"name": "chassis", "state": {"name": "chassis", **chassis}}]},
+        }
+
+    def rows(self, below: Path) -> dict[Path, Row]:
+        """Entries of lists at or below a path."""
+        found = {}
+        for container, name in (("port-connections", "port-connection"), ("port-statuses", "port-status")):
+            for entry in self.tree()[ROOT][container][name]:
+                keys = (("port", entry["port"]), ("slot", entry["slot"]))
+                elems = (*path(ROOT, container), Elem(name, keys))
+                if elems[: len(below)] == below:
+                    found[elems] = entry
+        return found
+
+    async def transact(self, changes: Sequence[Change]) -> None:
+        self._notice_restart()
+        listed = {port: pair for pair in self._ordered | self._present() for port in self._ports_of(pair)}
+        gone, new = set[CrossConnect](), dict[int, int]()
+        for change in changes:
+            port = self._port_of(change)
+            if change.op is Op.DELETE:
+                gone |= set(listed.values()) if port is None else {listed[port]} if port in listed else set()
+                continue
+            if port is None:
+                raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "connections are set one by one")
+            new[port] = self._peer_of(change)
+        added = sorted(self._topology.normal(*pair) for pair in new.items())
+        command = " ".join(f"{change.op} {shown(change.path)}" for change in changes)
+        ordered = (self._ordered - gone) | set(added)
+        is_broken = False
+        try:
+            if removed := sorted(gone & self._present() - set(added)):
+                await self.device.set(Action.REMOVE, removed, command)
+            if missing := [pair for pair in added if pair not in self._present()]:
+                await self.device.set(Action.ADD, missing, command)
+        except ConnectionBroken:
+            is_broken = True
+            raise
+        except Permanent as error:
+            raise Refusal(grpc.StatusCode.ABORTED, error.answer) from None
+        finally:
+            self._ordered = (ordered | (self._ordered if is_broken else set())) & self._present()
+
+    def _connections(self) -> list[dict[str, Any]]:
+        states = {circuit.cross_connect: circuit.state for circuit in self.device.glass.circuits()}
+        found = []
+        for pair in sorted({*states, *self._ordered}):
+            for port in self._ports_of(pair):
+                peer = pair.egress_port if port == pair.ingress_port else pair.ingress_port
+                ends = {"slot": SLOT, "port": str(port), "peer-slot": SLOT, "peer-port": str(peer)}
+                entry: dict[str, Any] = {"slot": SLOT, "port": str(port), "state": {"slot": SLOT, "port": str(port)}}
+                if pair in self._ordered:
+                    entry["config"] = ends
+                if states.get(pair) is CircuitState.TUNED:
+                    entry["state"] = ends
+                found.append(entry)
+        return found
+
+    def _ports_of(self, pair: CrossConnect) -> tuple[int, ...]:
+        return (pair.ingress_port, pair.egress_port) if self._mirrored else (pair.ingress_port,)
+
+    def _port_of(self, change: Change) -> int | None:
+        """The port whose connection is meant; None for the whole list."""
+        if change.path == CONNECTIONS and change.op is Op.DELETE:
+            return None
+        if change.path[: len(CONNECTIONS)] != CONNECTIONS or len(change.path) == len(CONNECTIONS):
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
+        keys = dict(change.path[len(CONNECTIONS)].keys)
+        if keys.get("slot") != SLOT:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no slot {keys.get('slot')}")
+        return self._known_port(keys.get("port", ""))
+
+    def _peer_of(self, change: Change) -> int:
+        """Of the update of an entry, its `config`, or its leaf `peer-port`."""
+        below = [elem.name for elem in change.path[len(CONNECTIONS) + 1 :]]
+        value = change.value
+        if below == ["config", "peer-port"]:
+            value = {"peer-port": value}
+        elif not below and isinstance(value, dict):
+            value = value.get("config")
+        elif below != ["config"]:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
+        if not isinstance(value, dict) or "peer-port" not in value:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "peer-port is missing")
+        return self._known_port(str(value["peer-port"]))
+
+    def _known_port(self, text: str) -> int:
+        known = {*self._topology.ingress_ports, *self._topology.egress_ports}
+        if not text.isdecimal() or int(text) not in known:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"Requested port-number {text} is not in a valid range.")
+        return int(text)
+
+    def _present(self) -> set[CrossConnect]:
+        return {circuit.cross_connect for circuit in self.device.glass.circuits()}
+
+    def _notice_restart(self) -> None:
+        if not self.device.is_alive(self._session):
+            self._session = self.device.session()
+            self._ordered = self._present()
+
+
+def facts(panel: Panel, any_to_any: bool, first_index: int) -> Facts:
+    ingress = range(first_index, first_index + panel.ingress_ports)
+    egress = ingress if any_to_any else range(ingress[-1] + 1, ingress[-1] + 1 + panel.egress_ports)
+    return Facts(
+        vendor="OrchestrRL",
+        model="openconfig-ocs",
+        serial="oc-1",
+        software="1.0",
+        connectivity=Connectivity.ANY_TO_ANY if any_to_any else Connectivity.INGRESS_EGRESS,
+        ingress_ports=ingress,
+        egress_ports=egress,
+        reconfiguration_s=panel.reconfiguration_s,
+        boot=panel.boot,
+    )

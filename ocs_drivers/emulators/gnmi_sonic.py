@@ -1,0 +1,169 @@
+"""The tables of an emulated SONiC-OCS: what is ordered in CONFIG_DB, what the glass makes of it in STATE_DB.
+
+`tables` "design" are those of SONiC's OCS design, "image" those of the image `ocs-kvm`. What the hardware does not take
+disappears from CONFIG_DB, as the image cleans up invalid circuits; with `leftovers` it stays ordered, and blocked.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+
+from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
+from ocs_drivers.emulators.gnmi_target import Change, Op, Refusal, Row
+from ocs_drivers.errors import Permanent
+from ocs_drivers.gnmi_data import Path, path, shown
+from ocs_drivers.gnmi_sonic import CONFIG, CROSS_CONNECTS, HOST, METADATA, PORTS, STATE, Sides
+from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, Facts, PortStatus
+
+NAMES = {"design": ("", "state", "status"), "image": ("_TABLE", "config_status", "oper_status")}
+
+
+class SonicTarget:
+    def __init__(self, panel: Panel, clock: Any, tables: str, origin: str, leftovers: bool) -> None:
+        if tables not in NAMES:
+            raise ValueError(f"tables must be one of {', '.join(NAMES)}, got {tables!r}")
+        self.device = EmulatedDevice(facts(panel), panel, clock)
+        self.models = {origin: "0.1.0"}
+        self.origins = frozenset({origin})
+        self._is_image = tables == "image"
+        self._suffix, self._override, self._status = NAMES[tables]
+        self._leftovers = leftovers
+        self._sides = Sides(panel.ingress_ports, panel.egress_ports)
+        self._ordered: set[CrossConnect] = set()
+        self._session = self.device.session()
+
+    def tree(self) -> dict[str, Any]:
+        self._notice_restart()
+        ports = {self._sides.name(state.port): state.status for state in self.device.glass.ports()}
+        blocked = {PortStatus.DISABLED: "force_blocked"}
+        config = {
+            METADATA: {HOST: {"hwsku": "OCS-V", "platform": "x86_64-ocs-kvm_x86_64-r0", "switch_type": "ocs"}},
+            PORTS: {
+                name: {"label": f"port{name}", self._override: blocked.get(status, "normal")}
+                for name, status in ports.items()
+            },
+            CROSS_CONNECTS: {self._sides.key(pair): self._ends(pair) for pair in sorted(self._ordered)},
+        }
+        state = {CROSS_CONNECTS + self._suffix: self._shown(), PORTS + self._suffix: self._port_states(ports)}
+        return {CONFIG: {HOST: config}, STATE: {HOST: state}}
+
+    def rows(self, below: Path) -> dict[Path, Row]:
+        """Rows of tables at or below a path."""
+        found = {}
+        for database, hosts in self.tree().items():
+            for table, entries in hosts[HOST].items():
+                for key, row in entries.items():
+                    elems = path(database, HOST, table, key)
+                    if elems[: len(below)] == below:
+                        found[elems] = row
+        return found
+
+    async def transact(self, changes: Sequence[Change]) -> None:
+        self._notice_restart()
+        wanted, named = set(self._ordered), set[CrossConnect]()
+        for change in changes:
+            self._apply(change, wanted, named)
+        present = {circuit.cross_connect for circuit in self.device.glass.circuits()}
+        gone = {pair for pair in self._ordered - wanted if pair in present}
+        gone |= {
+            pair for change in changes if change.op is Op.DELETE for pair in self._named(change) if pair in present
+        }
+        command = " ".join(f"{change.op} {shown(change.path)}" for change in changes)
+        is_broken = False
+        try:
+            if gone - wanted:
+                await self.device.set(Action.REMOVE, sorted(gone - wanted), command)
+            if new := sorted(named - present):
+                await self.device.set(Action.ADD, new, command)
+        except ConnectionBroken:
+            is_broken = True
+            raise
+        except Permanent as error:
+            raise Refusal(grpc.StatusCode.UNKNOWN, f"Failed to apply patch: {error.answer}") from None
+        finally:
+            present = {circuit.cross_connect for circuit in self.device.glass.circuits()}
+            kept = named if self._leftovers and not is_broken else set()
+            self._ordered = (wanted | (self._ordered if is_broken else set())) & present | kept
+
+    def _apply(self, change: Change, wanted: set[CrossConnect], named: set[CrossConnect]) -> None:
+        names = [elem.name for elem in change.path]
+        if names[:3] != [CONFIG, HOST, CROSS_CONNECTS] or len(names) > 4:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
+        if change.op is Op.DELETE:
+            wanted -= self._named(change)
+            return
+        rows = change.value if len(names) == 3 else {names[3]: change.value}
+        if not isinstance(rows, Mapping):
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} must be a table")
+        if change.op is Op.REPLACE and len(names) == 3:
+            wanted.clear()
+        for key, row in rows.items():
+            pair = self._pair(str(key))
+            if not isinstance(row, Mapping) or dict(row) != self._ends(pair):
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{key} must have its sides as a_side and b_side")
+            wanted.add(pair)
+            named.add(pair)
+
+    def _named(self, change: Change) -> set[CrossConnect]:
+        """What a deletion names: one circuit, or the whole table."""
+        if len(change.path) == 3:
+            return self._ordered | {circuit.cross_connect for circuit in self.device.glass.circuits()}
+        return {self._pair(change.path[3].name)}
+
+    def _pair(self, key: str) -> CrossConnect:
+        try:
+            return self._sides.cross_connect(key)
+        except ValueError as error:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+    def _ends(self, pair: CrossConnect) -> dict[str, str]:
+        return {"a_side": self._sides.name(pair.ingress_port), "b_side": self._sides.name(pair.egress_port)}
+
+    def _shown(self) -> dict[str, dict[str, str]]:
+        rows = {}
+        for circuit in self.device.glass.circuits():
+            words = {CircuitState.TUNED: "tuned", CircuitState.TUNING: "tuning", CircuitState.FAILED: "failed"}
+            image = {CircuitState.TUNED: "enabled", CircuitState.TUNING: "disabled", CircuitState.FAILED: "invalid"}
+            word = words[circuit.state]
+            rows[self._sides.key(circuit.cross_connect)] = (
+                {"physical_path": "", "status": image[circuit.state], "insertion_loss_dB": "N/A"}
+                if self._is_image
+                else {**self._ends(circuit.cross_connect), "a_side_status": word, "b_side_status": word}
+            )
+        return rows
+
+    def _port_states(self, ports: Mapping[str, PortStatus]) -> dict[str, dict[str, str]]:
+        words = {CircuitState.TUNED: "connected" if self._is_image else "tuned", CircuitState.TUNING: "tuning"}
+        of_circuits = {}
+        for circuit in self.device.glass.circuits():
+            one, other = self._ends(circuit.cross_connect).values()
+            of_circuits[one], of_circuits[other] = (circuit.state, other), (circuit.state, one)
+        rows = {}
+        for name, status in ports.items():
+            state, target = of_circuits.get(name, (CircuitState.FAILED, ""))
+            word = "failed" if status is PortStatus.FAILED else words.get(state, "blocked")
+            if status is PortStatus.DISABLED:
+                word = "blocked"
+            rows[name] = {"target_simplex_port_id": target, self._status: word, "connector_type": "LC UPC"}
+        return rows
+
+    def _notice_restart(self) -> None:
+        if not self.device.is_alive(self._session):
+            self._session = self.device.session()
+            self._ordered = {circuit.cross_connect for circuit in self.device.glass.circuits()}
+
+
+def facts(panel: Panel) -> Facts:
+    ingress = range(1, panel.ingress_ports + 1)
+    return Facts(
+        vendor="SONiC",
+        model="OCS-V",
+        serial="",
+        software="0.1.0",
+        connectivity=Connectivity.INGRESS_EGRESS,
+        ingress_ports=ingress,
+        egress_ports=range(ingress[-1] + 1, ingress[-1] + 1 + panel.egress_ports),
+        reconfiguration_s=panel.reconfiguration_s,
+        boot=panel.boot,
+    )

@@ -1,0 +1,258 @@
+"""The optical switch model proposed to OpenConfig (openconfig/public, pull request 1187) on gNMI.
+
+`/optical-switch/optical-switch-topology/state` says what the device is: `port-connectivity` (`INGRESS_EGRESS` or
+`ANY_TO_ANY`), port counts and first indices. `/optical-switch/port-connections/port-connection[slot][port]` has the
+order in `config/{peer-slot,peer-port}` and what came of it in `state`. `/optical-switch/port-statuses/port-status` has
+the state of ports. One slot is one switch here: its ports are those of one optical module, by the device's numbers.
+
+Relied on: a connection is listed under its ingress port (or, on an any-to-any device, under either); `state` follows
+the mirrors, as applied state does in OpenConfig; the update of several entries in one SetRequest is one transaction, of
+which the hardware may take a part. Unknown: the words of `port-status` (DISABLED and FAILED are understood; no other
+keeps a port from being used), and whether counts are by module or in all: with several modules they are taken as by
+module. The proposal was not merged: devices may differ from it.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ocs_drivers.errors import Permanent
+from ocs_drivers.gnmi_data import Elem, Path, entries, mapping, member, path, tree
+from ocs_drivers.gnmi_session import GnmiSession, News, Notice, NotThere
+from ocs_drivers.model import (
+    Action,
+    Capabilities,
+    Circuit,
+    CircuitState,
+    Connectivity,
+    CrossConnect,
+    EventKind,
+    Facts,
+    PortState,
+    PortStatus,
+)
+
+ROOT = "optical-switch"
+TOPOLOGY = path(ROOT, "optical-switch-topology", "state")
+CONNECTIONS = path(ROOT, "port-connections")
+STATUSES = path(ROOT, "port-statuses")
+COMPONENTS = path("components")
+MODEL = "openconfig-optical-switch"
+
+CONNECTIVITY = {"INGRESS_EGRESS": Connectivity.INGRESS_EGRESS, "ANY_TO_ANY": Connectivity.ANY_TO_ANY}
+STATUS = {"DISABLED": PortStatus.DISABLED, "FAILED": PortStatus.FAILED}
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The ports of one slot."""
+
+    slot: str
+    connectivity: Connectivity
+    ingress_ports: range
+    egress_ports: range
+
+    def normal(self, port: int, peer: int) -> CrossConnect:
+        """A connection as we write it, under whichever of its ports it is listed."""
+        is_turned = port > peer if self.connectivity is Connectivity.ANY_TO_ANY else port not in self.ingress_ports
+        return CrossConnect(peer, port) if is_turned else CrossConnect(port, peer)
+
+
+def topology(data: Any, slot: str) -> Topology:
+    """Of the container `state`; ValueError with what is wrong."""
+    state = mapping(data)
+    kind = str(state.get("port-connectivity", "")).rpartition(":")[2]
+    if kind not in CONNECTIVITY:
+        raise ValueError(f"port-connectivity must be one of {', '.join(CONNECTIVITY)}, got {kind!r}")
+    modules = _number(state.get("total-optical-module-count", 1), "total-optical-module-count")
+    if slot.isdecimal() and not 1 <= int(slot) <= modules:
+        raise ValueError(f"there are {modules} optical modules, and option slot is {slot!r}")
+    if CONNECTIVITY[kind] is Connectivity.ANY_TO_ANY:
+        first = _number(state.get("ingress-start-index", 1), "ingress-start-index")
+        ports = range(first, first + _number(state.get("total-port-count"), "total-port-count"))
+        return Topology(slot, Connectivity.ANY_TO_ANY, ports, ports)
+    ranges = []
+    for side in ("ingress", "egress"):
+        first, count = (_number(state.get(name), name) for name in (f"{side}-start-index", f"{side}-port-count"))
+        ranges.append(range(first, first + count))
+    return Topology(slot, Connectivity.INGRESS_EGRESS, *ranges)
+
+
+def connection_path(topology: Topology, port: int) -> Path:
+    """Of one entry: never of the list."""
+    if port not in topology.ingress_ports and port not in topology.egress_ports:
+        raise ValueError(f"there is no port {port} in slot {topology.slot}")
+    return (*CONNECTIONS, Elem("port-connection", (("port", str(port)), ("slot", topology.slot))))
+
+
+def circuits(topology: Topology, data: Any) -> dict[Circuit, set[int]]:
+    """Those of this slot, and the ports under which they are listed. What is ordered and not applied is tuning."""
+    ordered: dict[CrossConnect, set[int]] = {}
+    applied: dict[CrossConnect, set[int]] = {}
+    for entry in entries(member(data, "port-connection")):
+        for name, found in (("config", ordered), ("state", applied)):
+            told = {**{key: entry.get(key) for key in ("slot", "port")}, **mapping(entry.get(name))}
+            if str(told["slot"]) == topology.slot and (peer := _peer(topology, told)) is not None:
+                port = _port(topology, told["port"])
+                found.setdefault(topology.normal(port, peer), set()).add(port)
+    return {
+        Circuit(pair, CircuitState.TUNED if pair in applied else CircuitState.TUNING): (
+            ordered.get(pair, set()) | applied.get(pair, set())
+        )
+        for pair in sorted({*ordered, *applied})
+    }
+
+
+def port_states(topology: Topology, data: Any) -> list[PortState]:
+    """Every port of the slot; a port of which nothing is told is enabled."""
+    told = {}
+    for entry in entries(member(data, "port-status")):
+        state = {**entry, **mapping(entry.get("state"))}
+        if str(state.get("slot")) == topology.slot:
+            word = str(state.get("port-status", "")).rpartition(":")[2].upper()
+            told[_port(topology, state.get("port"))] = STATUS.get(word, PortStatus.ENABLED)
+    ports = sorted({*topology.ingress_ports, *topology.egress_ports})
+    return [PortState(port, told.get(port, PortStatus.ENABLED)) for port in ports]
+
+
+def told(topology: Topology, notice: Notice) -> list[News]:
+    """What a notification means: servers send an entry, a leaf of one, or the list."""
+    keyed = next((elem for elem in notice.path if elem.keys), None)
+    if keyed is None:
+        name, listed = _list_of(notice)
+        return [news for entry in listed for news in _told_entry(topology, name, entry, entry.get("state"))]
+    return _told_entry(topology, keyed.name, dict(keyed.keys), notice.value)
+
+
+def _told_entry(topology: Topology, name: str, entry: Mapping[str, Any], value: Any) -> list[News]:
+    if str(entry.get("slot")) != topology.slot:
+        return []
+    port = _port(topology, entry.get("port"))
+    if name != "port-connection":
+        return [News(EventKind.PORT, f"port {port} {_words(value, 'port-status')}", port=port)]
+    told = mapping(value) if isinstance(value, Mapping) else {}
+    told = {**entry, **told, **mapping(told.get("state"))}
+    peer = _peer(topology, told)
+    pair = None if peer is None else topology.normal(port, peer)
+    return [News(EventKind.CIRCUIT, f"port {port} {_words(value, 'peer-port')}", cross_connect=pair)]
+
+
+def _list_of(notice: Notice) -> tuple[str, list[Mapping[str, Any]]]:
+    for name in ("port-connection", "port-status"):
+        if isinstance(notice.value, Mapping) and name in notice.value:
+            return name, entries(notice.value[name])
+    return "", []
+
+
+def _words(value: Any, leaf: str) -> str:
+    if value is None:
+        return "is no longer listed" if leaf == "peer-port" else "has changed"
+    state = {**value, **mapping(value.get("state"))} if isinstance(value, Mapping) else {leaf: value}
+    return f"{leaf} {state[leaf]}" if state.get(leaf) else "has changed"
+
+
+def _peer(topology: Topology, told: Mapping[str, Any]) -> int | None:
+    if not told.get("peer-port"):
+        return None
+    if str(told.get("peer-slot") or topology.slot) != topology.slot:
+        raise ValueError(f"port {told.get('port')} goes to another optical module, {told.get('peer-slot')!r}")
+    return _port(topology, told["peer-port"])
+
+
+def _port(topology: Topology, value: Any) -> int:
+    port = _number(value, "port")
+    if port not in topology.ingress_ports and port not in topology.egress_ports:
+        raise ValueError(f"there is no port {port} in slot {topology.slot}")
+    return port
+
+
+def _number(value: Any, name: str) -> int:
+    text = str(value)
+    if isinstance(value, bool) or not (text.isascii() and text.isdecimal() and len(text) <= 5):
+        raise ValueError(f"{name} must be a number, got {text[:40]!r}")
+    return int(text)
+
+
+class OpenConfig:
+    """The model `openconfig`."""
+
+    capabilities = Capabilities(bulk=True, tuned_state=True, events=True)
+
+    def __init__(self, origin: str, slot: str, reconfiguration_s: float) -> None:
+        self._origin = origin
+        self._slot = slot
+        self._reconfiguration_s = reconfiguration_s
+        self._software = ""
+        self._known_topology: Topology | None = None
+        self._listed_under: dict[CrossConnect, set[int]] = {}  # as last read
+
+    async def open(self, session: GnmiSession, models: Mapping[str, str]) -> None:
+        self._software = models.get(MODEL, "")
+        self._known_topology = None
+
+    async def read_facts(self, session: GnmiSession) -> Facts:
+        known = await self._topology(session)
+        chassis = await self._chassis(session)
+        return Facts(
+            vendor=str(chassis.get("mfg-name") or "OpenConfig"),
+            model=str(chassis.get("part-no") or chassis.get("description") or MODEL),
+            serial=str(chassis.get("serial-no") or ""),
+            software=str(chassis.get("software-version") or self._software),
+            connectivity=known.connectivity,
+            ingress_ports=known.ingress_ports,
+            egress_ports=known.egress_ports,
+            reconfiguration_s=self._reconfiguration_s,
+        )
+
+    async def read_ports(self, session: GnmiSession) -> Sequence[PortState]:
+        return port_states(await self._topology(session), await self._tree(session, STATUSES))
+
+    async def read_circuits(self, session: GnmiSession) -> Sequence[Circuit]:
+        found = circuits(await self._topology(session), await self._tree(session, CONNECTIONS))
+        self._listed_under = {circuit.cross_connect: ports for circuit, ports in found.items()}
+        return list(found)
+
+    async def set(self, session: GnmiSession, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        known = await self._topology(session)
+        if action is Action.REMOVE:
+            ports = [port for pair in pairs for port in sorted(self._listed_under.get(pair, {pair.ingress_port}))]
+            await session.set(self._origin, delete=[connection_path(known, port) for port in ports])
+            return
+        update = []
+        for pair in pairs:
+            ends = {"port": str(pair.ingress_port), "peer-slot": self._slot, "peer-port": str(pair.egress_port)}
+            where = (*connection_path(known, pair.ingress_port), Elem("config"))
+            update.append((where, {"slot": self._slot, **ends}))
+        await session.set(self._origin, update=update)
+
+    async def watch(self, session: GnmiSession) -> AsyncGenerator[News, None]:
+        known = await self._topology(session)
+        async for notice in session.subscribe([CONNECTIONS, STATUSES], self._origin):
+            for news in told(known, notice) if notice.is_change else ():
+                yield news
+
+    async def _topology(self, session: GnmiSession) -> Topology:
+        if self._known_topology is None:
+            data = await self._tree(session, TOPOLOGY)
+            if not data:
+                raise Permanent("the device has no optical-switch-topology: does it have this model?")
+            self._known_topology = topology(data, self._slot)
+        return self._known_topology
+
+    async def _chassis(self, session: GnmiSession) -> Mapping[str, Any]:
+        """What openconfig-platform says of the chassis; nothing if the device does not tell."""
+        try:
+            components = entries(member(await self._tree(session, COMPONENTS), "component"))
+        except Permanent:
+            return {}
+        states = [mapping(component.get("state")) for component in components]
+        return next((state for state in states if str(state.get("type", "")).endswith("CHASSIS")), {})
+
+    async def _tree(self, session: GnmiSession, where: Path) -> Any:
+        """What is below a path; empty if nothing is."""
+        try:
+            updates = await session.get(where, self._origin)
+        except NotThere:
+            return {}
+        rooted = [(elems if elems[: len(where)] == where else (*where, *elems), value) for elems, value in updates]
+        return mapping(member(tree(rooted), *(elem.name for elem in where)))

@@ -1,0 +1,221 @@
+"""A connection to a gNMI server: Capabilities, Get, Set, Subscribe, with errors as ours.
+
+Why pygnmi's generated messages and not its client: the client blocks, knows no time limits for Get and Set, logs to
+standard output once it is imported, and without a CA file trusts whatever certificate the server shows. grpc.aio runs
+in the event loop beside every other channel of the process; it needs no threads, and nothing here forks.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path as File
+from typing import Any, TypeVar
+
+import grpc
+from pygnmi.spec.v080 import gnmi_pb2, gnmi_pb2_grpc
+
+from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.gnmi_data import Path, path_from_pb, path_to_pb, shown, value_from_pb, value_to_pb
+from ocs_drivers.model import CrossConnect, EventKind
+
+T = TypeVar("T")
+
+# A channel is used for one session and never reconnects by itself: who opens it anew must know. gRPC would otherwise
+# share connections, and their pauses after a failure, between all channels of a process, repeat calls by itself, and
+# follow the environment's proxy.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+)
+
+# Answers to a Set by which the server says that it took nothing. All others leave that open: servers are known to
+# report failures (UNKNOWN) of what they have in fact done.
+REFUSALS = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM. Without `ca_file` the system's authorities are trusted. `server_name`: what the certificate must
+    name instead of the host."""
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    server_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    host: str
+    port: int
+    user: str = ""
+    password: str = field(default="", repr=False)
+    tls: Tls | None = None
+
+    @property
+    def target(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One thing that a subscription tells: an update, or where `value` is None a deletion. First comes how things are,
+    then what changes."""
+
+    path: Path
+    value: Any
+    is_change: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What such a thing means: an event, but for its time."""
+
+    kind: EventKind
+    text: str
+    port: int | None = None
+    cross_connect: CrossConnect | None = None
+
+
+class NotThere(Permanent):
+    """The server knows no data at this path."""
+
+
+class GnmiSession:
+    """Opened once, closed once."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._metadata = (("username", endpoint.user), ("password", endpoint.password)) if endpoint.user else ()
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
+
+    async def open(self) -> dict[str, str]:
+        """The models that the server supports, by name, with their versions."""
+        channel = await self._new_channel()
+        self._channel, self._stub = channel, gnmi_pb2_grpc.gNMIStub(channel)
+        request = self._stub.Capabilities(gnmi_pb2.CapabilityRequest(), metadata=self._metadata)
+        response = await _translated("Capabilities", request)
+        return {model.name: model.version for model in response.supported_models}
+
+    async def get(self, elems: Path, origin: str = "") -> list[tuple[Path, Any]]:
+        """What is there at and below a path. Raises NotThere if nothing is; servers may also answer with nothing."""
+        command = f"Get {origin}:{shown(elems)}" if origin else f"Get {shown(elems)}"
+        request = gnmi_pb2.GetRequest(path=[path_to_pb(elems, origin)], encoding=gnmi_pb2.JSON_IETF)
+        response = await _translated(command, self._live().Get(request, metadata=self._metadata))
+        try:
+            return [
+                (path_from_pb(update.path, notification.prefix), value_from_pb(update.val))
+                for notification in response.notification
+                for update in notification.update
+            ]
+        except ValueError as error:
+            raise Permanent(f"the answer makes no sense: {error}", command=command) from None
+
+    async def set(
+        self, origin: str = "", *, delete: Sequence[Path] = (), update: Sequence[tuple[Path, object]] = ()
+    ) -> None:
+        """One transaction. Whoever deletes must name what: a path without a key is a whole table."""
+        request = gnmi_pb2.SetRequest(
+            delete=[path_to_pb(elems, origin) for elems in delete],
+            update=[gnmi_pb2.Update(path=path_to_pb(elems, origin), val=value_to_pb(value)) for elems, value in update],
+        )
+        told = [f"delete {shown(elems)}" for elems in delete] + [f"update {shown(elems)}" for elems, _ in update]
+        call = self._live().Set(request, metadata=self._metadata)
+        await _translated(f"Set {' '.join(told)}", call, is_setter=True)
+
+    async def subscribe(self, paths: Sequence[Path], origin: str = "") -> AsyncGenerator[Notice, None]:
+        """How things are at and below the paths, and from then on what changes."""
+        command = f"Subscribe {' '.join(shown(elems) for elems in paths)}"
+        call = self._live().Subscribe(metadata=self._metadata)
+        try:
+            await _translated(command, call.write(_subscription(paths, origin)))
+            is_synced = False
+            while (response := await _translated(command, call.read())) is not grpc.aio.EOF:
+                is_synced = is_synced or response.sync_response
+                if response.HasField("update"):
+                    for notice in _notices(response.update, is_synced):
+                        yield notice
+            raise Retryable("the server ended the subscription", command=command)
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        channel, self._channel, self._stub = self._channel, None, None
+        if channel is not None:
+            await channel.close()
+
+    def _live(self) -> Any:
+        if self._stub is None:
+            raise Retryable("there is no session", after_s=0.0)
+        return self._stub
+
+    async def _new_channel(self) -> grpc.aio.Channel:
+        tls = self._endpoint.tls
+        if tls is None:
+            return grpc.aio.insecure_channel(self._endpoint.target, options=CHANNEL_OPTIONS)
+        files = await asyncio.gather(*(_content(name) for name in (tls.ca_file, tls.key_file, tls.cert_file)))
+        options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
+        if tls.server_name:
+            options.append(("grpc.ssl_target_name_override", tls.server_name))
+        credentials = grpc.ssl_channel_credentials(*files)
+        return grpc.aio.secure_channel(self._endpoint.target, credentials, options=options)
+
+
+async def _content(file: str) -> bytes | None:
+    try:
+        return await asyncio.to_thread(File(file).read_bytes) if file else None
+    except OSError as error:
+        raise Permanent(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _subscription(paths: Sequence[Path], origin: str) -> Any:
+    wanted = [gnmi_pb2.Subscription(path=path_to_pb(elems, origin), mode=gnmi_pb2.ON_CHANGE) for elems in paths]
+    listed = gnmi_pb2.SubscriptionList(
+        subscription=wanted, mode=gnmi_pb2.SubscriptionList.STREAM, encoding=gnmi_pb2.JSON_IETF
+    )
+    return gnmi_pb2.SubscribeRequest(subscribe=listed)
+
+
+def _notices(notification: Any, is_change: bool) -> list[Notice]:
+    prefix = notification.prefix
+    try:
+        gone = [Notice(path_from_pb(elems, prefix), None, is_change) for elems in notification.delete]
+        new = [
+            Notice(path_from_pb(update.path, prefix), value_from_pb(update.val), is_change)
+            for update in notification.update
+        ]
+    except ValueError as error:
+        raise Permanent(f"the notification makes no sense: {error}") from None
+    return gone + new
+
+
+async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = False) -> T:
+    """The result of a call, or its error as one of ours."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        code, answer = error.code(), f"{error.code().name}: {error.details() or 'without a word'}"
+    except grpc.aio.UsageError as error:  # the channel was closed under the call
+        code, answer = grpc.StatusCode.CANCELLED, f"CANCELLED: {error}"
+    if code is grpc.StatusCode.NOT_FOUND:
+        raise NotThere("nothing is there", command=command, answer=answer)
+    if code in REFUSALS:
+        raise Permanent("refused", command=command, answer=answer)
+    if is_setter:
+        raise OutcomeUnknown("nobody knows whether it was done", command=command, answer=answer)
+    raise Retryable("no answer", command=command, answer=answer)

@@ -1,0 +1,269 @@
+"""SONiC-OCS on gNMI: what its tables mean. Names and reading are pure; `Sonic` asks a session.
+
+Sources: the OCS design of sonic-net/SONiC (doc/ocs/ocs_hld.md) and the image `ocs-kvm` of sonic-ocs/sonic-buildimage,
+which differ. CONFIG_DB, where circuits are ordered: `OCS_PORT[1A]{label,state}` (image: `config_status`), with state
+`normal|force_blocked` (image: also `powered_off`), and `OCS_CROSS_CONNECT[1A-2B]{a_side,b_side}`. STATE_DB, what came
+of it: `OCS_PORT{status}` with `blocked|tuning|tuned|failed`, and `OCS_CROSS_CONNECT{a_side_status,b_side_status}`;
+in the image tables end in `_TABLE`, ports have `oper_status` (`connected` for tuned) and circuits a `status` of their
+own. Both are read. A circuit of A side port 1 and B side port 2 is 1:(N+2) here, with N ports on the A side: the two
+ports called 2 have a state each.
+
+Relied on: deleting and updating keys of OCS_CROSS_CONNECT in one SetRequest is one transaction of the database. It says
+nothing of the mirrors: the hardware may commit in part, and what it rejects may stay ordered. Such a circuit is neither
+free nor tuned here. Unknown: whether what is ordered survives a restart (only once the configuration is saved).
+"""
+
+import re
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ocs_drivers.errors import Permanent
+from ocs_drivers.gnmi_data import Path, mapping, member, path, tree
+from ocs_drivers.gnmi_session import GnmiSession, News, Notice, NotThere
+from ocs_drivers.model import (
+    Action,
+    Capabilities,
+    Circuit,
+    CircuitState,
+    Connectivity,
+    CrossConnect,
+    EventKind,
+    Facts,
+    PortState,
+    PortStatus,
+)
+
+CONFIG, STATE, HOST = "CONFIG_DB", "STATE_DB", "localhost"
+PORTS, CROSS_CONNECTS, METADATA = "OCS_PORT", "OCS_CROSS_CONNECT", "DEVICE_METADATA"
+# The server calls its origin `sonic-db` and names it among its models; other texts write `sonic_db`.
+ORIGINS = ("sonic-db", "sonic_db")
+SUFFIXES = ("", "_TABLE")
+
+_PORT = re.compile(r"([1-9][0-9]{0,4})([AB])")
+_CROSS_CONNECT = re.compile(r"([1-9][0-9]{0,4}A)-([1-9][0-9]{0,4}B)")
+
+# Of a side, and of a circuit of the image. `blocked` is a mirror that is not in place, for now or for good.
+_STATES = {
+    "tuned": CircuitState.TUNED,
+    "connected": CircuitState.TUNED,
+    "enabled": CircuitState.TUNED,
+    "failed": CircuitState.FAILED,
+    "invalid": CircuitState.FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """How many simplex ports there are, `1A`..`NA` and `1B`..`MB`."""
+
+    a_ports: int
+    b_ports: int
+
+    def port(self, name: str) -> int:
+        """ValueError for what is no port of this device."""
+        found = _PORT.fullmatch(name)
+        if found is None or int(found[1]) > (self.a_ports if found[2] == "A" else self.b_ports):
+            raise ValueError(f"a port must be within 1A..{self.a_ports}A or 1B..{self.b_ports}B, got {name!r}")
+        return int(found[1]) if found[2] == "A" else self.a_ports + int(found[1])
+
+    def name(self, port: int) -> str:
+        if not 1 <= port <= self.a_ports + self.b_ports:
+            raise ValueError(f"port must be within 1..{self.a_ports + self.b_ports}, got {port}")
+        return f"{port}A" if port <= self.a_ports else f"{port - self.a_ports}B"
+
+    def key(self, pair: CrossConnect) -> str:
+        """The name of a cross-connect; ValueError unless it goes from the A side to the B side."""
+        if not 1 <= pair.ingress_port <= self.a_ports < pair.egress_port <= self.a_ports + self.b_ports:
+            raise ValueError(f"a cross-connect must go from the A side to the B side, got {pair}")
+        return f"{self.name(pair.ingress_port)}-{self.name(pair.egress_port)}"
+
+    def cross_connect(self, key: str) -> CrossConnect:
+        found = _CROSS_CONNECT.fullmatch(key)
+        if found is None:
+            raise ValueError(f"a cross-connect must be as 1A-2B, got {key!r}")
+        return CrossConnect(self.port(found[1]), self.port(found[2]))
+
+
+def sides_of(names: Iterable[str]) -> Sides:
+    """Of the ports that the device lists; ValueError unless they are numbered without gaps on both sides."""
+    listed = set(names)
+    strange = sorted(name for name in listed if not _PORT.fullmatch(name))
+    sides = Sides(sum(name.endswith("A") for name in listed), sum(name.endswith("B") for name in listed))
+    if strange or not sides.a_ports or not sides.b_ports:
+        raise ValueError(f"ports must be named 1A, 2A.. and 1B, 2B.., got {', '.join(strange[:5]) or 'one side only'}")
+    for name in sorted(listed):
+        sides.port(name)
+    return sides
+
+
+def circuits(sides: Sides, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> list[Circuit]:
+    """Of the two tables of cross-connects: what is ordered, what has come of it, or both."""
+    found = []
+    for key in sorted({*ordered, *shown}):
+        entry, state = mapping(ordered.get(key)), mapping(shown.get(key))
+        said = {side: entry.get(side) or state.get(side) for side in ("a_side", "b_side")}
+        if any(name and name not in key.split("-") for name in said.values()):
+            raise ValueError(f"cross-connect {key} says that its sides are {said}")
+        found.append(Circuit(sides.cross_connect(key), _state(state)))
+    return found
+
+
+def port_states(sides: Sides, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> list[PortState]:
+    return [
+        PortState(sides.port(name), _port_status(mapping(ordered[name]), mapping(shown.get(name)))) for name in ordered
+    ]
+
+
+def _state(entry: Mapping[str, Any]) -> CircuitState:
+    sides = [str(entry[name]).lower() for name in ("a_side_status", "b_side_status") if entry.get(name)]
+    states = {_STATES.get(word, CircuitState.TUNING) for word in sides or [str(entry.get("status", "")).lower()]}
+    if CircuitState.FAILED in states:
+        return CircuitState.FAILED
+    return CircuitState.TUNED if states == {CircuitState.TUNED} else CircuitState.TUNING
+
+
+def _port_status(ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> PortStatus:
+    if str(shown.get("status") or shown.get("oper_status") or "").lower() == "failed":
+        return PortStatus.FAILED
+    override = str(ordered.get("state") or ordered.get("config_status") or "normal").lower()
+    return PortStatus.ENABLED if override == "normal" else PortStatus.DISABLED
+
+
+class Watch:
+    """What notifications mean, given how ports were when it began. A port whose mirror moves has not changed its
+    status: that is told of its circuit."""
+
+    def __init__(self, sides: Sides, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> None:
+        self._sides = sides
+        self._rows = {CONFIG: dict(ordered), STATE: dict(shown)}
+        self._known = {state.port: state.status for state in port_states(sides, ordered, shown)}
+
+    def told(self, notice: Notice) -> list[News]:
+        """Servers send a row, a table of rows, or a field of one."""
+        if len(notice.path) < 3:
+            return []
+        database, _, table, *row = (elem.name for elem in notice.path)
+        value = {row[1]: notice.value} if row[1:] and notice.value is not None else notice.value
+        rows: Mapping[str, Any] = {row[0]: value} if row else mapping(value)
+        tell = self._circuit if table.startswith(CROSS_CONNECTS) else self._port
+        told = [tell(database, name, value) for name, value in sorted(rows.items())]
+        return [news for news in told if news is not None and notice.is_change]
+
+    def _circuit(self, database: str, name: str, value: Any) -> News | None:
+        if database != STATE:
+            return None
+        words = " ".join(str(each) for field, each in sorted(mapping(value).items()) if field.endswith("status"))
+        text = "is gone" if value is None else words or "has changed"
+        return News(EventKind.CIRCUIT, f"{name} {text}", cross_connect=self._sides.cross_connect(name))
+
+    def _port(self, database: str, name: str, value: Any) -> News | None:
+        rows = self._rows.setdefault(database, {})
+        rows[name] = {**mapping(rows.get(name)), **mapping(value)} if value is not None else {}
+        port = self._sides.port(name)
+        status = _port_status(mapping(self._rows[CONFIG].get(name)), mapping(self._rows[STATE].get(name)))
+        if self._known.get(port) is status:
+            return None
+        self._known[port] = status
+        return News(EventKind.PORT, f"port {name} {status}", port=port)
+
+
+class Sonic:
+    """The model `sonic`."""
+
+    capabilities = Capabilities(bulk=True, tuned_state=True, events=True)
+
+    def __init__(self, origin: str, reconfiguration_s: float) -> None:
+        self._origin = origin
+        self._is_origin_given = bool(origin)
+        self._reconfiguration_s = reconfiguration_s
+        self._suffix: str | None = None  # of the tables in STATE_DB, once known
+        self._software = ""
+        self._known_sides: Sides | None = None
+
+    async def open(self, session: GnmiSession, models: Mapping[str, str]) -> None:
+        if not self._is_origin_given:
+            self._origin = next((origin for origin in ORIGINS if origin in models), ORIGINS[0])
+        self._software = models.get(self._origin, "")
+        self._suffix = None
+        self._known_sides = None
+
+    async def read_facts(self, session: GnmiSession) -> Facts:
+        sides = await self._sides(session)
+        device = mapping(member(await self._table(session, CONFIG, METADATA), HOST))
+        return Facts(
+            vendor="SONiC",
+            model=str(device.get("hwsku") or device.get("platform") or "unknown"),
+            serial=str(device.get("chassis_serial_number") or ""),
+            software=self._software,
+            connectivity=Connectivity.INGRESS_EGRESS,
+            ingress_ports=range(1, sides.a_ports + 1),
+            egress_ports=range(sides.a_ports + 1, sides.a_ports + sides.b_ports + 1),
+            reconfiguration_s=self._reconfiguration_s,
+        )
+
+    async def read_ports(self, session: GnmiSession) -> Sequence[PortState]:
+        sides = await self._sides(session)
+        ordered = await self._table(session, CONFIG, PORTS)
+        return port_states(sides, ordered, await self._shown(session, PORTS))
+
+    async def read_circuits(self, session: GnmiSession) -> Sequence[Circuit]:
+        sides = await self._sides(session)
+        # In this order: what leaves the first table in between is still in the second.
+        ordered = await self._table(session, CONFIG, CROSS_CONNECTS)
+        return circuits(sides, ordered, await self._shown(session, CROSS_CONNECTS))
+
+    async def set(self, session: GnmiSession, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        sides = await self._sides(session)
+        if action is Action.REMOVE:
+            await session.set(self._origin, delete=[cross_connect_path(sides.key(pair)) for pair in pairs])
+            return
+        update = []
+        for pair in pairs:
+            entry = {"a_side": sides.name(pair.ingress_port), "b_side": sides.name(pair.egress_port)}
+            update.append((cross_connect_path(sides.key(pair)), entry))
+        await session.set(self._origin, update=update)
+
+    async def watch(self, session: GnmiSession) -> AsyncGenerator[News, None]:
+        sides = await self._sides(session)
+        ordered = await self._table(session, CONFIG, PORTS)
+        watch = Watch(sides, ordered, await self._shown(session, PORTS))
+        suffix = self._suffix or ""  # known by now, if the tables are there
+        tables = [path(STATE, HOST, table + suffix) for table in (CROSS_CONNECTS, PORTS)]
+        async for notice in session.subscribe([*tables, path(CONFIG, HOST, PORTS)], self._origin):
+            for news in watch.told(notice):
+                yield news
+
+    async def _sides(self, session: GnmiSession) -> Sides:
+        if self._known_sides is None:
+            listed = await self._table(session, CONFIG, PORTS)
+            if not listed:
+                raise Permanent(f"{CONFIG} has no ports in {PORTS}: is it an OCS, and {self._origin!r} its origin?")
+            self._known_sides = sides_of(listed)
+        return self._known_sides
+
+    async def _shown(self, session: GnmiSession, table: str) -> Mapping[str, Any]:
+        """A table of STATE_DB, under whichever name; empty where there is none yet."""
+        for suffix in SUFFIXES if self._suffix is None else (self._suffix,):
+            rows = await self._table(session, STATE, table + suffix)
+            if rows:
+                self._suffix = suffix
+                return rows
+        return {}
+
+    async def _table(self, session: GnmiSession, database: str, table: str) -> Mapping[str, Any]:
+        """All rows; a table without rows does not exist."""
+        where = path(database, HOST, table)
+        try:
+            updates = await session.get(where, self._origin)
+        except NotThere:
+            return {}
+        rooted = [(elems if elems[:3] == where else (*where, *elems), value) for elems, value in updates]
+        return mapping(member(tree(rooted), database, HOST, table))
+
+
+def cross_connect_path(key: str) -> Path:
+    """Of one row: never of the table."""
+    if not _CROSS_CONNECT.fullmatch(key):
+        raise ValueError(f"a cross-connect must be as 1A-2B, got {key!r}")
+    return path(CONFIG, HOST, CROSS_CONNECTS, key)

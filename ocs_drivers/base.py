@@ -127,7 +127,7 @@ class Wire(Protocol):
     - OutcomeUnknown: the connection broke after a setter was sent.
     """
 
-    capabilities: Capabilities
+    capabilities: Capabilities  # known before the device is: what this protocol can do with any of its kind
 
     async def open(self) -> None: ...
 
@@ -146,7 +146,7 @@ class Wire(Protocol):
         ...
 
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        """Command these down, and nothing else. Called as `add` is."""
+        """Command these down, and nothing else. Called as `add` is, or with one where it `removes_one_by_one`."""
         ...
 
     def events(self) -> AsyncGenerator[Event, None]:

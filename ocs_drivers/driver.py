@@ -266,7 +266,9 @@ class SwitchDriver:
     async def _send(self, action: Action, pairs: Sequence[CrossConnect], progress: Progress) -> None:
         """Command these, in bulk where the device can, up to the first command that goes wrong."""
         setter = self._wire.add if action is Action.ADD else self._wire.remove
-        batches = [tuple(pairs)] if self._wire.capabilities.bulk else [(pair,) for pair in pairs]
+        can = self._wire.capabilities
+        is_bulk = can.bulk and not (action is Action.REMOVE and can.removes_one_by_one)
+        batches = [tuple(pairs)] if is_bulk else [(pair,) for pair in pairs]
         for batch in filter(None, batches):
             command = f"{action} {' '.join(str(pair) for pair in batch)}"
             try:

@@ -129,6 +129,7 @@ class Capabilities:
     link_state: bool = False  # knows when light arrives at the far end
     port_power: bool = False  # measures optical power
     events: bool = False  # `watch` reports ports and alarms
+    removes_one_by_one: bool = False  # `bulk` is for additions only
 
 
 @dataclass(frozen=True, slots=True)

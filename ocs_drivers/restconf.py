@@ -4,21 +4,22 @@ Known from clients that work, none from a manual: `/api/data/optical-switch:cros
 authentication, `application/yang-data+json`; no cross-connects at all is answered 204; POST of a pair whose port is in
 use 409, of one that is not 201; DELETE of a pair 204, or 404 where there is none.
 
-How circuits are set (`add_with`):
+How circuits are set (`change_with`):
 
-- `patch` (the default): one PATCH of the collection for all of them. RFC 8040, 4.6.1: a plain patch creates and updates
-  children and deletes none, so it adds however many pairs and leaves the others alone. It asks nobody: an ingress port
-  that somebody else connected after our last reading is re-routed.
-- `post`: one POST per circuit, which creates and so is refused where the ingress port is in use. RFC 8040, 4.4.1 lets a
-  POST create one child only, so this is not a bulk command.
+- `yang_patch`: one request for however many, YANG Patch (RFC 8072), whose `create` is refused where an ingress port is
+  in use and whose edits take together or not at all. `auto`, the default, takes this if the server says it can.
+- `patch`: all are added by one plain PATCH of the collection, which by RFC 8040, 4.6.1, creates and updates children
+  and deletes none: what others connected stays. But it asks nobody: an ingress port that somebody else connected after
+  our last reading is re-routed. As it cannot delete, each removal is a request. `auto` takes this otherwise.
+- `single`: a POST or DELETE for each circuit. A POST creates, so it too is refused where the ingress port is in use; by
+  RFC 8040, 4.4.1, it creates one child only, so there is no bulk POST.
 
 A PUT of the collection replaces it, and takes down whatever somebody else connected since we last read it: it is not in
-this file. Neither is DELETE of the collection. Pairs are deleted one by one, each named by its ingress port; a plain
-patch cannot delete.
+this file. Neither is DELETE of the collection. A pair is deleted by its ingress port.
 
-Unknown: whether a switch takes a PATCH as a whole or in part; whether it lists a pair before its mirrors are in place
-(both are read back, and a pair counts as tuned after the stated time at the earliest); whether it has `yang-library`
-at this path (`yang_revision` says it otherwise). One public lab tool says that pairs set by POST vanish after seconds.
+Unknown: whether these switches have YANG Patch, and what becomes of a patch when mirrors fail; whether a pair is listed
+before its mirrors are in place (it counts as tuned after the stated time at the earliest); whether `yang-library` is at
+this path (`yang_revision` says it otherwise). A public lab tool says that what is set by POST vanishes after seconds.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -40,7 +41,7 @@ from ocs_drivers.http_session import (
     parse_json,
     read_endpoint,
 )
-from ocs_drivers.model import BootBehaviour, Capabilities, Circuit, CrossConnect, Event, Facts, PortState
+from ocs_drivers.model import Action, BootBehaviour, Capabilities, Circuit, CrossConnect, Event, Facts, PortState
 from ocs_drivers.options import Options
 from ocs_drivers.settling import Settling
 
@@ -51,14 +52,17 @@ RECONFIGURATION_S = 0.025  # piezo (Polatis), the paper's table 2
 MEDIA_TYPE = "application/yang-data+json"
 COLLECTION = f"/data/{yang.MODULE}:cross-connects"
 YANG_LIBRARY = "/data/ietf-yang-library:modules-state"
+YANG_PATCH_TYPE = "application/yang-patch+json"
+CAPABILITIES = "/data/ietf-restconf-monitoring:restconf-state/capabilities"
 STARTUP_MODE = f"/data/{yang.MODULE}:system-config/{yang.POLATIS_MODULE}:startup-mode"
-# A removal of many circuits is many requests, each with its own limit; this one is for all of them.
-BATCH_S = 3600.0
+REQUESTS = 6  # at most, in one verb of the wire, each with its own limit
 
 
-class AddWith(StrEnum):
+class ChangeWith(StrEnum):
+    AUTO = "auto"
+    YANG_PATCH = "yang_patch"
     PATCH = "patch"
-    POST = "post"
+    SINGLE = "single"
 
 
 class RestconfWire:
@@ -73,17 +77,18 @@ class RestconfWire:
         size: str | None,
         yang_revision: str | None,
         reconfiguration_s: float,
-        add_with: AddWith,
+        change_with: ChangeWith,
         power: bool,
     ) -> None:
-        self.capabilities = Capabilities(bulk=add_with is AddWith.PATCH, port_power=power)
+        self._power = power
+        self._is_way_given = change_with is not ChangeWith.AUTO
+        self._go(change_with if self._is_way_given else ChangeWith.PATCH)
         self._session = session
         self._root = root
         self._size = size
         self._revision = yang_revision
         self._is_revision_given = yang_revision is not None
         self._reconfiguration_s = reconfiguration_s
-        self._power = power
         self._settling = Settling(clock, reconfiguration_s)
         self._keys: dict[CrossConnect, int] = {}  # the ingress port by which the switch lists it
 
@@ -91,6 +96,9 @@ class RestconfWire:
         await self._session.open()
         if not self._is_revision_given:
             self._revision = await self._read(YANG_LIBRARY, parse.revision) or yang.PAIR_REVISION
+        if not self._is_way_given:
+            has_yang_patch = await self._read(CAPABILITIES, parse.has_yang_patch)
+            self._go(ChangeWith.YANG_PATCH if has_yang_patch else ChangeWith.PATCH)
 
     async def close(self) -> None:
         await self._session.close()
@@ -134,14 +142,16 @@ class RestconfWire:
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         if not pairs:
             raise ValueError("an empty list of cross-connects must not reach the device")
-        name = yang.pair_list(self._known_revision)
-        entries = [{"ingress": pair.ingress_port, "egress": pair.egress_port} for pair in pairs]
         try:
-            if self.capabilities.bulk:
-                await self._set("PATCH", COLLECTION, {f"{yang.MODULE}:cross-connects": {name: entries}})
-            else:
-                for entry in entries:
-                    await self._set("POST", COLLECTION, {f"{yang.MODULE}:{name}": [entry]})
+            match self._way:
+                case ChangeWith.YANG_PATCH:
+                    await self._yang_patch(Action.ADD, pairs)
+                case ChangeWith.PATCH:
+                    content = {f"{yang.MODULE}:cross-connects": {self._list_name: [_entry(pair) for pair in pairs]}}
+                    await self._set("PATCH", COLLECTION, content)
+                case _:
+                    for pair in pairs:
+                        await self._set("POST", COLLECTION, {f"{yang.MODULE}:{self._list_name}": [_entry(pair)]})
         except DriverError:
             await self._settling.rest()
             raise
@@ -151,16 +161,46 @@ class RestconfWire:
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
         if not pairs:
             raise ValueError("an empty list of cross-connects must not reach the device")
-        name = yang.pair_list(self._known_revision)
+        if self._way is ChangeWith.YANG_PATCH:
+            await self._yang_patch(Action.REMOVE, pairs)
+            return
         for pair in pairs:
-            await self._set("DELETE", f"{COLLECTION}/{name}={self._keys.get(pair, pair.ingress_port)}")
+            await self._set("DELETE", f"{COLLECTION}/{self._list_name}={self._key(pair)}")
 
     def events(self) -> AsyncGenerator[Event, None]:
         raise Permanent("this driver reports no events")
 
+    def _go(self, way: ChangeWith) -> None:
+        self._way = way
+        self.capabilities = Capabilities(
+            bulk=way is not ChangeWith.SINGLE,
+            port_power=self._power,
+            removes_one_by_one=way is ChangeWith.PATCH,
+        )
+
     @property
     def _known_revision(self) -> str:
         return self._revision or yang.PAIR_REVISION
+
+    @property
+    def _list_name(self) -> str:
+        return yang.pair_list(self._known_revision)
+
+    def _key(self, pair: CrossConnect) -> int:
+        return self._keys.get(pair, pair.ingress_port)
+
+    async def _yang_patch(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        """`remove`, unlike `delete`, does not mind what is gone already."""
+        is_add, edits = action is Action.ADD, []
+        for number, pair in enumerate(pairs, start=1):
+            key = pair.ingress_port if is_add else self._key(pair)
+            edit: dict[str, object] = {"edit-id": str(number), "target": f"/{self._list_name}={key}"}
+            edit["operation"] = "create" if is_add else "remove"
+            if is_add:
+                edit["value"] = {f"{yang.MODULE}:{self._list_name}": [_entry(pair)]}
+            edits.append(edit)
+        content = {"ietf-yang-patch:yang-patch": {"patch-id": f"{action}-{len(edits)}", "edit": edits}}
+        await self._set("PATCH", COLLECTION, content, YANG_PATCH_TYPE)
 
     async def _read_statuses(self) -> list[PortState]:
         container = "port-config" if yang.has_port_config(self._known_revision) else "ports"
@@ -178,12 +218,16 @@ class RestconfWire:
         except ValueError as error:
             raise nonsense(error, answer, command, is_setter=False) from None
 
-    async def _set(self, method: str, path: str, content: object = None) -> None:
-        headers = {"Accept": MEDIA_TYPE} | ({} if content is None else {"Content-Type": MEDIA_TYPE})
+    async def _set(self, method: str, path: str, content: object = None, media_type: str = MEDIA_TYPE) -> None:
+        headers = {"Accept": MEDIA_TYPE} | ({} if content is None else {"Content-Type": media_type})
         answer = await self._session.ask(method, self._root + path, content=content, headers=headers, is_setter=True)
         if method == "DELETE" and answer.status == 404 and _errors(answer):
             return  # gone already
         check_status(answer, f"{method} {self._root}{path}", is_setter=True, words=_errors(answer))
+
+
+def _entry(pair: CrossConnect) -> dict[str, int]:
+    return {"ingress": pair.ingress_port, "egress": pair.egress_port}
 
 
 def _errors(answer: Answer) -> str:
@@ -199,7 +243,7 @@ class RestconfSwitch(SwitchDriver):
 
     `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, in the place of the system's); `user` and
     `password` for Basic authentication; `root` of the RESTCONF server; `size` as 16x16, or 32xCC for any-to-any, where
-    the model name does not tell; `yang_revision` of `optical-switch` where the switch does not tell; `add_with`, see
+    the model name does not tell; `yang_revision` of `optical-switch` where the switch does not tell; `change_with`, see
     the module; `power`: the switch measures optical power.
     """
 
@@ -217,7 +261,7 @@ class RestconfSwitch(SwitchDriver):
         root: str = "/api",
         size: str | None = None,
         yang_revision: str | None = None,
-        add_with: str = AddWith.PATCH,
+        change_with: str = ChangeWith.AUTO,
         power: bool = False,
         reconfiguration_s: float = RECONFIGURATION_S,
         command_timeout_s: float = 5.0,
@@ -242,7 +286,7 @@ class RestconfSwitch(SwitchDriver):
             options.add("size", "must be as 16x16, or 32xCC for any-to-any", size)
         if yang_revision is not None and not (isinstance(yang_revision, str) and yang.is_revision(yang_revision)):
             options.add("yang_revision", "must be a date as 2017-08-04", yang_revision)
-        options.choice("add_with", add_with, AddWith)
+        options.choice("change_with", change_with, ChangeWith)
         options.flag("power", power)
         options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
         limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
@@ -255,7 +299,12 @@ class RestconfSwitch(SwitchDriver):
             size=size,
             yang_revision=yang_revision,
             reconfiguration_s=reconfiguration_s,
-            add_with=AddWith(add_with),
+            change_with=ChangeWith(change_with),
             power=power,
         )
-        super().__init__(device, wire, clock=clock, limits=replace(limits, command_s=BATCH_S))
+        super().__init__(device, wire, clock=clock, limits=replace(limits, command_s=REQUESTS * limits.command_s))
+
+    async def capabilities(self) -> Capabilities:
+        """Whether there is a bulk command is known once the switch has been asked."""
+        await self.facts()
+        return await super().capabilities()

@@ -122,6 +122,7 @@ def facts_to_pb(facts: Facts, capabilities: Capabilities) -> ocs_pb2.DeviceFacts
             link_state=capabilities.link_state,
             port_power=capabilities.port_power,
             events=capabilities.events,
+            removes_one_by_one=capabilities.removes_one_by_one,
         ),
     )
 
@@ -141,7 +142,9 @@ def facts_from_pb(pb: ocs_pb2.DeviceFacts) -> Facts:
 
 
 def capabilities_from_pb(pb: ocs_pb2.DriverCapabilities) -> Capabilities:
-    return Capabilities(pb.bulk, pb.tuned_state, pb.link_state, pb.port_power, pb.events)
+    return Capabilities(
+        pb.bulk, pb.tuned_state, pb.link_state, pb.port_power, pb.events, removes_one_by_one=pb.removes_one_by_one
+    )
 
 
 def port_to_pb(port: PortState) -> ocs_pb2.PortState:

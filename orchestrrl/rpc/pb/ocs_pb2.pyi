@@ -246,11 +246,14 @@ class DriverCapabilities(_message.Message):
     LINK_STATE_FIELD_NUMBER: _builtins.int
     PORT_POWER_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    REMOVES_ONE_BY_ONE_FIELD_NUMBER: _builtins.int
     bulk: _builtins.bool
     tuned_state: _builtins.bool
     link_state: _builtins.bool
     port_power: _builtins.bool
     events: _builtins.bool
+    removes_one_by_one: _builtins.bool
+    """`bulk` is for additions only."""
     def __init__(
         self,
         *,
@@ -259,10 +262,11 @@ class DriverCapabilities(_message.Message):
         link_state: _builtins.bool = ...,
         port_power: _builtins.bool = ...,
         events: _builtins.bool = ...,
+        removes_one_by_one: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "events", b"events", "link_state", b"link_state", "port_power", b"port_power", "tuned_state", b"tuned_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "events", b"events", "link_state", b"link_state", "port_power", b"port_power", "removes_one_by_one", b"removes_one_by_one", "tuned_state", b"tuned_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,8 @@
 
 announced -> materialised (what circuits, which ports, in which stages) -> prepared (written down, all but sent) ->
 committed when a window opens that covers it, verified, routed. Where none opens by the deadline, or anything is amiss
-before the first command, what is up stays up. Section 5.3 and algorithm 2 of the paper. Deciding is
+before the first command, what is up stays up. Periods of several jobs wait side by side; once one has changed circuits,
+the others plan again from there. Section 5.3 and algorithm 2 of the paper. Deciding is
 planner/fabric/materialize.py, transition.py and windows.py; sending is fabric_commit.py, circuits.py and steering.py.
 """
 
@@ -23,11 +24,11 @@ from orchestrrl.execute.fabric_commit import Amiss, Port, Routing, Rules, StageC
 from orchestrrl.execute.fabric_control import OperatorsWord
 from orchestrrl.execute.fabric_glass import Glance, Glass
 from orchestrrl.execute.fabric_neighbours import Watch, neighbours
-from orchestrrl.execute.fabric_queue import Announced, PeriodQueue, lane_of
+from orchestrrl.execute.fabric_queue import Announced, Circuits, PeriodQueue, lane_of
 from orchestrrl.fabric_intents import parse_intent
 from orchestrrl.holds import HoldBook, Part
 from orchestrrl.journal import Journal
-from orchestrrl.periods import ControlState, FabricControl, PeriodReport, PeriodState
+from orchestrrl.periods import CommitReport, ControlState, FabricControl, PeriodReport, PeriodState
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Stage
 from planner.fabric.model import OcsId, Pair, PortPair
@@ -47,6 +48,7 @@ LISTED = 8
 
 Materialise = Callable[[Intent, FabricState], FabricPlan | Hold]
 Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
+_Basis = tuple[object, int]  # what operators said when it was planned, and how often circuits had been changed
 
 
 async def inline(work: Callable[[], Any]) -> Any:
@@ -54,7 +56,7 @@ async def inline(work: Callable[[], Any]) -> Any:
 
 
 class _Restated(Exception):
-    """An operator has had a word since this was planned."""
+    """An operator has had a word since this was planned, or another period has changed circuits."""
 
 
 class _PutOff(Exception):
@@ -99,13 +101,15 @@ class Coordinator:
         self._numbers = itertools.count(1)
         self._book = PeriodBook(journal)
         self._queue = PeriodQueue()
-        self._now: Announced | None = None
+        self._active: dict[Announced, asyncio.Task[None]] = {}
+        self._circuits = Circuits()
+        self._planning = asyncio.Lock()
         self._up: dict[tuple[str, Stage], str] = {}  # names of the periods whose circuits are up
         self._left: frozenset[PortPair] = frozenset()  # what was up when it was last seen to
         self._suspects: dict[Port, float] = {}  # until when
         self._committer = StageCommitter(glass, circuits, windows, times, clock, self.rules, routing)
         self._recover()
-        word.changed = self._restated
+        word.changed = self._poke
 
     # --- asked from outside
 
@@ -132,11 +136,11 @@ class Coordinator:
         superseded = Hold("superseded", f"{intent.period} was announced")
         if (before := self._queue.put(made)) is not None:
             self._end(before, PeriodState.SUPERSEDED, superseded.code, superseded.detail)
-        if self._now is not None:
-            if self._now.lane == made.lane:
-                self._now.call_off(superseded)
+        for each in self._active:
+            if each.lane == made.lane:
+                each.call_off(superseded)
             elif boundary:
-                self._now.poked.set()
+                each.poked.set()
         return made
 
     def withdraw(self, period: Announced, why: str) -> None:
@@ -177,8 +181,18 @@ class Coordinator:
 
     def reports(self, limit: int) -> list[PeriodReport]:
         """Newest first: those under way, then those that are over."""
-        now = [] if self._now is None else [self._now]
-        return [*(each.report for each in (*reversed(list(self._queue)), *now)), *reversed(self._book.over)][:limit]
+        coming = (*self.active, *self._queue)
+        return [*(each.report for each in reversed(coming)), *reversed(self._book.over)][:limit]
+
+    @property
+    def active(self) -> tuple[Announced, ...]:
+        """Periods that are under way."""
+        return tuple(each for each in self._active if not each.report.over)
+
+    @property
+    def changing(self) -> Announced | None:
+        """The one whose circuits are being changed."""
+        return self._circuits.by
 
     @property
     def counts(self) -> Counter[tuple[str, str]]:
@@ -207,30 +221,34 @@ class Coordinator:
             await self.look()
             self._left = self.glance.of_site
             while True:
-                self._now = await self._turn()
-                await self._safely(self._now)
-                self._now = None
+                period = await self._next()
+                self._active[period] = asyncio.ensure_future(self._safely(period))
         finally:
-            for period in [*self._queue, *([] if self._now is None else [self._now])]:
+            for task in self._active.values():
+                task.cancel()
+            await asyncio.gather(*self._active.values(), return_exceptions=True)
+            for period in [*self._queue, *self._active]:
                 self._queue.remove(period)
                 if not period.report.over:
                     self._keep(period, Hold("stopped", "the daemon stops"))
-            self._now = None
+            self._active.clear()
 
-    async def _turn(self) -> Announced:
-        """The next period. While there is none, the switches are looked at now and then."""
+    async def _next(self) -> Announced:
+        """The next period that may go on. While there is none at all, the switches are looked at now and then."""
         while True:
             self._queue.news.clear()
-            if (period := self._queue.take()) is not None:
-                return period
+            for period in [each for each, task in self._active.items() if task.done()]:
+                self._active.pop(period).result()
+            if (next_one := self._queue.take(self._active)) is not None:
+                return next_one
             news = asyncio.ensure_future(self._queue.news.wait())
             alarm = asyncio.ensure_future(self._clock.sleep(LOOK_EVERY_S))
             try:
-                await asyncio.wait({news, alarm}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({news, alarm, *self._active.values()}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 news.cancel()
                 alarm.cancel()
-            if not news.done():
+            if alarm.done() and not news.done() and not self._active:
                 await self._look_after()
 
     async def _look_after(self) -> None:
@@ -280,19 +298,23 @@ class Coordinator:
         intent = self._bound(period.intent)
         if isinstance(intent, Hold):
             return self._keep(period, intent)
-        glance = await self.look()
-        plan = await self._offload(lambda: self._materialise(intent, self._state(glance)))
+        async with self._planning:
+            changes = await self._circuits.at_rest()
+            glance = await self.look()
+            plan = await self._offload(lambda: self._materialise(intent, self._state(glance)))
+            stages = () if isinstance(plan, Hold) else await self._stages(period, plan, glance)
+        if not self._circuits.as_at(changes):
+            raise _Restated
         if isinstance(plan, Hold):
             in_the_way = "".join(f"; {note}" for note in self._not_ours(glance))
             return self._keep(period, replace(plan, detail=plan.detail + in_the_way))
-        stages = await self._stages(period, plan, glance)
         if not stages:
             return self._committed(period, intent, "was_so", "its circuits were up already")
         if hold := self._restraint(intent):
             return self._keep(period, hold)
         await self._think_ahead(glance, stages)
         for number, stage in enumerate(stages):
-            hold = self._objection(period, intent, said) or await self._carry_out(period, intent, stage, said, plan)
+            hold = await self._carry_out(period, intent, stage, (said, changes + number), plan)
             if hold is not None:
                 rest = f"; stages {number + 1} to {len(stages)} were left undone" if number else ""
                 return self._keep(period, replace(hold, detail=hold.detail + rest))
@@ -335,9 +357,11 @@ class Coordinator:
         return steps.stages
 
     async def _carry_out(
-        self, period: Announced, intent: Intent, stage: TransitionStage, said: object, plan: FabricPlan
+        self, period: Announced, intent: Intent, stage: TransitionStage, basis: _Basis, plan: FabricPlan
     ) -> Hold | None:
         """One stage in one window; why not, where it is not to be. Raises Amiss."""
+        if hold := self._objection(period, intent, basis):
+            return hold
         before = self.glance.of_site
         order = StageOrder(
             stage,
@@ -347,18 +371,25 @@ class Coordinator:
             period.deadline_s,
             period.boundary,
             period.poked,
-            objection=lambda: self._objection(period, intent, said),
+            objection=lambda: self._objection(period, intent, basis),
+            begins=lambda: self._circuits.begin(period),
             waiting=lambda hold: self._waits(period, hold),
             usable=before,
             others=neighbours(self.site, intent, self._book.training()),
         )
         try:
             done = await self._committer.carry_out(order)
+            if isinstance(done, CommitReport):
+                self._changed(period, stage, done)
         except Amiss as amiss:
             await self._note_amiss(period, amiss, before, plan)
             raise
-        if isinstance(done, Hold):
-            return done
+        finally:
+            if self._circuits.end(period):
+                self._poke()
+        return done if isinstance(done, Hold) else None
+
+    def _changed(self, period: Announced, stage: TransitionStage, done: CommitReport) -> None:
         after = self.glance.cross_connects - set(stage.remove) | set(stage.add)
         self.glance = replace(self.glance, cross_connects=after, of_site=self._glass.of_site(after))
         self._left, self.period = self.glance.of_site, ""
@@ -369,7 +400,6 @@ class Coordinator:
             stages_done=period.report.stages_done + 1,
             commits=(*period.report.commits, done),
         )
-        return None
 
     async def _note_amiss(self, period: Announced, amiss: Amiss, before: frozenset[PortPair], plan: FabricPlan) -> None:
         """What was sent, and where that leaves pairs that were to stay alight."""
@@ -394,13 +424,14 @@ class Coordinator:
 
     # --- what binds it
 
-    def _objection(self, period: Announced, intent: Intent, said: object) -> Hold | None:
+    def _objection(self, period: Announced, intent: Intent, basis: _Basis) -> Hold | None:
         """Why nothing more is to be sent for it. Raises _PutOff and _Restated."""
         if period.stop is not None:
             return period.stop
         if not period.boundary and self._queue.urgent:
             raise _PutOff
-        if self.word.said != said:
+        said, changes = basis
+        if self.word.said != said or not self._circuits.as_at(changes):
             raise _Restated
         return self._restraint(intent)
 
@@ -448,13 +479,13 @@ class Coordinator:
             )
         return notes
 
-    def _restated(self) -> None:
-        if self._now is not None:
-            self._now.poked.set()
+    def _poke(self) -> None:
+        for each in self._active:
+            each.poked.set()
 
     def _reallocate(self) -> None:
         """Bring what is up about again, under what is left; a period that is to come anyway sees to it itself."""
-        coming = {each.lane for each in self._queue} | ({self._now.lane} if self._now is not None else set())
+        coming = {each.lane for each in (*self._queue, *self.active)}
         for (_, stage), period in list(self._up.items()):
             intent = self._book.get(period)
             if stage is not Stage.WEIGHT_SYNC and intent is not None and lane_of(intent) not in coming:

@@ -84,9 +84,9 @@ class Amiss(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """`objection` is asked last before anything is sent; it may raise. `waiting` is told why nothing is, each time that
-    changes. `poked`: somebody has news of any kind. `usable`: what is up of the site before the stage. `others`: jobs
-    that send over the same PoDs, and are to pause as well."""
+    """`objection` is asked last before anything is sent; it may raise. `begins` is called then. `waiting` is told why
+    nothing is, each time that changes. `poked`: somebody has news of any kind. `usable`: what is up of the site before
+    the stage. `others`: jobs that send over the same PoDs, and are to pause as well."""
 
     stage: TransitionStage
     of: Stage
@@ -96,6 +96,7 @@ class StageOrder:
     boundary: bool
     poked: asyncio.Event
     objection: Callable[[], Hold | None]
+    begins: Callable[[], None]
     waiting: Callable[[Hold], None]
     usable: frozenset[PortPair]
     others: frozenset[str] = frozenset()
@@ -134,6 +135,7 @@ class StageCommitter:
             window = self._boundary(order, need) if watch is None else await self._window(order, need, watch)
             if isinstance(window, Hold):
                 return window
+            order.begins()
             return await self._commit(order, operations, window, need, watch)
         finally:
             if watch is not None:

@@ -1,11 +1,12 @@
 """Announced periods: what is known of each, whose turn it is, and who makes way for whom.
 
 Of one job there is one period to come in training, weight syncs included, and one in generation: a newer one supersedes
-it. Where the caller stands still, its period goes first, and one that waits for a window is put off meanwhile.
+it. Those of several jobs wait for their windows side by side, and one changes circuits at a time. Where the caller
+stands still, its period goes first and alone, and those that wait for a window are put off meanwhile.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,8 +95,50 @@ class PeriodQueue:
         self._waiting.remove(period)
         return True
 
-    def take(self) -> Announced | None:
-        chosen = next((each for each in self._waiting if each.boundary), next(iter(self._waiting), None))
+    def take(self, active: Collection[Announced]) -> Announced | None:
+        """The next that may go on beside these."""
+        if self.urgent:
+            chosen = None if active else next(each for each in self._waiting if each.boundary)
+        elif any(each.boundary for each in active):
+            chosen = None
+        else:
+            lanes = {each.lane for each in active}
+            chosen = next((each for each in self._waiting if each.lane not in lanes), None)
         if chosen is not None:
             self._waiting.remove(chosen)
         return chosen
+
+
+class Circuits:
+    """Whose turn it is to change circuits, and how often they have been: what was planned before is void then."""
+
+    def __init__(self) -> None:
+        self.by: Announced | None = None
+        self.changes = 0  # begun
+        self._at_rest = asyncio.Event()
+        self._at_rest.set()
+
+    def begin(self, by: Announced) -> None:
+        """Only where `as_at` says so in the same turn of the loop."""
+        assert self.by is None, (self.by, by)
+        self.by = by
+        self.changes += 1
+        self._at_rest.clear()
+
+    def end(self, by: Announced) -> bool:
+        """Whether it had begun."""
+        if self.by is not by:
+            return False
+        self.by = None
+        self._at_rest.set()
+        return True
+
+    def as_at(self, changes: int) -> bool:
+        """Nobody changes them, nor has since then."""
+        return self.by is None and self.changes == changes
+
+    async def at_rest(self) -> int:
+        """Wait until nobody changes them; how often they have been."""
+        while self.by is not None:
+            await self._at_rest.wait()
+        return self.changes

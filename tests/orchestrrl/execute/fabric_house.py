@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ocs_drivers.faults import Fault
-from ocs_drivers.model import CircuitState, Connectivity, CrossConnect
 from ocs_drivers.glass import Glass as VirtualGlass
+from ocs_drivers.model import CircuitState, Connectivity, CrossConnect
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.clock import VirtualClock
 from orchestrrl.execute.circuits import CircuitExecutor
@@ -162,11 +162,12 @@ class Agent:
 
 @dataclass
 class Sent:
-    """A command at a switch. `window`: what the hub called one at that instant."""
+    """A command at a switch. `window`: what the hub called one at that instant. `trains`: it needs one."""
 
     at_s: float
     switch: OcsId
     window: Window | Hold | None
+    trains: bool = False
 
 
 class House:
@@ -370,12 +371,13 @@ class House:
         really = switch.commit
 
         async def commit(diff: Any, expect_revision: int) -> Any:
-            now = self.coordinator._now
+            now = self.coordinator.changing
             window = None
             if now is not None and now.intent.stage is Stage.TRAIN:
                 window = self.hub.window(now.intent.job, now.intent.ranks)
             if expect_revision == diff.revision:  # else a change that was begun is brought to its end
-                self.sent.append(Sent(self.clock.now_s(), id, window))
+                trains = now is not None and now.intent.stage is Stage.TRAIN
+                self.sent.append(Sent(self.clock.now_s(), id, window, trains))
             return await really(diff, expect_revision)
 
         switch.commit = commit  # type: ignore[method-assign]

@@ -157,7 +157,7 @@ class Life:
     def look(self, before: set[Pair]) -> None:
         ports = Counter((each.switch, port) for each in self.site.up_anyhow() for port in each.ports)
         assert max(ports.values(), default=0) <= 1, ports
-        now = self.site.coordinator._now
+        now = self.site.coordinator.active
         if not self.broken:
             told = "".join("".join(report.notes) for report in self.site.coordinator.reports(3))
             for one, other in before - self.site.pairs():

@@ -119,8 +119,7 @@ async def test_what_a_recorder_announces_is_of_its_job(site: House) -> None:
     message = pb.Announcement(rank=0, job="small", period="gradients", intent_json=intent_to_json(OVER_CORE))
     service(site)._announced(message)
     await site.pass_time(0.1)
-    (period,) = [site.coordinator._now]
-    assert period is not None
+    (period,) = site.coordinator.active
     assert period.intent.job == "small"
     assert "of small" in period.report.detail
 

@@ -10,6 +10,7 @@ from ocs_drivers import polatis_yang as yang
 from ocs_drivers.model import BootBehaviour, CrossConnect, PortState
 
 SHOWN_CHARACTERS = 80
+YANG_PATCH = "urn:ietf:params:restconf:capability:yang-patch:1.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +79,28 @@ def revision(body: object) -> str | None:
     return max(filter(yang.is_revision, revisions), default=None)
 
 
+def has_yang_patch(body: object) -> bool:
+    """Container `restconf-state/capabilities` (RFC 8040, 9.1)."""
+    listed = _found(_member(body, "capabilities"), "capability")
+    return isinstance(listed, list) and YANG_PATCH in listed
+
+
 def errors(body: object) -> str:
-    """All errors of an `ietf-restconf:errors` body, as `tag: message`."""
+    """All errors of an `ietf-restconf:errors` body, or of a `yang-patch-status`, as `tag: message`."""
+    status = _found(body, "yang-patch-status")
+    edits = _found(status, "edit-status")
+    holders = [*_entries(edits, "edit"), status] if isinstance(edits, Mapping) else [body if status is None else status]
     told = []
-    for entry in _entries(_member(body, "errors"), "error"):
+    for entry in (entry for holder in holders if _found(holder, "errors") for entry in _errors(holder)):
         parts = [entry.get(name) for name in ("error-tag", "error-message", "error-path")]
         told.append(": ".join(part[:SHOWN_CHARACTERS] for part in parts if isinstance(part, str) and part))
     if not any(told):
         raise ValueError("no error is told")
     return "; ".join(told[:10])
+
+
+def _errors(holder: object) -> Iterator[Mapping[str, object]]:
+    return _entries(_member(holder, "errors"), "error")
 
 
 def _member(body: object, *names: str) -> Mapping[str, object]:

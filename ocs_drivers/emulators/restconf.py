@@ -21,7 +21,9 @@ from ocs_drivers.faults import FaultKind
 from ocs_drivers.model import Action, BootBehaviour, Circuit, Connectivity, CrossConnect, Facts, PortStatus
 
 MEDIA_TYPE = "application/yang-data+json"
+YANG_PATCH_TYPE = "application/yang-patch+json"
 ROOT = "/api"
+COLLECTION = f"{ROOT}/data/{yang.MODULE}:cross-connects"
 STARTUP_MODES = {BootBehaviour.DARK: "MODE_VOLATILE", BootBehaviour.RESTORE: "MODE_PRESERVE"}
 
 
@@ -36,9 +38,9 @@ class Refused(Exception):
 
 class RestconfEmulator:
     """Quirks: `revision` of the model (before 2017-08-04 lists are `pairs` and ports are elsewhere); `yang_library`
-    False: the switch does not tell it; `any_to_any`: one range of ports; `power`: measures light; `chunked` answers;
-    `lists_late`: pairs are listed once their mirrors are in place; `one_request`: a second one at the same time is
-    answered 503; `user` and `password`: Basic authentication."""
+    False: the switch does not tell it; `yang_patch` False: it has none; `any_to_any`: one range of ports; `power`:
+    measures light; `chunked` answers; `lists_late`: pairs are listed once their mirrors are in place; `one_request`: a
+    second one at the same time is answered 503; `user` and `password`: Basic authentication."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class RestconfEmulator:
         *,
         revision: str = "2018-03-22",
         yang_library: bool = True,
+        yang_patch: bool = True,
         any_to_any: bool = False,
         power: bool = False,
         chunked: bool = False,
@@ -60,6 +63,7 @@ class RestconfEmulator:
         self._server = HttpServer(self._answer, MEDIA_TYPE, chunked=chunked)
         self._revision = revision
         self._yang_library = yang_library
+        self._yang_patch = yang_patch
         self._power = power
         self._one_request = one_request
         self._under_way = 0
@@ -79,6 +83,8 @@ class RestconfEmulator:
                 return Reply(401, None, {"WWW-Authenticate": 'Basic realm="Polatis"'})
             if self._one_request and self._under_way > 1:
                 raise Refused(503, "in-use", "another request is under way")
+            if request.content_type == YANG_PATCH_TYPE and self._yang_patch:
+                return await self._patched(request.method, request.path, body)
             return await self._dispatch(request.method, request.path, body)
         except Refused as refused:
             return refused.reply
@@ -90,7 +96,7 @@ class RestconfEmulator:
             return Reply(200, {"ietf-restconf:restconf": {"data": {}, "operations": {}}})
         if path == f"{ROOT}/operations/{yang.MODULE}:port-set-state" and method == "POST":
             return await self._set_ports(body)
-        collection = f"{ROOT}/data/{yang.MODULE}:cross-connects"
+        collection = COLLECTION
         if path == collection:
             return await self._of_collection(method, body)
         if found := re.fullmatch(re.escape(f"{collection}/{self._pairs}=") + "([0-9]{1,5})", path):
@@ -111,8 +117,7 @@ class RestconfEmulator:
                 if any(circuit.cross_connect.ingress_port == pairs[0].ingress_port for circuit in self._circuits()):
                     raise Refused(409, "data-exists", f"port {pairs[0].ingress_port} is connected")
                 await self._set(Action.ADD, pairs, f"POST {_shown(pairs)}")
-                location = f"{ROOT}/data/{yang.MODULE}:cross-connects/{self._pairs}={pairs[0].ingress_port}"
-                return Reply(201, None, {"Location": location})
+                return Reply(201, None, {"Location": f"{COLLECTION}/{self._pairs}={pairs[0].ingress_port}"})
             case "PATCH":
                 pairs = self._parsed(body, "cross-connects")
                 await self._set(Action.ADD, pairs, f"PATCH {_shown(pairs)}")
@@ -126,6 +131,40 @@ class RestconfEmulator:
                 await self._carry_out(self.device.replace((), "DELETE all"))
                 return Reply(204)
         raise Refused(405, "operation-not-supported", f"{method} is not for this resource")
+
+    async def _patched(self, method: str, path: str, body: bytes) -> Reply:
+        """RFC 8072: all edits or none, as far as the mirrors go along."""
+        if (method, path) != ("PATCH", COLLECTION):
+            raise Refused(405, "operation-not-supported", "a YANG Patch is for the collection here")
+        value = _json(body)
+        patch = value.get("ietf-yang-patch:yang-patch") if isinstance(value, dict) else None
+        edits = patch.get("edit") if isinstance(patch, dict) else None
+        if not isinstance(edits, list) or not edits or not all(isinstance(edit, dict) for edit in edits):
+            raise Refused(400, "malformed-message", "must hold a list of edits")
+        added, removed = [], []
+        present = {circuit.cross_connect.ingress_port: circuit.cross_connect for circuit in self._circuits()}
+        for edit in edits:
+            found = re.fullmatch(rf"/(?:{yang.MODULE}:)?{self._pairs}=([0-9]{{1,5}})", str(edit.get("target")))
+            if found is None:
+                raise Refused(400, "invalid-value", f"no such target: {edit.get('target')}")
+            ingress = int(found[1])
+            match edit.get("operation"):
+                case "create" if ingress in present:
+                    raise Refused(409, "data-exists", f"port {ingress} is connected")
+                case "create":
+                    added += self._parsed(json.dumps(edit.get("value")).encode(), self._pairs)
+                case "delete" if ingress not in present:
+                    raise Refused(409, "data-missing", f"port {ingress} is not connected")
+                case "remove" | "delete":
+                    removed += [present[ingress]] if ingress in present else []
+                case other:
+                    raise Refused(400, "operation-not-supported", f"{other} is not done here")
+        if added and removed:
+            raise Refused(400, "operation-not-supported", "edits that add and edits that remove are two patches here")
+        action, pairs = (Action.ADD, added) if added else (Action.REMOVE, removed)
+        await self._set(action, pairs, f"YANG-PATCH {action} {_shown(pairs)}")
+        status = {"patch-id": patch.get("patch-id") if isinstance(patch, dict) else "", "ok": [None]}
+        return Reply(200, {"ietf-yang-patch:yang-patch-status": status})
 
     async def _of_pair(self, method: str, ingress: int, body: bytes) -> Reply:
         present = [c.cross_connect for c in self._circuits() if c.cross_connect.ingress_port == ingress]
@@ -172,6 +211,12 @@ class RestconfEmulator:
                 "ietf-yang-library:modules-state": {
                     "module-set-id": "1",
                     "module": [{"name": yang.MODULE, "revision": self._revision, "namespace": yang.NAMESPACE}],
+                }
+            }
+            readers["ietf-restconf-monitoring:restconf-state/capabilities"] = lambda: {
+                "ietf-restconf-monitoring:capabilities": {
+                    "capability": ["urn:ietf:params:restconf:capability:depth:1.0"]
+                    + ["urn:ietf:params:restconf:capability:yang-patch:1.0"] * self._yang_patch
                 }
             }
         if self._power and is_new:

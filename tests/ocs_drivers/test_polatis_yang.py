@@ -117,3 +117,11 @@ def test_errors_are_told_in_the_servers_words() -> None:
         }
     }
     assert parse.errors(body) == "data-exists: Data already exists; lock-denied"
+
+
+def test_errors_of_a_yang_patch() -> None:
+    """As RFC 8072 has them, appendix A.1.1: of the edit that failed."""
+    error = {"error-type": "application", "error-tag": "data-exists", "error-message": "Data already exists"}
+    edits = {"edit-status": {"edit": [{"edit-id": "edit1", "errors": {"error": [error]}}]}}
+    body = {"ietf-yang-patch:yang-patch-status": {"patch-id": "add-songs-patch", **edits}}
+    assert parse.errors(body) == "data-exists: Data already exists"

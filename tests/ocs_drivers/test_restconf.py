@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ from emulated import EmulatedConformance
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import carry_out, connected, refusal
 from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.http import Reply
 from ocs_drivers.emulators.restconf import RestconfEmulator
 from ocs_drivers.errors import InvalidOptions, Permanent, Retryable
 from ocs_drivers.faults import Fault, FaultKind
@@ -23,27 +25,30 @@ ONE, TWO = CrossConnect(1, 17), CrossConnect(2, 18)
 
 
 class TestRestconf(EmulatedConformance):
-    driver = "restconf"
-    protocol = "restconf"
-    options: ClassVar[dict[str, Any]] = {"reconfiguration_s": 0.002}
-
-
-class TestRestconfQuirks(EmulatedConformance):
-    """An old model over 320 ports, jitter, pairs listed late, chunks, power, and a password; restarts restore."""
+    """YANG Patch, as the server says that it has it; jitter, pairs listed late, chunks; restarts restore."""
 
     driver = "restconf"
     protocol = "restconf"
-    panel = Panel(160, 160, reconfiguration_s=0.002, jitter_s=0.003, boot=BootBehaviour.RESTORE)
+    panel = Panel(reconfiguration_s=0.002, jitter_s=0.003, boot=BootBehaviour.RESTORE)
+    options: ClassVar[dict[str, Any]] = {"reconfiguration_s": 0.006}
+    quirks: ClassVar[dict[str, Any]] = {"lists_late": True, "chunked": True}
+
+
+class TestRestconfOld(EmulatedConformance):
+    """An old model: plain PATCH and one DELETE each, with power and a password."""
+
+    driver = "restconf"
+    protocol = "restconf"
+    cannot = MappingProxyType({"make_big": "a thousand requests, one by one, say nothing that 32 do not"})
     options: ClassVar[dict[str, Any]] = {
-        "reconfiguration_s": 0.006,
+        "reconfiguration_s": 0.002,
         "user": "admin",
         "password": "rööt",
         "power": True,
     }
     quirks: ClassVar[dict[str, Any]] = {
         "revision": "2017-06-13",
-        "lists_late": True,
-        "chunked": True,
+        "yang_patch": False,
         "power": True,
         "user": "admin",
         "password": "rööt",
@@ -64,13 +69,23 @@ async def switch(
         await emulator.stop()
 
 
-async def test_320_ports_are_one_patch_and_deleted_one_by_one() -> None:
-    async with switch(panel=Panel(160, 160, reconfiguration_s=0.001)) as (driver, emulator, _):
+@pytest.mark.parametrize(
+    ("options", "quirks", "first", "then"),
+    [
+        ({}, {}, ["YANG-PATCH"], ["YANG-PATCH"]),
+        ({}, {"yang_patch": False}, ["PATCH"], ["DELETE"] * 159),
+        ({"change_with": "single"}, {}, ["POST"] * 160, ["DELETE"] * 159),
+    ],
+)
+async def test_requests_for_320_ports(
+    options: dict[str, Any], quirks: dict[str, Any], first: list[str], then: list[str]
+) -> None:
+    async with switch(quirks, Panel(160, 160, reconfiguration_s=0.001), **options) as (driver, emulator, _):
         pairs = tuple(CrossConnect(port, 160 + port) for port in range(1, 161))
-        assert (await carry_out(driver, pairs)).commands_sent == 1
-        assert [command.split()[0] for command in emulator.device.setters] == ["PATCH"]
-        assert (await carry_out(driver, disconnect=pairs[1:])).done
-        assert [command.split()[0] for command in emulator.device.setters[1:]] == ["DELETE"] * 159
+        assert (await carry_out(driver, pairs)).commands_sent == len(first)
+        assert [command.split()[0] for command in emulator.device.setters] == first
+        assert (await carry_out(driver, disconnect=pairs[1:])).commands_sent == len(then)
+        assert [command.split()[0] for command in emulator.device.setters[len(first) :]] == then
         assert await connected(driver) == {pairs[0]}
 
 
@@ -117,16 +132,28 @@ async def test_curl_shuts_a_port_and_we_see_it() -> None:
         assert set(states.values()) == {PortStatus.DISABLED, PortStatus.ENABLED}
 
 
-async def test_with_post_the_switch_itself_refuses_a_port_that_somebody_took() -> None:
-    async with switch(add_with="post") as (driver, emulator, _):
+@pytest.mark.parametrize(("way", "refused"), [("yang_patch", [ONE, TWO]), ("single", [TWO]), ("patch", [])])
+async def test_a_port_that_somebody_took_after_our_reading(way: str, refused: list[CrossConnect]) -> None:
+    """Refused by the switch itself, but for a plain patch: that one re-routes, as its documentation says."""
+    theirs = CrossConnect(2, 20)
+    async with switch(change_with=way) as (driver, emulator, _):
         diff = await driver.plan(Change((ONE, TWO)))
-        # Between our reading and our command: nobody else sees that moment.
-        emulator.device.on_setter = lambda command: emulator.device.glass.add((CrossConnect(2, 20),))
+        answer, times = emulator._dispatch, []
+
+        async def dispatch(method: str, path: str, body: bytes) -> Reply:
+            if method == "GET" and path.endswith("cross-connects"):
+                times.append(path)
+                reply = await answer(method, path, body)
+                if len(times) == 1:  # the commit has looked; now somebody else is quicker
+                    emulator.device.glass.add((theirs,))
+                return reply
+            return await answer(method, path, body)
+
+        emulator._dispatch = dispatch
         result = await driver.commit(diff, diff.revision)
-        assert [item.done for item in result.items] == [True, False]
-        assert "data-exists: port 2 is connected" in result.items[1].detail
-        assert emulator.device.setters == ["POST 1:17"]
-        assert await connected(driver) == {ONE, CrossConnect(2, 20)}
+        assert [item.cross_connect for item in result.items if not item.done] == refused
+        assert all("data-exists: port 2 is connected" in item.detail for item in result.items if not item.done)
+        assert (theirs in await connected(driver)) is bool(refused)
 
 
 async def test_any_to_any_is_deleted_by_the_port_that_the_switch_names() -> None:
@@ -137,7 +164,7 @@ async def test_any_to_any_is_deleted_by_the_port_that_the_switch_names() -> None
         assert await connected(driver) == {pair}
         await driver.take_over((pair,))
         assert (await carry_out(driver, disconnect=(pair,))).done
-        assert emulator.device.setters[-1] == "DELETE 9:4"
+        assert emulator.device.setters[-1] == "YANG-PATCH remove 9:4"
 
 
 async def test_facts_are_read_from_the_model() -> None:
@@ -196,7 +223,10 @@ async def test_nobody_there_is_retryable_and_nothing_was_sent() -> None:
         ({"address": "lab", "password": "x"}, "options.user: is missing, and a password is given"),
         ({"address": "lab", "size": "big"}, "options.size: must be as 16x16, or 32xCC for any-to-any, got 'big'"),
         ({"address": "lab", "yang_revision": "new"}, "options.yang_revision: must be a date as 2017-08-04, got 'new'"),
-        ({"address": "lab", "add_with": "put"}, "options.add_with: must be one of patch, post, got 'put'"),
+        (
+            {"address": "lab", "change_with": "put"},
+            "options.change_with: must be one of auto, yang_patch, patch, single, got 'put'",
+        ),
         ({"address": "lab", "root": "api"}, "options.root: must be a path from /, got 'api'"),
     ],
 )

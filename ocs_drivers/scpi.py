@@ -202,7 +202,7 @@ class ScpiWire:
         except Retryable as error:
             raise OutcomeUnknown(error.message, command=_short(line), answer=error.answer) from error
         if complaints:
-            raise Permanent("refused", command=_short(line), answer="; ".join(map(str, complaints)))
+            raise Permanent("refused", command=_short(line), answer=_told(complaints))
 
     async def _ask(self, query: str, understand: Callable[[str], T]) -> T:
         """What the device says to a query. SCPI leaves a query that it does not know without an answer, and the reason
@@ -213,7 +213,7 @@ class ScpiWire:
         except TimeoutError as error:
             await self._send(self._setup.dialect.error_query)
             if complaints := await self._complaints():
-                answer = "; ".join(map(str, complaints))
+                answer = _told(complaints)
                 raise Permanent("the query was refused", command=_short(query), answer=answer) from None
             raise Retryable(str(error), command=_short(query)) from None
         try:
@@ -239,7 +239,7 @@ class ScpiWire:
                 return complaints
             complaints.append(complaint)
             await self._send(self._setup.dialect.error_query)
-        raise Retryable("the error queue has no end", answer=str(complaints[-1]))
+        raise Retryable("the error queue has no end", answer=_told(complaints[-1:]))
 
     def _session(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._streams is None or self._streams[0].at_eof():
@@ -338,8 +338,14 @@ def _ports(options: Options, ingress: object, egress: object) -> tuple[range, ra
     return (sides[0], sides[1]) if len(sides) == 2 else None
 
 
+def _told(complaints: Sequence[text.Complaint]) -> str:
+    return _short("; ".join(map(str, complaints)))
+
+
 def _short(line: str) -> str:
-    return line if len(line) <= SHOWN_CHARS else f"{line[:SHOWN_CHARS]}... ({len(line)} characters)"
+    """For people: signs that a terminal would obey are escaped."""
+    shown = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in line[:SHOWN_CHARS])
+    return shown if len(line) <= SHOWN_CHARS else f"{shown}... ({len(line)} characters)"
 
 
 def _shown(data: bytes) -> str:

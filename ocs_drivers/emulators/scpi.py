@@ -74,7 +74,7 @@ class Quirks:
     lists_at_once: bool
     answers_apart: bool
     longest_line_chars: int | None
-    unknown: tuple[str, ...]
+    unknown: Sequence[str]
 
     def __post_init__(self) -> None:
         for name in ("one_session", "crlf", "lists_at_once", "answers_apart"):
@@ -82,11 +82,11 @@ class Quirks:
                 raise ValueError(f"{name}: must be true or false, got {getattr(self, name)!r}")
         for name, least in (("error_queue", 2), ("longest_line_chars", 1)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            is_absent = value is None and name == "longest_line_chars"
+            if not is_absent and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"{name}: must be a whole number >= {least}, got {value!r}")
-        for header in self.unknown:
-            if header not in HEADERS:
-                raise ValueError(f"unknown: must be of {', '.join(HEADERS)}, got {header!r}")
+        if not isinstance(self.unknown, list | tuple) or any(header not in HEADERS for header in self.unknown):
+            raise ValueError(f"unknown: must be a list out of {', '.join(HEADERS)}, got {self.unknown!r}")
 
 
 class ScpiEmulator:
@@ -135,12 +135,12 @@ class ScpiEmulator:
         answers: list[str] = []
         path = ""
         for unit in filter(None, (unit.strip() for unit in line.split(";"))):
-            header, _, parameters = unit.partition(" ")
+            header, parameters = (*unit.split(None, 1), "")[:2]
             if not header.startswith("*"):
                 header = header[1:] if header.startswith(":") else path + header
                 path = header[: header.rfind(":") + 1]
             try:
-                answer = await self._verb(header)(parameters.strip(), unit)
+                answer = await self._verb(header)(parameters, unit)
             except UnknownHeader as error:
                 self._complain(error)
                 break
@@ -342,7 +342,7 @@ def polatis(
             lists_at_once=lists_at_once,
             answers_apart=answers_apart,
             longest_line_chars=longest_line_chars,
-            unknown=tuple(unknown),
+            unknown=unknown,
         ),
     )
 
@@ -370,7 +370,7 @@ def dicon(
             lists_at_once=lists_at_once,
             answers_apart=answers_apart,
             longest_line_chars=longest_line_chars,
-            unknown=tuple(unknown),
+            unknown=unknown,
         ),
     )
 

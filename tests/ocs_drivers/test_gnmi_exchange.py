@@ -1,0 +1,451 @@
+"""gNMI as others write it: documented rows read, pygnmi's own client at the emulators, TLS, and what goes wrong."""
+
+import asyncio
+import datetime
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from hypothesis import given
+from hypothesis import strategies as st
+from pygnmi.client import gNMIclient, gNMIException
+from pygnmi.create_gnmi_path import gnmi_path_generator
+
+from ocs_drivers import gnmi_openconfig, gnmi_sonic
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.conformance import carry_out, connected, refusal
+from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.gnmi import GnmiEmulator, openconfig, sonic
+from ocs_drivers.errors import Conflict, InvalidOptions, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.gnmi_data import Elem, path, path_from_pb, path_to_pb, shown, tree
+from ocs_drivers.gnmi_openconfig import Topology
+from ocs_drivers.gnmi_session import Notice, _translated
+from ocs_drivers.gnmi_sonic import Sides
+from ocs_drivers.model import Change, Circuit, CircuitState, Connectivity, CrossConnect, EventKind, PortStatus
+from ocs_drivers.registry import make_driver
+
+FAST = Panel(8, 8, reconfiguration_s=0.002)
+ROW = "sonic-db:CONFIG_DB/localhost/OCS_CROSS_CONNECT/{}"
+CONNECTION = "/optical-switch/port-connections/port-connection[slot=1][port={}]"
+
+
+def driver_for(address: str, **options: Any) -> OcsDriver:
+    return make_driver("gnmi", "ocs1", {"address": address, "tls": False, "command_timeout_s": 60.0, **options})
+
+
+async def at(emulator: GnmiEmulator, use: Callable[[str], Awaitable[None]], host: str = "127.0.0.1") -> None:
+    address = await emulator.start(host)
+    try:
+        await use(address)
+    finally:
+        await emulator.stop()
+
+
+# Names and rows.
+
+
+@given(st.integers(1, 1024), st.integers(1, 1024), st.data())
+def test_ports_and_their_names_are_one_to_one(a_ports: int, b_ports: int, data: st.DataObject) -> None:
+    sides = Sides(a_ports, b_ports)
+    a, b = data.draw(st.integers(1, a_ports)), data.draw(st.integers(1, b_ports))
+    pair = CrossConnect(a, a_ports + b)
+    assert (sides.port(f"{a}A"), sides.port(f"{b}B")) == (pair.ingress_port, pair.egress_port)
+    assert sides.key(pair) == f"{a}A-{b}B"
+    assert sides.cross_connect(sides.key(pair)) == pair
+
+
+@given(st.text(max_size=12) | st.from_regex(r"[0-9]{0,3}[ABab]?-?[0-9]{0,3}[ABab]?", fullmatch=True))
+def test_whatever_is_not_a_cross_connect_is_refused(text: str) -> None:
+    a, _, b = text.partition("-")
+    is_one = (
+        all(name[:-1].isdecimal() and name[:-1].isascii() and not name.startswith("0") for name in (a, b))
+        and (a[-1:], b[-1:]) == ("A", "B")
+        and all(1 <= int(name[:-1]) <= 64 for name in (a, b))
+    )
+    if is_one:
+        assert Sides(64, 64).key(Sides(64, 64).cross_connect(text)) == text
+        return
+    with pytest.raises(ValueError, match="must be"):
+        Sides(64, 64).cross_connect(text)
+
+
+@pytest.mark.parametrize("names", [["1A", "2A"], ["1A", "3A", "1B"], ["1A", "1B", "1-1A"], ["01A", "1B"], []])
+def test_ports_must_be_numbered_without_gaps(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="port"):
+        gnmi_sonic.sides_of(names)
+
+
+@pytest.mark.parametrize(
+    ("row", "state"),
+    [
+        # "a_side_status", "b_side_status": "blocked" / "tuning" / "tuned" / "failed"
+        ({"a_side": "1A", "b_side": "2B", "a_side_status": "tuned", "b_side_status": "tuned"}, CircuitState.TUNED),
+        ({"a_side": "1A", "b_side": "2B", "a_side_status": "tuned", "b_side_status": "tuning"}, CircuitState.TUNING),
+        ({"a_side": "1A", "b_side": "2B", "a_side_status": "blocked", "b_side_status": "tuned"}, CircuitState.TUNING),
+        ({"a_side": "1A", "b_side": "2B", "a_side_status": "failed", "b_side_status": "tuned"}, CircuitState.FAILED),
+        ({"physical_path": "", "status": "enabled", "insertion_loss_dB": "N/A"}, CircuitState.TUNED),
+        ({"physical_path": "", "status": "disabled", "insertion_loss_dB": "N/A"}, CircuitState.TUNING),
+        ({"physical_path": "", "status": "invalid", "insertion_loss_dB": "N/A"}, CircuitState.FAILED),
+        ({"status": "a word of tomorrow"}, CircuitState.TUNING),
+        ({}, CircuitState.TUNING),
+    ],
+)
+def test_a_circuit_is_tuned_only_if_both_sides_are(row: dict[str, str], state: CircuitState) -> None:
+    ordered = {"1A-2B": {"a_side": "1A", "b_side": "2B"}}
+    shown = {"1A-2B": row} if row else {}
+    assert gnmi_sonic.circuits(Sides(16, 16), ordered, shown) == [Circuit(CrossConnect(1, 18), state)]
+
+
+def test_what_is_ordered_or_shown_alone_is_there() -> None:
+    shown = {"2A-1B": {"a_side_status": "tuned", "b_side_status": "tuned"}}
+    found = gnmi_sonic.circuits(Sides(16, 16), {"1A-16B": {"a_side": "1A", "b_side": "16B"}}, shown)
+    assert [str(circuit.cross_connect) for circuit in found] == ["1:32", "2:17"]
+    with pytest.raises(ValueError, match="1A-16B says"):
+        gnmi_sonic.circuits(Sides(16, 16), {"1A-16B": {"a_side": "1A", "b_side": "2B"}}, {})
+
+
+def test_ports_of_both_designs() -> None:
+    ordered = {"1A": {"label": "router1_port1", "state": "force_blocked"}, "1B": {"config_status": "normal"}}
+    ordered |= {"2A": {"config_status": "powered_off"}, "2B": {"state": "normal"}, "3A": {}, "3B": {}}
+    shown = {"2B": {"oper_status": "failed"}, "3A": {"status": "failed"}, "1B": {"oper_status": "connected"}}
+    states = {state.port: state.status for state in gnmi_sonic.port_states(Sides(3, 3), ordered, shown)}
+    disabled, failed, enabled = PortStatus.DISABLED, PortStatus.FAILED, PortStatus.ENABLED
+    assert states == {1: disabled, 2: disabled, 3: failed, 4: enabled, 5: failed, 6: enabled}
+
+
+NAMES = st.from_regex(r"[a-z][a-z-]{0,8}", fullmatch=True)
+ELEMS = st.builds(Elem, NAMES, st.dictionaries(NAMES, NAMES, max_size=2).map(lambda keys: tuple(sorted(keys.items()))))
+
+
+@given(st.lists(ELEMS, min_size=1, max_size=6).map(tuple), st.sampled_from(["", "sonic-db", "openconfig"]))
+def test_paths_are_what_pygnmi_makes_of_them(elems: tuple[Elem, ...], origin: str) -> None:
+    message = path_to_pb(elems, origin)
+    assert path_from_pb(message) == elems
+    written = shown(elems) if not origin else f"{origin}:{shown(elems).removeprefix('/')}"
+    assert gnmi_path_generator(written) == message
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_a_deletion_names_one_circuit(a: int, b: int) -> None:
+    where = gnmi_sonic.cross_connect_path(f"{a}A-{b}B")
+    assert shown(where) == f"/CONFIG_DB/localhost/OCS_CROSS_CONNECT/{a}A-{b}B"
+    known = Topology("1", Connectivity.INGRESS_EGRESS, range(1, 65), range(65, 129))
+    where = gnmi_openconfig.connection_path(known, a)
+    assert shown(where) == f"/optical-switch/port-connections/port-connection[port={a}][slot=1]"
+    for nothing in ("", "1A", "1A-", "*", "1A-2B/a_side"):
+        with pytest.raises(ValueError, match="1A-2B"):
+            gnmi_sonic.cross_connect_path(nothing)
+
+
+def test_trees_grow_from_whole_rows_or_leaves() -> None:
+    whole = tree([(path("CONFIG_DB", "localhost"), {"OCS_CROSS_CONNECT": {"1A-2B": {"a_side": "1A", "b_side": "2B"}}})])
+    row = path("CONFIG_DB", "localhost", "OCS_CROSS_CONNECT", "1A-2B")
+    leaves = tree([((*row, Elem("a_side")), "1A"), ((*row, Elem("b_side")), "2B")])
+    assert whole == leaves
+    listed = path("port-connections", Elem("port-connection", (("port", "3"), ("slot", "1"))), "config")
+    entry = {"port": "3", "slot": "1", "config": {"peer-slot": "1", "peer-port": "19"}}
+    one = tree([((*listed, Elem("peer-slot")), "1"), ((*listed, Elem("peer-port")), "19")])
+    assert one == {"port-connections": {"port-connection": [entry]}}
+
+
+def test_a_connection_listed_under_both_ports_is_one() -> None:
+    known = Topology("1", Connectivity.ANY_TO_ANY, range(1, 33), range(1, 33))
+    ends = [("7", "3", "config"), ("7", "3", "state"), ("3", "7", "config"), ("4", "5", "config"), ("9", "", "config")]
+    listed = [{"slot": "1", "port": port, kind: {"peer-slot": "1", "peer-port": peer}} for port, peer, kind in ends]
+    listed.append({"slot": "2", "port": "4", "config": {"peer-slot": "2", "peer-port": "6"}})
+    assert gnmi_openconfig.circuits(known, {"port-connection": listed}) == {
+        Circuit(CrossConnect(3, 7)): {3, 7},
+        Circuit(CrossConnect(4, 5), CircuitState.TUNING): {4},
+    }
+    wrong = {"slot": "1", "port": "4", "config": {"peer-slot": "2", "peer-port": "6"}}
+    with pytest.raises(ValueError, match="another optical module"):
+        gnmi_openconfig.circuits(known, {"port-connection": [wrong]})
+
+
+def test_the_topology_that_the_model_describes() -> None:
+    state = {"port-connectivity": "INGRESS_EGRESS", "total-port-count": 272, "total-optical-module-count": 2}
+    state |= {"ingress-port-count": 136, "egress-port-count": 136, "ingress-start-index": 1, "egress-start-index": 1}
+    known = gnmi_openconfig.topology(state, "2")
+    assert (known.ingress_ports, known.egress_ports) == (range(1, 137), range(1, 137))
+    assert gnmi_openconfig.topology({**state, "port-connectivity": "ANY_TO_ANY"}, "1").egress_ports == range(1, 273)
+    for wrong in ({"port-connectivity": "SOME"}, {"egress-start-index": "one"}, {"ingress-port-count": None}):
+        with pytest.raises(ValueError, match="got"):
+            gnmi_openconfig.topology({**state, **wrong}, "1")
+    with pytest.raises(ValueError, match="option slot is '3'"):
+        gnmi_openconfig.topology(state, "3")
+
+
+# A client of somebody else's at the emulators: pygnmi's own, which blocks, in a thread beside the server's loop.
+
+
+def client(address: str, **options: Any) -> gNMIclient:
+    host, _, port = address.rpartition(":")
+    return gNMIclient(target=(host, int(port)), gnmi_timeout=60, **{"insecure": True, **options})
+
+
+async def test_pygnmi_drives_sonic() -> None:
+    emulator = sonic(FAST)
+
+    def drive(address: str) -> None:
+        with client(address) as session:
+            models = session.capabilities()["supported_models"]
+            assert [model["name"] for model in models] == ["sonic-db"]
+            row = {"a_side": "1A", "b_side": "2B"}
+            answer = session.set(update=[(ROW.format("1A-2B"), row)], encoding="json_ietf")
+            assert answer["response"][0]["op"] == "UPDATE"
+            got = session.get(path=[ROW.format("1A-2B")], encoding="json_ietf")
+            assert got["notification"][0]["update"][0]["val"] == row
+            # Delete, replace, update: what is deleted and set in one request is there afterwards.
+            other = {"a_side": "3A", "b_side": "2B"}
+            session.set(delete=[ROW.format("1A-2B")], replace=[(ROW.format("3A-2B"), other)], encoding="json_ietf")
+            table = session.get(path=[ROW.format("")], encoding="json_ietf")["notification"][0]["update"][0]["val"]
+            assert table == {"3A-2B": other}
+            for wrong in ("9A-1B", "1B-1A"):
+                with pytest.raises(gNMIException, match="must be"):
+                    session.set(update=[(ROW.format(wrong), row)], encoding="json_ietf")
+            with pytest.raises(gNMIException, match="No valid entry"):
+                session.get(path=[ROW.format("1A-2B")], encoding="json_ietf")
+
+    async def use(address: str) -> None:
+        await asyncio.to_thread(drive, address)
+
+    await at(emulator, use)
+
+
+# Its thread for subscriptions does not expect its channel to be closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_pygnmi_drives_openconfig_and_is_told_of_changes() -> None:
+    emulator = openconfig(FAST)
+
+    def drive(address: str) -> None:
+        with client(address) as session:
+            ends = {"slot": "1", "port": "3", "peer-slot": "1", "peer-port": "9"}
+            watched = {"path": "/optical-switch/port-connections", "mode": "on_change"}
+            wanted = {"subscription": [watched], "mode": "stream", "encoding": "json_ietf"}
+            told = session.subscribe_stream(subscribe=wanted)
+            assert told.get_update(timeout=60)["sync_response"] is True
+            session.set(update=[(CONNECTION.format(3) + "/config", ends)], encoding="json_ietf")
+            assert told.get_update(timeout=60)["update"]["update"][0]["val"]["config"] == ends
+            got = session.get(path=[CONNECTION.format(3)], encoding="json_ietf")
+            assert got["notification"][0]["update"][0]["val"]["config"] == ends
+            session.set(delete=[CONNECTION.format(3)])
+            while "delete" not in (update := told.get_update(timeout=60)["update"]):
+                assert update["update"][0]["val"]["port"] == "3"
+            told.close()
+
+    async def use(address: str) -> None:
+        await asyncio.to_thread(drive, address)
+
+    await at(emulator, use)
+
+
+# The driver at the emulators, beyond the suite.
+
+
+@pytest.mark.parametrize("make", [sonic, openconfig])
+async def test_320_ports_are_one_transaction(make: Callable[..., GnmiEmulator]) -> None:
+    emulator = make(Panel(320, 320, reconfiguration_s=0.002))
+    pairs = tuple(CrossConnect(port, 641 - port) for port in range(1, 321))
+    model = "sonic" if make is sonic else "openconfig"
+
+    async def use(address: str) -> None:
+        driver = driver_for(address, model=model, tune_timeout_s=60.0)
+        result = await carry_out(driver, pairs)
+        assert result.done
+        assert result.commands_sent == len(emulator.device.setters) == 1
+        assert await connected(driver) == frozenset(pairs)
+        assert (await carry_out(driver, disconnect=pairs)).done
+        assert len(emulator.device.setters) == 2
+        await driver.close()
+
+    await at(emulator, use)
+
+
+@pytest.mark.parametrize("origin", ["sonic-db", "sonic_db"])
+async def test_the_origin_is_the_one_that_the_device_announces(origin: str) -> None:
+    emulator = sonic(FAST, origin=origin)
+
+    async def use(address: str) -> None:
+        driver = driver_for(address)
+        facts = await driver.facts()
+        assert (facts.model, facts.ingress_ports, facts.egress_ports) == ("OCS-V", range(1, 9), range(9, 17))
+        await driver.close()
+        driver = driver_for(address, origin="openconfig")
+        async with refusal(Permanent, "origin 'openconfig' is not supported"):
+            await driver.facts()
+        await driver.close()
+
+    await at(emulator, use)
+
+
+async def test_what_the_hardware_did_not_take_is_neither_free_nor_tuned() -> None:
+    emulator = sonic(FAST, leftovers=True)
+    pairs = (CrossConnect(1, 9), CrossConnect(2, 10))
+
+    async def use(address: str) -> None:
+        driver = driver_for(address, tune_timeout_s=0.05)
+        diff = await driver.plan(Change(pairs))
+        emulator.device.inject(Fault(FaultKind.PARTIAL_COMMIT, items=1, silent=True))
+        result = await driver.commit(diff, diff.revision)
+        assert [item.done for item in result.items] == [True, False]
+        assert "tuning" in result.items[1].detail
+        async with refusal(Conflict, "2:10"):
+            await driver.plan(Change((CrossConnect(2, 11),)))
+        assert (await driver.rollback(diff)).done
+        assert await connected(driver) == frozenset()
+        assert (await carry_out(driver, (CrossConnect(2, 11),))).done
+        await driver.close()
+
+    await at(emulator, use)
+
+
+async def test_events_end_when_the_connection_breaks() -> None:
+    emulator = sonic(FAST)
+
+    async def use(address: str) -> None:
+        driver = driver_for(address)
+        async with aclosing(driver.watch()) as events:
+            first = asyncio.ensure_future(anext(events))
+            pairs = [CrossConnect(port, port + 8) for port in range(1, 9)]
+            while not first.done() and pairs:
+                await carry_out(driver, (pairs.pop(),))
+            event = await asyncio.wait_for(first, 60)
+            assert event.kind is EventKind.CIRCUIT
+            assert event.cross_connect in {CrossConnect(port, port + 8) for port in range(1, 9)}
+            emulator.device.inject(Fault(FaultKind.RESTART))
+            async with refusal(Retryable, "Subscribe"):
+                while True:
+                    await asyncio.wait_for(anext(events), 60)
+        assert await connected(driver) == frozenset()  # over a new connection, to a device that forgot
+        await driver.close()
+
+    await at(emulator, use)
+
+
+def test_a_port_is_told_of_when_its_status_changes() -> None:
+    watch = gnmi_sonic.Watch(Sides(4, 4), {f"{port}{side}": {} for port in range(1, 5) for side in "AB"}, {})
+    ports = path("STATE_DB", "localhost", "OCS_PORT")
+    assert watch.told(Notice((*ports, Elem("1A")), {"status": "tuning"})) == []
+    (news,) = watch.told(Notice((*ports, Elem("2B")), {"status": "failed"}))
+    assert (news.kind, news.port, news.text) == (EventKind.PORT, 6, "port 2B failed")
+    assert watch.told(Notice((*ports, Elem("2B"), Elem("status")), "failed")) == []
+    assert watch.told(Notice(ports, {"2B": {"status": "tuned"}}))[0].text == "port 2B enabled"
+    blocked = Notice(path("CONFIG_DB", "localhost", "OCS_PORT", "3A"), {"state": "force_blocked"})
+    assert watch.told(blocked)[0].text == "port 3A disabled"
+    gone = Notice(path("STATE_DB", "localhost", "OCS_CROSS_CONNECT", "1A-2B"), None)
+    assert (watch.told(gone)[0].text, watch.told(gone)[0].cross_connect) == ("1A-2B is gone", CrossConnect(1, 6))
+
+
+@pytest.mark.parametrize("code", list(grpc.StatusCode))
+async def test_only_a_refusal_says_that_a_setter_did_nothing(code: grpc.StatusCode) -> None:
+    async def fail() -> None:
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="its words")
+
+    refused = {"INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED", "UNAUTHENTICATED"}
+    refused |= {"FAILED_PRECONDITION", "OUT_OF_RANGE", "UNIMPLEMENTED"}
+    for is_setter, otherwise in ((True, OutcomeUnknown), (False, Retryable)):
+        with pytest.raises(Permanent if code.name in refused else otherwise) as raised:
+            await _translated("Set", fail(), is_setter=is_setter)
+        assert raised.value.answer == f"{code.name}: its words"
+
+
+async def test_who_may_not_come_in_is_told_so() -> None:
+    emulator = openconfig(FAST, user="admin", password="secret")
+
+    async def use(address: str) -> None:
+        driver = driver_for(address, model="openconfig", user="admin", password="wrong")
+        async with refusal(Permanent, "ocs1", "UNAUTHENTICATED: Invalid Username or Password"):
+            await driver.facts()
+        await driver.close()
+
+    await at(emulator, use)
+
+
+async def test_a_switch_of_another_kind_is_told_by_name() -> None:
+    async def use(address: str) -> None:
+        driver = driver_for(address)
+        async with refusal(Permanent, "ocs1"):
+            await driver.facts()
+        await driver.close()
+
+    await at(openconfig(FAST), use)
+
+
+async def test_a_switch_that_is_not_there_is_retryable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    driver = driver_for(f"127.0.0.1:{port}")
+    async with refusal(Retryable, "ocs1", "UNAVAILABLE"):
+        await driver.facts()
+    # Not remembered against the address: when the switch is there, it is found at once.
+    emulator = sonic(FAST)
+    await emulator.start(port=port)
+    assert await connected(driver) == frozenset()
+    await driver.close()
+    await emulator.stop()
+
+
+def _certificate(folder: Path, name: str, issuer: str | None = None) -> None:
+    """NAME.crt and NAME.key in the folder, signed by ISSUER there or by itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    signer, signed_by = key, subject
+    if issuer is not None:
+        loaded = serialization.load_pem_private_key((folder / f"{issuer}.key").read_bytes(), None)
+        assert isinstance(loaded, ec.EllipticCurvePrivateKey)
+        signer, signed_by = loaded, x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)])
+    begin = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+    builder = x509.CertificateBuilder(signed_by, subject, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(begin).not_valid_after(begin.replace(year=2100))
+    builder = builder.add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+    alternatives = [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    builder = builder.add_extension(x509.SubjectAlternativeName(alternatives if issuer else alternatives[:1]), False)
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    (folder / f"{name}.crt").write_bytes(builder.sign(signer, hashes.SHA256()).public_bytes(pem))
+    (folder / f"{name}.key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+
+
+async def test_tls_proves_both_sides(tmp_path: Path) -> None:
+    for name, issuer in (("ca", None), ("switch", "ca"), ("ours", "ca"), ("stranger", None)):
+        _certificate(tmp_path, name, issuer)
+    files = {name: str(tmp_path / name) for name in ("ca.crt", "switch.crt", "switch.key", "ours.crt", "ours.key")}
+    theirs = {"tls_cert_file": files["switch.crt"], "tls_key_file": files["switch.key"]}
+    emulator = sonic(FAST, **theirs, tls_client_ca_file=files["ca.crt"])
+    trusted = {"tls": True, "tls_ca_file": files["ca.crt"]}
+    ours = {"tls_cert_file": files["ours.crt"], "tls_key_file": files["ours.key"]}
+
+    async def use(address: str) -> None:
+        for right in ({}, {"tls_server_name": "switch"}):
+            driver = driver_for(address, **trusted, **ours, **right)
+            assert (await carry_out(driver, (CrossConnect(1, 9),))).done or right
+            await driver.close()
+        strange = {"tls_ca_file": str(tmp_path / "stranger.crt")}
+        for wrong in ({**trusted}, {**trusted, **ours, **strange}, {**trusted, **ours, "tls_server_name": "other"}):
+            driver = driver_for(address, **wrong)
+            async with refusal(Retryable, "ocs1"):
+                await driver.facts()
+            await driver.close()
+        driver = driver_for(address, **trusted, tls_cert_file=str(tmp_path / "no"), tls_key_file=files["ours.key"])
+        async with refusal(Permanent, "no cannot be read: No such file or directory"):
+            await driver.facts()
+        await driver.close()
+
+    await at(emulator, use)
+
+
+def test_options_are_refused_all_at_once() -> None:
+    wrong = {"address": "", "model": "cli", "tls": False, "tls_ca_file": "ca.crt", "tls_cert_file": "c", "slot": ""}
+    with pytest.raises(InvalidOptions) as refused:
+        make_driver("gnmi", "ocs1", {**wrong, "password": "x", "reconfiguration_s": "fast"})
+    told = sorted({fault.partition(":")[0].removeprefix("options.") for fault in refused.value.faults})
+    assert told == sorted(["address", "model", "slot", "tls_ca_file", "tls_cert_file", "user", "reconfiguration_s"])

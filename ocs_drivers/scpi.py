@@ -27,7 +27,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -50,6 +50,7 @@ from ocs_drivers.model import (
     PortStatus,
 )
 from ocs_drivers.options import Options
+from ocs_drivers.settling import Settling
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ class ScpiWire:
         self._setup = setup
         self._clock = clock
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._commanded_at_s: dict[CrossConnect, float] = {}  # of circuits that may still be moving
+        self._settling = Settling(clock, setup.reconfiguration_s)
         self._unclear_since_s: float | None = None  # since when a setter may have taken in part
 
     async def open(self) -> None:
@@ -144,14 +145,12 @@ class ScpiWire:
             await self._clock.sleep(max(0.0, pause_s))
             self._unclear_since_s = None
         pairs = await self._ask(text.CONNECTIONS, text.read_connections)
-        used = sorted({port for pair in pairs for port in (pair.ingress_port, pair.egress_port)})
+        used = sorted(frozenset().union(*map(_ports_of, pairs)))
         failed = {state.port for state in await self._states(used) if state.status is PortStatus.FAILED}
-        moving_since_s = self._clock.now_s() - self._setup.reconfiguration_s
-        present = frozenset(pairs)
-        self._commanded_at_s = {
-            pair: at_s for pair, at_s in self._commanded_at_s.items() if at_s > moving_since_s and pair in present
-        }
-        return [Circuit(pair, self._state(pair, failed)) for pair in pairs]
+        return [
+            replace(circuit, state=CircuitState.FAILED) if failed & _ports_of(circuit.cross_connect) else circuit
+            for circuit in self._settling.circuits(pairs)
+        ]
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         await self._set(Action.ADD, pairs)
@@ -175,11 +174,6 @@ class ScpiWire:
             states += [PortState(port, status) for port, status in zip(asked, letters, strict=True)]
         return states
 
-    def _state(self, pair: CrossConnect, failed: set[int]) -> CircuitState:
-        if failed & {pair.ingress_port, pair.egress_port}:
-            return CircuitState.FAILED
-        return CircuitState.TUNING if pair in self._commanded_at_s else CircuitState.TUNED
-
     async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         self._session()
         for batch, line in text.fitting(pairs, partial(text.setter, action), self._setup.longest_line_chars):
@@ -188,10 +182,8 @@ class ScpiWire:
                 await self._set_line(line)
                 is_clear = True
             finally:
-                now_s = self._clock.now_s()
-                self._unclear_since_s = None if is_clear else now_s
-                if action is Action.ADD:
-                    self._commanded_at_s.update(dict.fromkeys(batch, now_s))
+                self._unclear_since_s = None if is_clear else self._clock.now_s()
+                self._settling.commanded(batch)
 
     async def _set_line(self, line: str) -> None:
         """Send the setter, then ask for its errors: it answers nothing itself."""
@@ -336,6 +328,10 @@ def _ports(options: Options, ingress: object, egress: object) -> tuple[range, ra
         else:
             options.add(name, "must be FIRST..LAST, and be given for both sides", value)
     return (sides[0], sides[1]) if len(sides) == 2 else None
+
+
+def _ports_of(pair: CrossConnect) -> frozenset[int]:
+    return frozenset((pair.ingress_port, pair.egress_port))
 
 
 def _told(complaints: Sequence[text.Complaint]) -> str:

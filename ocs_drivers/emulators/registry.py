@@ -24,6 +24,8 @@ EMULATORS = {
 
 # What the driver of the family has to be told, besides the address, to speak with the emulator as it is made here.
 DRIVER_OPTIONS: dict[str, dict[str, Any]] = {
+    "gnmi": {"tls": False},
+    "gnmi-openconfig": {"tls": False, "model": "openconfig"},
     "netconf": {"password": "root", "verify_host_key": False},
     "scpi-dicon": {"profile": "dicon"},
     "tl1-calient": {"dialect": "calient"},

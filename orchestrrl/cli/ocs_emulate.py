@@ -150,6 +150,9 @@ async def _show(device: EmulatedDevice) -> None:
     finally:
         device.glass.unlisten(events)
         device.on_setter = None
+        while not events.empty():  # what happened before the end
+            event = events.get_nowait()
+            line(event.at_s, event.kind, "cyan", event.text)
 
 
 def _sides(facts: Facts) -> str:

@@ -21,6 +21,7 @@ from orchestrrl.cli import ocs_emulate
 from orchestrrl.cli.main import application
 
 DEADLINE_S = 60.0
+PATIENT = {"tune_timeout_s": DEADLINE_S}
 
 
 def configured(protocol: str, address: str) -> dict[str, Any]:
@@ -50,7 +51,7 @@ async def test_a_driver_as_it_is_told_drives_it_and_everything_is_shown(tmp_path
         assert process.stdout.readline() == "# DiCon GP750, ingress 1..8, egress 9..12, moves in 1 ms\n"
         (item,) = yaml.safe_load(process.stdout.readline())["ocs"]
         assert item == {"id": "emulated", "driver": "scpi", "options": {"address": address, "profile": "dicon"}}
-        driver = make_driver(item["driver"], item["id"], item["options"])
+        driver = make_driver(item["driver"], item["id"], {**item["options"], **PATIENT})
         assert (await carry_out(driver, (CrossConnect(1, 9), CrossConnect(3, 10)))).done
         assert [state.port for state in await driver.ports() if state.status == "failed"] == [2]
         await driver.close()
@@ -81,7 +82,7 @@ async def test_the_service_of_drivers_of_ones_own_is_a_protocol_too() -> None:
 async def test_every_protocol_prints_what_its_driver_needs(protocol: str) -> None:
     emulator = make_emulator(protocol, Panel(4, 4, reconfiguration_s=0.001))
     item = configured(protocol, await emulator.start())
-    driver = make_driver(item["driver"], "ocs1", item["options"])
+    driver = make_driver(item["driver"], "ocs1", {**item["options"], **PATIENT})
     try:
         facts = await driver.facts()
         assert facts.ingress_ports == emulator.device.facts.ingress_ports

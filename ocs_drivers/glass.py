@@ -62,6 +62,10 @@ class Glass:
                 return pair.egress_port if port == pair.ingress_port else pair.ingress_port
         return None
 
+    def holds(self, pair: CrossConnect) -> bool:
+        """Whether this circuit is there, in place or moving."""
+        return pair in self._tuned_at_s
+
     def circuits(self) -> list[Circuit]:
         return [Circuit(pair, self._state(pair), self._lit(pair)) for pair in sorted(self._tuned_at_s)]
 

@@ -78,6 +78,7 @@ class Calient:
         self._pinned = tuple(port_names)
         self._names: dict[int, str] = dict(enumerate(port_names, 1))
         self._numbers: dict[str, int] = {name: number for number, name in self._names.items()}
+        self._shown: dict[CrossConnect, _Connection] = {}  # as last read
 
     async def attach(self, session: Session) -> None:
         """Which ports there are, and by which numbers we know them."""
@@ -121,12 +122,9 @@ class Calient:
         ]
 
     async def read_circuits(self, session: Session) -> Sequence[Circuit]:
-        return [
-            Circuit(pair, connection.state)
-            for connection in await self._connections(session)
-            if connection.is_lit
-            for pair in self._pairs(connection)
-        ]
+        connections = [each for each in await self._connections(session) if each.is_lit]
+        self._shown = {pair: connection for connection in connections for pair in self._pairs(connection)}
+        return [Circuit(pair, connection.state) for pair, connection in self._shown.items()]
 
     async def add(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
         (pair,) = pairs
@@ -150,20 +148,17 @@ class Calient:
 
     async def remove(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
         (pair,) = pairs
-        source, destination = self._names[pair.ingress_port], self._names[pair.egress_port]
-        names = []
-        for connection in await self._connections(session):
-            if pair not in self._pairs(connection):
-                continue
-            if connection.is_two_way:
-                raise Permanent(f"{pair} is half of the two-way connection {connection.name}")
-            names.append(connection.name)
-        if not names:
-            raise Permanent(f"there is no connection from port {source} to port {destination}")
+        if pair not in self._shown:
+            await self.read_circuits(session)
+        connection = self._shown.get(pair)
+        if connection is None:
+            raise Permanent(f"there is no connection {pair}")
+        if connection.is_two_way:
+            raise Permanent(f"{pair} is half of the two-way connection {connection.name}")
         for verb in ("CANC-CRS", "DLT-CRS"):
             try:
                 # Never without a name, which would not say what to delete.
-                await session.ask(f"{verb}:::<ctag>::{quote_name(names[0])};", is_setter=True)
+                await session.ask(f"{verb}:::<ctag>::{quote_name(connection.name)};", is_setter=True)
             except Retryable as error:
                 if verb == "CANC-CRS":
                     raise

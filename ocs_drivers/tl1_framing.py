@@ -167,6 +167,8 @@ class Framer:
 
 _IAC, _SB, _SE = 255, 250, 240
 _DO, _DONT, _WILL, _WONT = 253, 254, 251, 252
+_SPECIAL = re.compile(rb"[\xff\x1b]")
+_CONTROLS = bytes(set(range(0x20)) - set(b"\t\r\n"))
 
 
 class Terminal:
@@ -179,16 +181,16 @@ class Terminal:
     def feed(self, data: bytes) -> str:
         data, kept, at = self._rest + data, bytearray(), 0
         while at < len(data):
-            byte = data[at]
-            if byte not in (_IAC, 0x1B):
-                if byte >= 0x20 or byte in b"\t\r\n":
-                    kept.append(byte)
-                at += 1
-                continue
-            length = self._command(data[at:]) if byte == _IAC else _escape(data[at:])
-            if not length:  # the rest of it has not come yet
-                break
-            at += length
+            special = _SPECIAL.search(data, at)
+            plain_end = special.start() if special else len(data)
+            kept += data[at:plain_end].translate(None, _CONTROLS)
+            at = plain_end
+            if special:
+                rest = data[at:]
+                length = self._command(rest) if rest[0] == _IAC else _escape(rest)
+                if not length:  # the rest of it has not come yet
+                    break
+                at += length
         self._rest = data[at:] if len(data) - at <= 256 else b""
         return kept.decode("latin-1")
 

@@ -222,7 +222,10 @@ class CalientBox:
         self._device = device
         self._setter = _Setter(device)
         self._groups: dict[CrossConnect, str] = {}  # provisioned, lit or not
+        self._held: dict[tuple[str, int], CrossConnect] = {}  # by either end
+        self._ports = {_slot(port): port for port in device.facts.ingress_ports}
         self._session = device.session()
+        self._changes = device.glass.listen()
         self._alias = '\\"row B; rack 3, unit 5\\"' if semicolons else "NONE"
 
     @classmethod
@@ -242,6 +245,7 @@ class CalientBox:
 
     async def answer(self, command: Command) -> Sequence[str]:
         self._forget_after_restart()
+        self._take_over()
         facts, verb = self._device.facts, command.verb
         if verb == "RTRV-NE":
             about = f"SERIALNUMBER={facts.serial},SWPACKAGE={facts.software},STATUS=OK,CHASSISTYPE={facts.model}"
@@ -269,35 +273,55 @@ class CalientBox:
         """What the glass has lost is not provisioned any more."""
         if not self._device.is_alive(self._session):
             self._session = self._device.session()
-            lit = self._lit()
-            self._groups = {pair: group for pair, group in self._groups.items() if pair in lit}
+            for pair in [pair for pair in self._groups if not self._device.glass.holds(pair)]:
+                self._forget(pair)
+
+    def _take_over(self) -> None:
+        """Circuits that came to the glass by other ways than by our commands are connections too."""
+        while not self._changes.empty():
+            pair = self._changes.get_nowait().cross_connect
+            if pair is None or pair in self._groups or not self._device.glass.holds(pair):
+                continue
+            for held in {self._held[end] for end in self._device.facts.ends(pair) if end in self._held}:
+                self._forget(held)
+            self._provide(pair, "OPERATOR")
+
+    def _provide(self, pair: CrossConnect, group: str) -> None:
+        self._groups[pair] = group
+        self._held |= dict.fromkeys(self._device.facts.ends(pair), pair)
+
+    def _forget(self, pair: CrossConnect) -> None:
+        del self._groups[pair]
+        for end in self._device.facts.ends(pair):
+            del self._held[end]
 
     def _lit(self) -> dict[CrossConnect, CircuitState]:
         return {circuit.cross_connect: circuit.state for circuit in self._device.glass.circuits()}
 
     def _port(self, name: str) -> int:
-        for port in self._device.facts.ingress_ports:
-            if _slot(port) == name:
-                return port
-        raise Refusal("IIAC", f"Input, Invalid Access Identifier: no port {name}")
+        if name not in self._ports:
+            raise Refusal("IIAC", f"Input, Invalid Access Identifier: no port {name}")
+        return self._ports[name]
 
     def _provision(self, command: Command) -> Sequence[str]:
         source, _, destination = command.aid.partition(",")
         pair = CrossConnect(self._port(source), self._port(destination))
         if command.block(1).upper() != "1WAY":
             raise Refusal("IDNV", "Input, Data Not Valid: this emulator knows 1WAY only")
-        for held in self._groups:
-            if held.ingress_port == pair.ingress_port or held.egress_port == pair.egress_port:
-                raise Refusal("SROF", f"Invalid Connection: port already in connection {_name(held)}")
-        self._groups[pair] = command.block(0)
+        for end in self._device.facts.ends(pair):
+            if end in self._held:
+                raise Refusal("SROF", f"Invalid Connection: port already in connection {_name(self._held[end])}")
+        self._provide(pair, command.block(0))
         return []
 
     def _named(self, command: Command) -> CrossConnect:
         """By name: first in ACT-CRS, and first or third in the others, as clients put it."""
-        names = {_name(pair): pair for pair in self._groups}
         for index in (0, 2):
-            if command.block(index) in names:
-                return names[command.block(index)]
+            source, arrow, destination = command.block(index).partition(">")
+            if arrow and source in self._ports and destination in self._ports:
+                pair = CrossConnect(self._ports[source], self._ports[destination])
+                if pair in self._groups:
+                    return pair
         raise Refusal("IIAC", "Invalid Connection: no connection of that name")
 
     async def _change(self, verb: str, pair: CrossConnect, command: Command) -> Sequence[str]:
@@ -305,10 +329,10 @@ class CalientBox:
             await self._setter.set(Action.ADD, [pair], command)
         elif verb == "CANC-CRS":
             await self._setter.set(Action.REMOVE, [pair], command)
-        elif pair in self._lit():
+        elif self._device.glass.holds(pair):
             raise Refusal("SROF", f"Invalid Connection: {_name(pair)} is active")
         else:
-            del self._groups[pair]
+            self._forget(pair)
         return []
 
     def _connection(self, pair: CrossConnect, state: CircuitState | None) -> str:

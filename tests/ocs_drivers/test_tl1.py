@@ -16,6 +16,7 @@ QUIRKS: dict[str, Any] = {
     "acknowledge": True,
     "single_session": True,
 }
+BIG = "the plain device shows it, in a fraction of the time"
 # Restarts with its circuits, and no two mirrors take the same time.
 UNEVEN = Panel(reconfiguration_s=0.004, jitter_s=0.004, boot=BootBehaviour.RESTORE, seed=7)
 
@@ -30,6 +31,7 @@ class TestPolatisQuirks(TestPolatis):
     options: ClassVar = {"dialect": "polatis", "port_power": True}
     panel: ClassVar = UNEVEN
     quirks: ClassVar = {**QUIRKS, "newline": "\n"}
+    cannot: ClassVar = {"make_big": BIG}
 
 
 class TestCalient(EmulatedConformance):
@@ -42,6 +44,7 @@ class TestCalientQuirks(TestCalient):
     options: ClassVar = {"dialect": "calient", "group": "LAB; ONE", "prompt": "agent>"}
     panel: ClassVar = UNEVEN
     quirks: ClassVar = {**QUIRKS, "prompt": "agent>"}
+    cannot: ClassVar = {"make_big": BIG}
 
 
 class TestGlimmerglass(EmulatedConformance):
@@ -54,3 +57,5 @@ class TestGlimmerglassQuirks(TestGlimmerglass):
     options: ClassVar = {"dialect": "glimmerglass", "line_limit": 60}
     panel: ClassVar = UNEVEN
     quirks: ClassVar = {**QUIRKS, "part_mark": "<", "prompt": "<", "line_limit": 60}
+    cannot: ClassVar = {"make_big": BIG}
+    splits_bulk = "its lines are short"

@@ -544,7 +544,7 @@ class DriverConformance:
     async def test_nothing_waits_to_be_confirmed_where_nothing_was_changed(self) -> None:
         async with self.device() as driver:
             pairs = await self.pairs(driver, 1)
-            async with refusal(Conflict, "confirm"):
+            async with refusal(Conflict):
                 await driver.confirm((await driver.cross_connects()).revision)
             await carry_out(driver, pairs)
             diff = await driver.plan(Change(pairs))

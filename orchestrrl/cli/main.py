@@ -64,10 +64,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "fabric_show": ("fabric",),
     "fabric_box": ("fabric",),
     "ocs": ("ocs",),
+    "ocs_verify": ("ocs",),
     "ocs_emulate": ("ocs",),
+    "ocs_conformance": ("ocs",),
     "fabric_allocate": ("fabric",),
     "fabric_place": ("fabric",),
     "fabric_transition": ("fabric",),
+    "sync_plan": ("sync",),
 }
 
 

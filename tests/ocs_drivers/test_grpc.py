@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,12 +43,26 @@ class TestOutOfProcess(DriverConformance):
             await asyncio.wait_for(process.wait(), 30)
 
     async def make_driver(self) -> OcsDriver:
+        return await self._served({})
+
+    async def make_big(self, ports: int) -> OcsDriver:
+        return await self._served({"ports": 2 * ports})
+
+    async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
+        await self._said({"foreign": [[pair.ingress_port, pair.egress_port] for pair in pairs]})
+
+    async def setters(self, driver: OcsDriver) -> Sequence[str]:
+        answer: list[str] = json.loads(await self._said({"setters": True}))
+        return answer
+
+    async def _served(self, more: dict[str, Any]) -> OcsDriver:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             str(SCRIPT),
-            json.dumps(self.options),
+            json.dumps({**self.options, **more}),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            limit=1 << 20,  # the setters of a large device are one line
         )
         self.processes.append(process)
         assert process.stdout is not None
@@ -56,11 +70,14 @@ class TestOutOfProcess(DriverConformance):
         return make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
 
     async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+        assert await self._said(asdict(fault)) == b"injected\n"
+
+    async def _said(self, values: dict[str, Any]) -> bytes:
         process = self.processes[-1]
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(asdict(fault)).encode() + b"\n")
-        assert await asyncio.wait_for(process.stdout.readline(), 30) == b"injected\n"
+        process.stdin.write(json.dumps(values).encode() + b"\n")
+        return await asyncio.wait_for(process.stdout.readline(), 30)
 
 
 async def test_a_process_that_is_not_there_is_retryable() -> None:

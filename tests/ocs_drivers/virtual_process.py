@@ -1,7 +1,8 @@
 """A process that serves one virtual switch as OcsDriver: `python virtual_process.py '{"ports": 32}'`.
 
 Prints its port. Each line on standard input is one fault for the device, as JSON, answered with a line when it is in
-force. Ends when standard input does.
+force; or `{"foreign": [[1, 17]]}`, circuits that somebody else makes; or `{"setters": true}`, answered with those that
+reached the device. Ends when standard input does.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import json
 import sys
 
 from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import CrossConnect
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.rpc.ocs_server import serve_driver
 
@@ -19,6 +21,13 @@ async def main() -> None:
     print(port, flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         values = json.loads(line)
+        if "setters" in values:
+            print(json.dumps(switch.wire.setters), flush=True)
+            continue
+        if "foreign" in values:
+            switch.glass.add([CrossConnect(*pair) for pair in values["foreign"]])
+            print("injected", flush=True)
+            continue
         switch.glass.inject(Fault(FaultKind(values.pop("kind")), **values))
         print("injected", flush=True)
     await server.stop(None)

@@ -1,0 +1,139 @@
+"""`orchestrrl ocs conformance`: the suite of all drivers against one's own switch, on ports that one names."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.errors import DriverError, InvalidOptions
+from ocs_drivers.registry import make_driver
+from orchestrrl.cli.formats import duration
+from orchestrrl.cli.groups import ocs_group
+from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_table, reporting_errors, stderr
+from orchestrrl.errors import ProblemFaults
+
+# Of the device, in errors and tables.
+DEVICE = "lab"
+OF_THE_PROCESS = {"make_foreign": "what any client of a driver process makes belongs to that process"}
+
+
+def conformance(
+    driver: Annotated[str, typer.Option(metavar="NAME", help="As in `ocs[].driver` of the daemon's configuration.")],
+    ports: Annotated[
+        str,
+        typer.Option(
+            metavar="INGRESS:EGRESS",
+            help="At least four on either side, such as 1-4:17-20. Only these are touched; they must be free, and are "
+            "free again afterwards.",
+        ),
+    ],
+    address: Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="Where the switch is.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="One more of the driver's; repeat it. Values are those of YAML."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="TEST", help="This one only; repeat it.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check that a driver does with your switch what every driver must do.
+
+    It runs by itself, without a daemon, and moves mirrors: use a switch in a lab, or ports that nobody needs. Faults
+    that nobody injects into real glass are skipped, and the reason is told. Exit status 0: nothing failed; 1:
+    something did, or the ports are not free; 2: malformed.
+
+    Examples:
+
+    `orchestrrl ocs conformance --driver scpi --address 192.0.2.7 --ports 1-4:17-20`
+
+    `orchestrrl ocs conformance --driver virtual --ports 1-4:17-20 --option command_timeout_s=0.5`
+    """
+    from ocs_drivers.conformance_run import (
+        LabConformance,
+        Outcome,
+        State,
+        VirtualConformance,
+        parse_ports,
+        run_suite,
+        tests_of,
+    )
+
+    faults: list[str] = []
+    options = _options(option or (), faults)
+    if address is not None:
+        options["target" if driver == "grpc" else "address"] = address
+    try:
+        pairs = parse_ports(ports)
+    except ValueError as error:
+        pairs = ()
+        faults.append(f"--ports: {error}, got {ports!r}")
+    known = tests_of(LabConformance(partial(_made, driver, options), pairs))
+    faults += [f"--only: must be one of {', '.join(known)}, got {name!r}" for name in only or () if name not in known]
+    with reporting_errors():
+        try:
+            _made(driver, options)  # opens nothing
+        except InvalidOptions as error:
+            faults += error.faults
+        if faults:
+            raise ProblemFaults(faults)
+    suite: LabConformance
+    if driver == "virtual":
+        sides = 1 if options.get("connectivity") == "any_to_any" else 2
+        suite = VirtualConformance(
+            partial(_made, driver, options), pairs, lambda size: _made(driver, {**options, "ports": size * sides})
+        )
+    else:
+        suite = LabConformance(partial(_made, driver, options), pairs, OF_THE_PROCESS if driver == "grpc" else None)
+
+    logging.getLogger("ocs_drivers").setLevel(logging.ERROR)  # of changes that revert themselves, as they must
+
+    async def run() -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        with stderr.status("the first test") as status:
+            async for outcome in run_suite(suite, only or ()):
+                status.update(f"{len(outcomes) + 1} of {len(only or known)}: after {outcome.name}")
+                outcomes.append(outcome)
+        return outcomes
+
+    try:
+        outcomes = asyncio.run(run())
+    except InvalidOptions as error:
+        with reporting_errors():
+            raise ProblemFaults(error.faults) from error
+    except DriverError as error:
+        fail(str(error))
+    counts = {state: sum(outcome.state is state for outcome in outcomes) for state in State}
+    if as_json:
+        print_json({"driver": driver, **counts, "tests": [asdict(outcome) for outcome in outcomes]})
+    else:
+        rows = [(each.name.removeprefix("test_"), each.state, duration(each.took_s), each.detail) for each in outcomes]
+        title = f"{driver}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
+        print_table(title, ("test", "", "took", "why"), rows, left=("", "why"))
+    if counts[State.FAILED]:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def register(app: typer.Typer) -> None:
+    ocs_group(app).command("conformance")(conformance)
+
+
+def _made(driver: str, options: dict[str, Any]) -> OcsDriver:
+    return make_driver(driver, DEVICE, options)
+
+
+def _options(given: Sequence[str], faults: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        try:
+            if not equals or not name.isidentifier():
+                raise ValueError("must be NAME=VALUE")
+            options[name] = yaml.safe_load(value)
+        except (ValueError, yaml.YAMLError) as error:
+            faults.append(f"--option: {error}, got {text!r}")
+    return options

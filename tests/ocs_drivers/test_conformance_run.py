@@ -1,0 +1,170 @@
+"""The suite outside pytest: on a switch that is shared with others, between the ports that were named and no others."""
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.conformance import carry_out, refusal
+from ocs_drivers.conformance_run import LabConformance, Outcome, State, parse_ports, run_suite
+from ocs_drivers.errors import Conflict, InvalidOptions
+from ocs_drivers.model import CommitResult, CrossConnect, Diff
+from ocs_drivers.registry import make_driver
+from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.cli.main import application
+from orchestrrl.rpc.ocs_server import serve_driver
+
+PORTS = parse_ports("1-4:17,18,19,20")
+THEIRS, OWN = CrossConnect(9, 25), CrossConnect(10, 26)
+OF_THE_PROCESS = {"make_foreign": "the process owns what its clients make"}
+
+
+@asynccontextmanager
+async def lab(switch: VirtualSwitch) -> AsyncIterator[LabConformance]:
+    """One device, whoever asks for a driver of it."""
+    server, port = await serve_driver(switch, "127.0.0.1:0")
+    yield LabConformance(partial(make_driver, "grpc", "lab", {"target": f"127.0.0.1:{port}"}), PORTS, OF_THE_PROCESS)
+    await server.stop(None)
+
+
+def virtual(kind: type[VirtualSwitch] = VirtualSwitch) -> VirtualSwitch:
+    return kind("served", reconfiguration_s=0.002, link_timeout_s=0.2)
+
+
+async def outcomes(suite: LabConformance, *only: str) -> dict[str, Outcome]:
+    return {outcome.name: outcome async for outcome in run_suite(suite, only)}
+
+
+async def test_a_switch_that_others_use_is_left_to_them() -> None:
+    switch = virtual()
+    switch.glass.add([THEIRS])
+    await carry_out(switch, (OWN,))
+    async with lab(switch) as suite:
+        found = await outcomes(suite)
+    failed = {name: outcome.detail for name, outcome in found.items() if outcome.state is State.FAILED}
+    assert failed == {}
+    assert found["test_overwrite_leaves_only_what_is_named"].detail.startswith("the device has other circuits")
+    assert found["test_a_failed_port_is_refused_before_anything_is_sent"].state is State.SKIPPED
+    assert found["test_other_changes_wait_for_the_one_on_trial"].state is State.PASSED
+    assert found["test_rollback_restores_from_every_prefix"].state is State.PASSED
+    assert len([outcome for outcome in found.values() if outcome.state is State.PASSED]) >= 20
+    assert (await switch.cross_connects()).cross_connects == {THEIRS, OWN}
+    assert (await switch.cross_connects()).foreign == {THEIRS}
+    sent = {pair for setter in switch.wire.setters for pair in setter.split()[1:]} - {str(OWN)}
+    ports = {int(port) for pair in sent for port in pair.split(":")}
+    assert ports == {1, 2, 3, 4, 17, 18, 19, 20}
+
+
+async def test_ports_in_use_are_refused_before_anything_is_sent() -> None:
+    switch = virtual()
+    switch.glass.add([CrossConnect(2, 30)])
+    async with lab(switch) as suite:
+        async with refusal(Conflict, "2:30", "free them first"):
+            await outcomes(suite)
+    assert switch.wire.setters == []
+
+
+async def test_ports_that_the_device_has_not_are_named_at_once() -> None:
+    async with lab(virtual()) as suite:
+        suite._pairs = parse_ports("1,2,40,41:17,18,19,3")
+        async with refusal(
+            InvalidOptions, "ingress ports are 1..16, got 40", "got 41", "egress ports are 17..32, got 3"
+        ):
+            await outcomes(suite)
+
+
+class Liar(VirtualSwitch):
+    """Its word is taken for what happened."""
+
+    async def rollback(self, diff: Diff) -> CommitResult:
+        return CommitResult((), 0, 0)
+
+
+async def test_a_driver_that_lies_fails_by_name_and_its_ports_are_freed() -> None:
+    switch = virtual(Liar)
+    name = "test_verify_tells_missing_from_lingering"
+    async with lab(switch) as suite:
+        found = await outcomes(suite, "test_rollback_restores_from_every_prefix", name)
+    assert found["test_rollback_restores_from_every_prefix"].state is State.FAILED
+    assert "of conformance.py: assert" in found["test_rollback_restores_from_every_prefix"].detail
+    assert found[name].state is State.PASSED
+    assert (await switch.cross_connects()).circuits == ()
+
+
+async def test_a_change_beyond_the_named_ports_is_not_sent() -> None:
+    class Astray(LabConformance):
+        async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:
+            return (*PORTS[: count - 1], CrossConnect(16, 32))[:count]
+
+    switch = virtual()
+    async with lab(switch) as suite:
+        found = await outcomes(Astray(suite._make, PORTS, OF_THE_PROCESS), "test_diff_is_empty_after_commit")
+    assert "beyond the ports that were named; nothing was sent" in found["test_diff_is_empty_after_commit"].detail
+    assert switch.wire.setters == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("1,2,3", "must be INGRESS:EGRESS"),
+        ("1,2,x,4:5-8", "each a list of ports"),
+        ("1-4:5-7", "as many ports on either side, not 4 and 3"),
+        ("1-3:5-7", "at least 4 ports"),
+        ("1,1,2,3:5-8", "names 1 twice"),
+    ],
+)
+def test_malformed_ports_are_told(text: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        parse_ports(text)
+
+
+def conformance(*arguments: str) -> Any:
+    return CliRunner().invoke(application(), ["ocs", "conformance", *arguments])
+
+
+def test_the_command_prints_a_table_and_json() -> None:
+    arguments = ("--driver", "virtual", "--ports", "1-4:17-20", "--only", "test_plan_sends_nothing")
+    result = conformance(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "virtual: 1 passed, 0 failed, 0 skipped" in result.stdout
+    report = json.loads(conformance(*arguments, "--json").stdout)
+    assert (report["passed"], report["failed"], report["tests"][0]["name"]) == (1, 0, "test_plan_sends_nothing")
+
+
+def test_the_command_names_every_fault_of_its_input() -> None:
+    result = conformance("--driver", "grpc", "--ports", "1:2", "--option", "x", "--only", "test_all")
+    assert result.exit_code == 2
+    for fault in ("--ports: must have at least 4", "--option: must be NAME=VALUE", "--only: must be one of", "target"):
+        assert fault in result.stderr
+
+
+def test_the_command_runs_against_a_process_and_fails_by_its_exit_status() -> None:
+    script = Path(__file__).with_name("virtual_process.py")
+    process = subprocess.Popen(
+        [sys.executable, str(script), '{"reconfiguration_s": 0.002}'],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        arguments = ("--driver", "grpc", "--address", f"127.0.0.1:{int(process.stdout.readline())}")
+        named = (*arguments, "--ports", "1-4:17-20", "--only")
+        assert conformance(*named, "test_committing_again_does_nothing").exit_code == 0
+        process.stdin.write('{"foreign": [[1, 17]]}\n')
+        process.stdin.flush()
+        process.stdout.readline()
+        refused = conformance(*named, "test_committing_again_does_nothing")
+        assert refused.exit_code == 1
+        assert "1:17" in refused.stderr
+    finally:
+        process.communicate()

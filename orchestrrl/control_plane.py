@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # its solvers are heavy, and most daemons have no fabric
     from orchestrrl.execute.fabric import Coordinator
     from orchestrrl.execute.fabric_gen import GenCircuits
     from orchestrrl.execute.fabric_routing import FabricRouting
+    from orchestrrl.execute.fabric_verify import FabricVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class ControlPlane:
         self.circuits: CircuitExecutor | None = None  # who sends to switches
         self.fabric: Coordinator | None = None  # who changes circuits; None: there is no optical fabric
         self.routing: FabricRouting | None = None  # who has packets follow them
+        self.verifier: FabricVerifier | None = None  # who holds both against the site
         self.gen_circuits: GenCircuits | None = None  # whose circuits follow the deployment
         # To be done before the gate opens; given when it opens by itself.
         self.before_resume: Callable[[float], Awaitable[str]] | None = None

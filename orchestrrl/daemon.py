@@ -17,7 +17,7 @@ from orchestrrl.execute.fabric_found import FoundFleet
 from orchestrrl.execute.fabric_windows import QUANTILE, TraceHub
 from orchestrrl.execute.watching import DeployedWatch
 from orchestrrl.fabric_routers import routing_of
-from orchestrrl.fabric_settings import fabric_of, gen_circuits_of
+from orchestrrl.fabric_settings import fabric_of, gen_circuits_of, verifier_of
 from orchestrrl.journal import Journal
 from orchestrrl.loops import run_loops
 from orchestrrl.metrics import serve_metrics
@@ -52,6 +52,7 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         if plane.routing is not None:
             stack.push_async_callback(plane.routing.close)
         plane.fabric = fabric_of(config, drivers, switches.executor, hub, plane, clock, plane.routing)
+        plane.verifier = verifier_of(plane, drivers)
         plane.gen_circuits = gen_circuits_of(config, plane.fabric, clock)
         plane.deployment = plane.switching = switching = switching_of(config, plane, clock)
         if switching is not None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # heavy, and most configurations have none of it
     from orchestrrl.execute.circuits import CircuitExecutor
     from orchestrrl.execute.fabric import Coordinator, Routing
     from orchestrrl.execute.fabric_gen import GenCircuits
+    from orchestrrl.execute.fabric_verify import FabricVerifier
     from orchestrrl.execute.fabric_windows import TraceHub
     from planner.fabric.topology import Site
 
@@ -119,6 +120,18 @@ def gen_circuits_of(config: "Config", fabric: "Coordinator | None", clock: Clock
     # A switch that is past its point of no return must not fail over its circuits.
     within_s = settings.boundary_within_s if deployer is None else deployer.check_within_s / 2
     return GenCircuits(fabric, volumes, clock, min(within_s, settings.boundary_within_s))
+
+
+def verifier_of(plane: "ControlPlane", drivers: Mapping[str, OcsDriver]) -> "FabricVerifier | None":
+    """For the daemon, once the plane has its fabric. None where there is none."""
+    if plane.fabric is None or plane.circuits is None:
+        return None
+    from orchestrrl.execute.fabric_glass import Glass
+    from orchestrrl.execute.fabric_verify import FabricVerifier
+
+    site = plane.fabric.site
+    glass = Glass(site, {switch.id: drivers[switch.id] for switch in site.switches}, plane.clock)
+    return FabricVerifier(plane.fabric, plane.routing, plane.circuits, glass, plane.holds, plane.clock)
 
 
 def fabric_of(

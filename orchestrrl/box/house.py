@@ -1,6 +1,7 @@
 """A box that stands: rooms and cables, switches with the panel behind them, and, where asked for, the daemon."""
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -115,6 +116,23 @@ class Box:
         """As `orchestrrl fabric status` has it."""
         async with ControlClient(self.address) as client:
             return await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=1))
+
+    async def command(self, *words: str) -> str:
+        """What `orchestrrl ...` prints, asked of this box's daemon. Raises Permanent where it is malformed."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "orchestrrl",
+            *words,
+            "--daemon",
+            self.address,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        if not out:
+            raise Permanent(f"orchestrrl {' '.join(words)}: {err.decode(errors='replace').strip()}")
+        return out.decode()
 
     async def until_routed(self) -> None:
         """Packets follow circuits. Raises Permanent where that takes too long."""

@@ -32,11 +32,21 @@ async def _failed_port(box: Box, order: dict[str, Any]) -> dict[str, Any]:
     return await shows.failed_port(box, order["seconds"])
 
 
+async def _wrong_cable(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    return await shows.wrong_cable(box)
+
+
 async def _cycle(box: Box, order: dict[str, Any]) -> dict[str, Any]:
     return await cycle(box, order["seconds"], order["iterations"])
 
 
-SHOWS = {"circuits": _circuits, "transition": _transition, "failed_port": _failed_port, "cycle": _cycle}
+SHOWS = {
+    "circuits": _circuits,
+    "transition": _transition,
+    "failed_port": _failed_port,
+    "wrong_cable": _wrong_cable,
+    "cycle": _cycle,
+}
 
 
 def say(**what: Any) -> None:

@@ -2,6 +2,7 @@
 worked around, cables that are found. Each show returns plain values, which report.py tells."""
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -188,3 +189,42 @@ async def _until_left_out(box: Box) -> None:
         if time.monotonic() > until_s:
             raise Permanent(f"packets still go over the failed port after {TOOK_WITHIN_S:g} s")
         await asyncio.sleep(0.02)
+
+
+async def wrong_cable(box: Box) -> dict[str, Any]:
+    """Two cables of a switch are mixed up, one of them in use; `orchestrrl ocs verify` is asked, without walking and
+    with it. The daemon's circuits are as an earlier period has left them."""
+    one, other = tor_pair(box, Role.GEN)
+    most = circuits_between(box, one, other)[-1]
+    spare = [f"port:{most.switch}:{port}" for port in most.ports]  # a fibre of either ToR that nothing uses
+    await box.command("fabric", "mask", *spare, "--reason", "spare")
+    async with FabricClient(box.address) as client:
+        await client.announce("generation", intents.generation(box.site), boundary=True)
+    await box.command("fabric", "mask")
+    cabling = interfaces_at(box.site, box.plan.interfaces)
+    used = {(pair.switch, port) for pair in circuits_of(box, one, other) for port in pair.ports}
+    first = min(port for port in used if port[0] == most.switch and cabling[port][0] == one)
+    second = next((most.switch, port) for port in most.ports if cabling[most.switch, port][0] == one)
+    sound = await _verify(box)
+    box.panel.swap(first, second)
+    await asyncio.sleep(SETTLING_S)
+    looked = await _verify(box)
+    await box.command("fabric", "pause", "--reason", "checking cables")
+    walked = await _verify(box, "--walk")
+    box.panel.swap(first, second)
+    await asyncio.sleep(SETTLING_S)
+    mended = await _verify(box, "--walk")
+    await box.command("fabric", "resume")
+    return {
+        "swapped": [f"{switch}:{port}" for switch, port in (first, second)],
+        "sound": sound,
+        "looked": looked,
+        "walked": walked,
+        "mended": mended,
+        "faults": walked["faults"],
+    }
+
+
+async def _verify(box: Box, *flags: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(await box.command("ocs", "verify", "--json", *flags))
+    return found

@@ -8,7 +8,8 @@ seen to by `tend`. Changing the routers is steering.py.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,6 +86,26 @@ class FabricRouting:
         self._recorded_s = -math.inf
         latest = journal.latest(Kind.STEERED)
         self._recorded = frozenset(PortPair(*each) for each in (latest.body["cross_connects"] if latest else ()))
+
+    @property
+    def interfaces(self) -> Mapping[Port, Interface]:
+        """What is behind each port that a ToR is fibred to, by the site."""
+        return self._interfaces
+
+    @property
+    def steering(self) -> Steering:
+        return self._steering
+
+    @asynccontextmanager
+    async def standing_still(self) -> AsyncIterator[None]:
+        """Packets stay where they are meanwhile, whatever is lit: somebody looks where fibres end."""
+        async with self._turn:
+            was, self._is_changing = self._is_changing, True
+            try:
+                yield
+            finally:
+                self._is_changing = was
+                self._lit = (*self._lit,)  # another value: who looked meanwhile has seen what is gone
 
     # --- asked by the coordinator
 

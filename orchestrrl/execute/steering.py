@@ -197,6 +197,38 @@ class Steering:
         seen = await self._up(links, 0.0)
         return {link: why for link, why in seen.items() if not isinstance(why, OrchestrRLError)}
 
+    async def signals(self) -> tuple[frozenset[tuple[EndpointId, str]], dict[EndpointId, str]]:
+        """Interfaces of all routers that have a signal, and routers that do not tell."""
+        told = await self._each({name: router.links() for name, router in self._routers.items()})
+        up: set[tuple[EndpointId, str]] = set()
+        silent: dict[EndpointId, str] = {}
+        for name, links in told.items():
+            if isinstance(links, OrchestrRLError):
+                silent[name] = str(links)
+            else:
+                up |= {(name, interface) for interface, is_up in links.items() if is_up}
+        return frozenset(up), silent
+
+    async def heard(
+        self, asked: Mapping[tuple[EndpointId, str], Collection[EndpointId]]
+    ) -> dict[tuple[EndpointId, str], frozenset[EndpointId]]:
+        """Which of these routers answer on each interface."""
+        hops: dict[EndpointId, dict[NextHop, tuple[str, EndpointId]]] = {}
+        for (name, interface), others in asked.items():
+            for other in others:
+                if other != name:
+                    hop = NextHop(self.domain.routers[other].address, interface)
+                    hops.setdefault(name, {})[hop] = (interface, other)
+        found = await self._each(
+            {name: self._routers[name].find(tuple(some), self._limits.neighbour_s) for name, some in hops.items()}
+        )
+        heard: dict[tuple[EndpointId, str], set[EndpointId]] = {}
+        for name, answered in found.items():
+            for hop in () if isinstance(answered, OrchestrRLError) else answered:
+                interface, other = hops[name][hop]
+                heard.setdefault((name, interface), set()).add(other)
+        return {end: frozenset(some) for end, some in heard.items()}
+
     async def _dark_ones(self, links: Collection[Link]) -> dict[Link, str]:
         """Circuits that cannot carry packets, with the reason. Light is waited for where it is still to come."""
         old = set(links) & set(self._routed or ())

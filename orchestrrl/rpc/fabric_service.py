@@ -30,6 +30,7 @@ from planner.model import Hold
 if TYPE_CHECKING:
     from orchestrrl.execute.fabric import Coordinator
     from orchestrrl.execute.fabric_routing import FabricRouting
+    from orchestrrl.execute.fabric_verify import FabricVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,16 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
     """Agents tell of windows whether there is a fabric or not: `orchestrrl fabric slack` shows them all the same."""
 
     def __init__(
-        self, fabric: "Coordinator | None", hub: TraceHub, clock: Clock, routing: "FabricRouting | None" = None
+        self,
+        fabric: "Coordinator | None",
+        hub: TraceHub,
+        clock: Clock,
+        routing: "FabricRouting | None" = None,
+        verifier: "FabricVerifier | None" = None,
     ) -> None:
         self._fabric = fabric
         self._routing = routing
+        self._verifier = verifier
         self._hub = hub
         self._now_s = clock.now_s
 
@@ -150,6 +157,20 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         async with refusing(context):
             fabric.mask(request.masked, request.reason)
         return fabric_to_pb(fabric, 0)
+
+    async def VerifyFabric(self, request: pb.VerifyFabricRequest, context: Context) -> pb.FabricVerification:
+        await self._coordinator(context)
+        assert self._verifier is not None
+        async with refusing(context):
+            found = await self._verifier.verify(request.walk)
+        return pb.FabricVerification(
+            faults=[pb.FabricFault(kind=each.kind, where=each.where, what=each.what) for each in found.faults],
+            cross_connects=found.circuits,
+            links=found.links,
+            fibres=found.fibres,
+            fibres_of_site=found.fibres_of_site,
+            not_seen=found.not_seen,
+        )
 
     def _announced(self, message: pb.Announcement) -> None:
         """By a traced process, which waits for no answer."""

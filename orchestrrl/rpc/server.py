@@ -129,7 +129,8 @@ class Server:
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(plane), server)
         control_pb2_grpc.add_SwitchesServicer_to_server(switches, server)
         fabric_pb2_grpc.add_FabricServicer_to_server(
-            FabricService(plane.fabric, hub or TraceHub(plane.clock), plane.clock, plane.routing), server
+            FabricService(plane.fabric, hub or TraceHub(plane.clock), plane.clock, plane.routing, plane.verifier),
+            server,
         )
         telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(plane), server)
         agent_pb2_grpc.add_NodeServicer_to_server(NodeService(plane), server)

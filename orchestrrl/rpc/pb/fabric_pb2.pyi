@@ -999,6 +999,94 @@ class FabricControl(_message.Message):
 Global___FabricControl: _TypeAlias = FabricControl  # noqa: Y015
 
 @_typing.final
+class VerifyFabricRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WALK_FIELD_NUMBER: _builtins.int
+    walk: _builtins.bool
+    """Light each free fibre for a moment, and see where it ends."""
+    def __init__(
+        self,
+        *,
+        walk: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["walk", b"walk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyFabricRequest: _TypeAlias = VerifyFabricRequest  # noqa: Y015
+
+@_typing.final
+class FabricVerification(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAULTS_FIELD_NUMBER: _builtins.int
+    CROSS_CONNECTS_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    FIBRES_FIELD_NUMBER: _builtins.int
+    FIBRES_OF_SITE_FIELD_NUMBER: _builtins.int
+    NOT_SEEN_FIELD_NUMBER: _builtins.int
+    cross_connects: _builtins.int
+    """Of the site, on the switches, and between ToRs."""
+    links: _builtins.int
+    fibres: _builtins.int
+    """Ports whose fibre is known to end where the site says, and all."""
+    fibres_of_site: _builtins.int
+    @_builtins.property
+    def faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___FabricFault]: ...
+    @_builtins.property
+    def not_seen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why some are not known."""
+
+    def __init__(
+        self,
+        *,
+        faults: _abc.Iterable[Global___FabricFault] | None = ...,
+        cross_connects: _builtins.int = ...,
+        links: _builtins.int = ...,
+        fibres: _builtins.int = ...,
+        fibres_of_site: _builtins.int = ...,
+        not_seen: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cross_connects", b"cross_connects", "faults", b"faults", "fibres", b"fibres", "fibres_of_site", b"fibres_of_site", "links", b"links", "not_seen", b"not_seen"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FabricVerification: _TypeAlias = FabricVerification  # noqa: Y015
+
+@_typing.final
+class FabricFault(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """wrong_cable, dark, stray_light, stranger; missing_circuit, unknown_circuit, odd_circuit, one_way, failed_port,
+    silent_switch.
+    """
+    where: _builtins.str
+    what: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        where: _builtins.str = ...,
+        what: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "what", b"what", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FabricFault: _TypeAlias = FabricFault  # noqa: Y015
+
+@_typing.final
 class MaskFabricRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -74,6 +74,11 @@ class FabricStub:
                 request_serializer=orchestrrl_dot_v1_dot_fabric__pb2.MaskFabricRequest.SerializeToString,
                 response_deserializer=orchestrrl_dot_v1_dot_fabric__pb2.FabricStatus.FromString,
                 _registered_method=True)
+        self.VerifyFabric = channel.unary_unary(
+                '/orchestrrl.v1.Fabric/VerifyFabric',
+                request_serializer=orchestrrl_dot_v1_dot_fabric__pb2.VerifyFabricRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_fabric__pb2.FabricVerification.FromString,
+                _registered_method=True)
 
 
 class FabricServicer:
@@ -134,6 +139,13 @@ class FabricServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyFabric(self, request, context):
+        """Hold switches and ToRs against the site. To walk, the fabric must be paused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FabricServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -176,6 +188,11 @@ def add_FabricServicer_to_server(servicer, server):
                     servicer.MaskFabric,
                     request_deserializer=orchestrrl_dot_v1_dot_fabric__pb2.MaskFabricRequest.FromString,
                     response_serializer=orchestrrl_dot_v1_dot_fabric__pb2.FabricStatus.SerializeToString,
+            ),
+            'VerifyFabric': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyFabric,
+                    request_deserializer=orchestrrl_dot_v1_dot_fabric__pb2.VerifyFabricRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_fabric__pb2.FabricVerification.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -394,6 +411,33 @@ class Fabric:
             '/orchestrrl.v1.Fabric/MaskFabric',
             orchestrrl_dot_v1_dot_fabric__pb2.MaskFabricRequest.SerializeToString,
             orchestrrl_dot_v1_dot_fabric__pb2.FabricStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyFabric(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orchestrrl.v1.Fabric/VerifyFabric',
+            orchestrrl_dot_v1_dot_fabric__pb2.VerifyFabricRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_fabric__pb2.FabricVerification.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,8 @@ class FabricStub:
     ReleaseFabric: _grpc.UnaryUnaryMultiCallable[_fabric_pb2.ReleaseFabricRequest, _fabric_pb2.FabricControl]
     MaskFabric: _grpc.UnaryUnaryMultiCallable[_fabric_pb2.MaskFabricRequest, _fabric_pb2.FabricStatus]
     """What is not to be used, beside what devices report. The whole list: what is not named is as good as mended."""
+    VerifyFabric: _grpc.UnaryUnaryMultiCallable[_fabric_pb2.VerifyFabricRequest, _fabric_pb2.FabricVerification]
+    """Hold switches and ToRs against the site. To walk, the fabric must be paused."""
 
 @_typing.type_check_only
 class FabricAsyncStub(FabricStub):
@@ -67,6 +69,8 @@ class FabricAsyncStub(FabricStub):
     ReleaseFabric: _aio.UnaryUnaryMultiCallable[_fabric_pb2.ReleaseFabricRequest, _fabric_pb2.FabricControl]  # type: ignore[assignment]
     MaskFabric: _aio.UnaryUnaryMultiCallable[_fabric_pb2.MaskFabricRequest, _fabric_pb2.FabricStatus]  # type: ignore[assignment]
     """What is not to be used, beside what devices report. The whole list: what is not named is as good as mended."""
+    VerifyFabric: _aio.UnaryUnaryMultiCallable[_fabric_pb2.VerifyFabricRequest, _fabric_pb2.FabricVerification]  # type: ignore[assignment]
+    """Hold switches and ToRs against the site. To walk, the fabric must be paused."""
 
 class FabricServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -132,5 +136,13 @@ class FabricServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fabric_pb2.FabricStatus, _abc.Awaitable[_fabric_pb2.FabricStatus]]:
         """What is not to be used, beside what devices report. The whole list: what is not named is as good as mended."""
+
+    @_abc_1.abstractmethod
+    def VerifyFabric(
+        self,
+        request: _fabric_pb2.VerifyFabricRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fabric_pb2.FabricVerification, _abc.Awaitable[_fabric_pb2.FabricVerification]]:
+        """Hold switches and ToRs against the site. To walk, the fabric must be paused."""
 
 def add_FabricServicer_to_server(servicer: FabricServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

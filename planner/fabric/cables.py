@@ -1,0 +1,197 @@
+"""Which cable is where it should not be: what ToRs see, held against what the site's file and the switches say. Pure.
+
+A switch knows its mirrors, not what is plugged in. But light that it sends to the wrong fibre comes out somewhere: a
+ToR has a signal that nobody sent it, or another router than expected answers there.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from planner.fabric.light import Interface, Lit, links_up
+from planner.fabric.masks import Port
+from planner.fabric.model import EndpointId, OcsId, PortPair, port_pair
+from planner.fabric.topology import Site
+
+WRONG_CABLE = "wrong_cable"
+DARK = "dark"
+STRAY = "stray_light"
+STRANGER = "stranger"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Fault:
+    """`where`: a port as `SWITCH:PORT`, or an interface as `TOR/INTERFACE`."""
+
+    kind: str
+    where: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """By the ToRs: which interfaces have a signal, and who answers there."""
+
+    signals: frozenset[Interface]
+    heard: Mapping[Interface, frozenset[EndpointId]]
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """One end of a link that the switches make: its port, what should be plugged in there, and the far end."""
+
+    port: Port
+    here: Interface
+    far: Interface
+    lit: Lit
+
+
+def faults_seen(
+    site: Site, interfaces: Mapping[Port, Interface], up: Iterable[PortPair], seen: Seen
+) -> tuple[Fault, ...]:
+    """From light that is there anyway. Two cables of one ToR whose light goes to one other ToR cannot be told apart
+    so; walking can (`traced`)."""
+    ends = _ends(links_up(site, up, interfaces), interfaces)
+    known = set(interfaces.values())
+    strays = (seen.signals & known) - ends.keys()
+    faults: list[Fault] = []
+    explained: set[Interface] = set()
+    for here, end in sorted(ends.items()):
+        if here in seen.signals:
+            continue
+        found = [
+            stray
+            for stray in sorted(strays)
+            if end.far[0] in seen.heard.get(stray, ()) and stray[0] in seen.heard.get(end.far, ())
+        ]
+        if len(found) == 1:
+            strays -= {found[0]}
+            explained |= {here, end.far, found[0]}
+            faults.append(wrong_cable(end.port, here, found[0]))
+    for here, end in sorted(ends.items()):
+        if here not in seen.signals and here not in explained:
+            far = "has none either" if end.far not in seen.signals else "has one"
+            faults.append(Fault(DARK, port_text(end.port), f"no signal at {text(here)}, {text(end.far)} {far}"))
+    faults += _strangers(ends, seen, explained)
+    faults += [
+        Fault(STRAY, text(stray), f"has a signal that no cross-connect of the switches sends it{_who(seen, stray)}")
+        for stray in sorted(strays)
+    ]
+    return tuple(faults)
+
+
+def _strangers(ends: Mapping[Interface, _End], seen: Seen, explained: set[Interface]) -> list[Fault]:
+    """Light arrives, and from somebody else."""
+    strange = {
+        here: end
+        for here, end in sorted(ends.items())
+        if here in seen.signals and here not in explained and end.far[0] not in seen.heard.get(here, ())
+    }
+    return [
+        Fault(
+            STRANGER,
+            port_text(end.port),
+            f"{end.far[0]} should be seen at {text(here)}{_who(seen, here) or ': nobody answers'}",
+        )
+        for here, end in strange.items()
+    ]
+
+
+def walk(interfaces: Mapping[Port, Interface], free: Iterable[Port]) -> tuple[PortPair, ...]:
+    """Cross-connects to light one after the other: on each switch a ring of the free fibres, so that each is lit with
+    two others, of other ToRs where there are any. Two cables that are mixed up show only where each is lit with a
+    third."""
+    by_switch: dict[OcsId, dict[EndpointId, list[Port]]] = {}
+    for port in sorted(free):
+        if port in interfaces:
+            by_switch.setdefault(port[0], {}).setdefault(interfaces[port][0], []).append(port)
+    pairs: list[PortPair] = []
+    for switch, tors in by_switch.items():
+        turns = zip_longest(*tors.values())
+        ring = [port for turn in turns for port in turn if port is not None]
+        ends = ring if len(ring) > 2 else ring[:-1]
+        pairs += [port_pair(switch, ring[place][1], ring[(place + 1) % len(ring)][1]) for place in range(len(ends))]
+    return tuple(pairs)
+
+
+def traced(
+    lightings: Sequence[tuple[PortPair, frozenset[Interface]]], interfaces: Mapping[Port, Interface]
+) -> tuple[frozenset[Port], tuple[Fault, ...]]:
+    """From each cross-connect of a walk and the interfaces that had a signal meanwhile: the ports whose fibre ends
+    where it should, and what is wrong with the others."""
+    came: dict[Port, list[frozenset[Interface]]] = {}
+    partners: dict[Port, list[Port]] = {}
+    for pair, lit in lightings:
+        one, other = ((pair.switch, number) for number in pair.ports)
+        for port, partner in ((one, other), (other, one)):
+            came.setdefault(port, []).append(lit)
+            partners.setdefault(port, []).append(partner)
+    found = _found(came, partners)
+    # Two that were lit with each other alone: which is which cannot be told. Where the site has one of the ends at one
+    # of them, it is taken to be there.
+    for pair, lit in lightings:
+        ends = {(pair.switch, number): interfaces[pair.switch, number] for number in pair.ports}
+        if len(lit) == 2 and ends.keys().isdisjoint(found) and (as_should_be := lit & set(ends.values())):
+            sound = {port: end for port, end in ends.items() if end in as_should_be}
+            rest = iter(lit - as_should_be)
+            found |= {port: sound[port] if port in sound else next(rest) for port in ends}
+    good = frozenset(port for port, end in found.items() if end == interfaces[port])
+    faults = [wrong_cable(port, interfaces[port], found[port]) for port in sorted(found.keys() - good)]
+    for port in sorted(came.keys() - found.keys()):
+        ends = sorted(frozenset().union(*came[port]))
+        where = f"it comes out at {', '.join(map(text, ends))}" if ends else "it comes out nowhere"
+        faults.append(
+            Fault(DARK, port_text(port), f"light that it sends does not get to {text(interfaces[port])}: {where}")
+        )
+    return good, tuple(faults)
+
+
+def _found(
+    came: Mapping[Port, Sequence[frozenset[Interface]]], partners: Mapping[Port, Sequence[Port]]
+) -> dict[Port, Interface]:
+    """What all lightings of a port have in common is its end; or what is left of one but for its partner's."""
+    found: dict[Port, Interface] = {}
+    for port, lit in came.items():
+        some = [each for each in lit if each]
+        common = frozenset.intersection(*some) if len(some) > 1 else frozenset()
+        if len(common) == 1:
+            found[port] = next(iter(common))
+    while True:
+        more: dict[Port, Interface] = {}
+        for port, lit in came.items():
+            for partner, each in zip(partners[port], lit, strict=True):
+                rest = each - {found[partner]} if partner in found and found[partner] in each else frozenset()
+                if port not in found and len(rest) == 1:
+                    more[port] = next(iter(rest))
+        if not more:
+            return found
+        found |= more
+
+
+def wrong_cable(port: Port, expected: Interface, found: Interface) -> Fault:
+    return Fault(
+        WRONG_CABLE, port_text(port), f"its fibre ends at {text(found)}, by the site it ends at {text(expected)}"
+    )
+
+
+def text(interface: Interface) -> str:
+    return f"{interface[0]}/{interface[1]}"
+
+
+def port_text(port: Port) -> str:
+    return f"{port[0]}:{port[1]}"
+
+
+def _ends(lits: Sequence[Lit], interfaces: Mapping[Port, Interface]) -> dict[Interface, _End]:
+    port_of = {interface: port for port, interface in interfaces.items()}
+    found: dict[Interface, _End] = {}
+    for lit in lits:
+        one, other = lit.link.ends
+        found[one] = _End(port_of[one], one, other, lit)
+        found[other] = _End(port_of[other], other, one, lit)
+    return found
+
+
+def _who(seen: Seen, here: Interface) -> str:
+    heard = sorted(seen.heard.get(here, ()))
+    return f": {', '.join(heard)} answers there" if heard else ""

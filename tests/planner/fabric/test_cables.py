@@ -1,0 +1,101 @@
+"""Cables are mixed up and broken at random, light is followed by hand, and the faults must be those that were made."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.box.site import SITE
+from orchestrrl.site import parse_site
+from planner.fabric.cables import DARK, STRANGER, STRAY, WRONG_CABLE, Seen, faults_seen, port_text, traced, walk
+from planner.fabric.light import Interface, fibres_of, interfaces_at
+from planner.fabric.model import OcsId, PortPair, port_pair
+
+PLANT = parse_site(SITE)
+CABLING = interfaces_at(
+    PLANT, {tor.id: [f"swp{k}" for k in range(1, 1 + len(fibres_of(PLANT, tor.id)))] for tor in PLANT.tors}
+)
+SWITCH = OcsId("gen0/agg0")
+PORTS = sorted(port for port in CABLING if port[0] == SWITCH)  # 1-4 of gen0/r0, 5-8 of gen0/r1
+
+
+def light_of(pair: PortPair, ends: dict[tuple[OcsId, int], Interface | None]) -> frozenset[Interface]:
+    """Both get light, or neither: a transceiver that hears nothing is not heard either."""
+    one, other = (ends[pair.switch, number] for number in pair.ports)
+    return frozenset() if one is None or other is None else frozenset((one, other))
+
+
+@given(st.permutations(PORTS), st.sets(st.sampled_from(PORTS)), st.sets(st.sampled_from(PORTS)))
+def test_a_walk_finds_what_is_plugged_in_elsewhere(
+    plugged: list[tuple[OcsId, int]], broken: set[tuple[OcsId, int]], taken: set[tuple[OcsId, int]]
+) -> None:
+    ends = {port: None if port in broken else CABLING[there] for port, there in zip(PORTS, plugged, strict=True)}
+    free = [port for port in PORTS if port not in taken]
+    pairs = walk(CABLING, free)
+    lit = {port for pair in pairs for port in ((pair.switch, number) for number in pair.ports)}
+    assert lit == (set(free) if len(free) > 1 else set())
+    good, faults = traced([(pair, light_of(pair, ends)) for pair in pairs], CABLING)
+    if len(free) > 2 and not broken.intersection(free):  # of two alone it cannot be told which is which
+        assert all(ends[port] == CABLING[port] for port in good)
+        for fault in faults:
+            if fault.kind == WRONG_CABLE:
+                (port,) = (port for port in free if port_text(port) == fault.where)
+                end = ends[port]
+                assert end is not None
+                assert end != CABLING[port]
+                assert f"ends at {end[0]}/{end[1]}," in fault.what
+        wrong = {port_text(port) for port in free if ends[port] != CABLING[port]}
+        assert {fault.where for fault in faults} == wrong
+        assert all(fault.kind == WRONG_CABLE for fault in faults)
+        assert len(good) == len(free) - len(wrong)
+    for port in broken.intersection(lit):
+        assert DARK in {fault.kind for fault in faults if fault.where == port_text(port)}
+
+
+def seen(ends: dict[tuple[OcsId, int], Interface], up: list[PortPair]) -> Seen:
+    """What the ToRs would tell of these cross-connects."""
+    heard: dict[Interface, frozenset[str]] = {}
+    for pair in up:
+        one, other = (ends[pair.switch, number] for number in pair.ports)
+        heard |= {one: frozenset({other[0]} - {one[0]}), other: frozenset({one[0]} - {other[0]})}
+    return Seen(frozenset(heard), heard)  # type: ignore[arg-type]  # ids
+
+
+def test_of_two_that_are_free_the_one_that_is_not_where_it_should_be_is_told() -> None:
+    """The other cable of the two that were mixed up is in use."""
+    pair = port_pair(SWITCH, 4, 8)
+    good, (fault,) = traced([(pair, frozenset({CABLING[SWITCH, 1], CABLING[SWITCH, 8]}))], CABLING)
+    assert good == {(SWITCH, 8)}
+    assert (fault.kind, fault.where) == (WRONG_CABLE, "gen0/agg0:4")
+    assert "ends at gen0/r0/swp1," in fault.what
+
+
+@given(st.sets(st.sampled_from([(a, b) for a in (1, 2, 3) for b in (5, 6, 7)])), st.sampled_from(PORTS))
+def test_light_that_is_there_tells_a_cable_in_use_from_one_that_is_not(
+    wanted: set[tuple[int, int]], port: tuple[OcsId, int]
+) -> None:
+    up: list[PortPair] = []
+    for a, b in sorted(wanted):
+        if all(number not in pair.ports for pair in up for number in (a, b)):
+            up.append(port_pair(SWITCH, a, b))
+    ends = {each: CABLING[each] for each in PORTS}
+    assert faults_seen(PLANT, CABLING, up, seen(ends, up)) == ()
+    free = [each for each in PORTS if CABLING[each][0] == CABLING[port][0] and all(each[1] not in p.ports for p in up)]
+    in_use = any(port[1] in pair.ports for pair in up)
+    other = free[-1]  # port 4 or 8 at least
+    ends[port], ends[other] = ends[other], ends[port]
+    faults = faults_seen(PLANT, CABLING, up, seen(ends, up))
+    assert [(fault.kind, fault.where) for fault in faults] == ([(WRONG_CABLE, port_text(port))] if in_use else [])
+
+
+def test_two_ends_of_other_routers_are_strangers() -> None:
+    up = [port_pair(SWITCH, 1, 5), PortPair(OcsId("train0/agg0"), 1, 5)]
+    ends = dict(CABLING)
+    ends[SWITCH, 5], ends[OcsId("train0/agg0"), 5] = CABLING[OcsId("train0/agg0"), 5], CABLING[SWITCH, 5]
+    faults = faults_seen(PLANT, CABLING, up, seen(ends, up))
+    assert {fault.kind for fault in faults} == {STRANGER}
+    assert "train0/r1 answers there" in next(fault.what for fault in faults if fault.where == "gen0/agg0:1")
+
+
+def test_a_signal_that_nobody_sends_is_told() -> None:
+    stray = CABLING[SWITCH, 3]
+    (fault,) = faults_seen(PLANT, CABLING, [], Seen(frozenset({stray}), {}))
+    assert (fault.kind, fault.where) == (STRAY, "gen0/r0/swp3")

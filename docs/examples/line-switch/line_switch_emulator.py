@@ -1,0 +1,89 @@
+"""The switch itself, for tests: the protocol of line_switch.py in front of glass that behaves like glass.
+
+`python line_switch_emulator.py 127.0.0.1 5555` serves one of 8 ports a side until it is stopped.
+"""
+
+import asyncio
+import contextlib
+import sys
+
+from ocs_drivers.base import Clock
+from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
+from ocs_drivers.errors import Permanent
+from ocs_drivers.model import Action, Connectivity, CrossConnect, Facts
+
+ACTIONS = {"CONNECT": Action.ADD, "DISCONNECT": Action.REMOVE}
+
+
+class LineEmulator:
+    def __init__(self, panel: Panel, clock: Clock | None = None) -> None:
+        first_egress = panel.ingress_ports + 1
+        facts = Facts(
+            vendor="Example",
+            model=f"S{panel.ingress_ports}",
+            serial="0042",
+            software="1.0",
+            connectivity=Connectivity.INGRESS_EGRESS,
+            ingress_ports=range(1, first_egress),
+            egress_ports=range(first_egress, first_egress + panel.egress_ports),
+            reconfiguration_s=panel.reconfiguration_s,
+        )
+        self.device = EmulatedDevice(facts, panel, clock)
+        self._server: asyncio.Server | None = None
+        self._sessions: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        self._server = await asyncio.start_server(self._accept, host, port, limit=1024 * 1024)
+        bound_host, bound_port = self._server.sockets[0].getsockname()[:2]
+        return f"{bound_host}:{bound_port}"
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for session in self._sessions:
+            session.cancel()
+        await asyncio.gather(*self._sessions, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        session = asyncio.create_task(self._serve(reader, writer))
+        self._sessions.add(session)
+        session.add_done_callback(self._sessions.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = self.device.session()
+        with contextlib.suppress(OSError, ConnectionBroken), contextlib.closing(writer):
+            while line := (await reader.readline()).decode():
+                if not self.device.is_alive(number):  # it has restarted: this session is no more
+                    return
+                writer.write(f"{await self._answer(line.strip())}\n".encode())
+                await writer.drain()
+
+    async def _answer(self, line: str) -> str:
+        """Raises ConnectionBroken as the faults say that a test has injected."""
+        verb, *words = line.split() or [""]
+        glass, facts = self.device.glass, self.device.facts
+        if verb in ACTIONS:
+            try:
+                await self.device.set(ACTIONS[verb], [CrossConnect.parse(word) for word in words], line)
+            except Permanent as refusal:
+                return f"ERR {refusal.answer}"
+            except ValueError as error:
+                return f"ERR {error}"
+            return "OK"
+        sizes = len(facts.ingress_ports), len(facts.egress_ports)
+        told: dict[str, list[object]] = {
+            "FACTS": [facts.model, facts.serial, facts.software, *sizes, facts.reconfiguration_s],
+            "PORTS": [f"{port.port}={port.status}" for port in glass.ports()],
+            "LIST": [f"{circuit.cross_connect}={circuit.state}" for circuit in glass.circuits()],
+        }
+        return " ".join(map(str, ["OK", *told[verb]])) if verb in told else "ERR no such verb"
+
+
+async def main() -> None:
+    emulator = LineEmulator(Panel(8, 8))
+    sys.stderr.write(f"a switch of 8 ports a side at {await emulator.start(sys.argv[1], int(sys.argv[2]))}\n")
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,44 @@
+"""The suite of all drivers, against the emulator over a real socket."""
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from line_switch_emulator import LineEmulator
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.conformance import DriverConformance
+from ocs_drivers.emulators.base import Panel
+from ocs_drivers.faults import Fault
+from ocs_drivers.model import CrossConnect
+from ocs_drivers.registry import make_driver
+
+
+class LineHarness(DriverConformance):
+    """What the suite needs from a lab: a device with nothing connected, and ways to make it misbehave."""
+
+    @pytest.fixture(autouse=True)
+    async def _emulators(self) -> AsyncIterator[None]:
+        self.emulators: list[LineEmulator] = []
+        yield
+        for emulator in self.emulators:
+            await emulator.stop()
+
+    async def make_driver(self) -> OcsDriver:
+        return await self.make_big(32)
+
+    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+        self.emulators[-1].device.inject(fault)
+
+    async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
+        self.emulators[-1].device.glass.add(pairs)
+
+    async def setters(self, driver: OcsDriver) -> Sequence[str]:
+        return self.emulators[-1].device.setters
+
+
+class TestLineSwitch(LineHarness):
+    async def make_big(self, ports: int) -> OcsDriver:
+        emulator = LineEmulator(Panel(ports, ports, reconfiguration_s=0.002))
+        self.emulators.append(emulator)
+        address = await emulator.start()
+        return make_driver("line", "lab1", {"address": address, "command_timeout_s": 2.0})

@@ -86,15 +86,17 @@ class NetconfSession:
     async def close(self) -> None:
         """Say goodbye where that is possible; in any case the connection is gone and the thread ends."""
         is_idle = self._work is None or self._work.done()
-        if is_idle and self._manager is not None:
-            # The goodbye is a courtesy: whatever goes wrong with it, the connection is cut next.
-            with suppress(Exception):
-                await self._run(self._say_goodbye)
-        self._is_cut = True
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.shutdown(wait=False)
+        try:
+            if is_idle and self._manager is not None:
+                # The goodbye is a courtesy: whatever goes wrong with it, the connection is cut next.
+                with suppress(Exception):
+                    await self._run(self._say_goodbye)
+        finally:
+            self._is_cut = True
+            if self._socket is not None:
+                with suppress(OSError):  # the device has cut it already
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            self._thread.shutdown(wait=False)
 
     async def _run(self, work: Callable[[], T]) -> T:
         future = self._thread.submit(work)

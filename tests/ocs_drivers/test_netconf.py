@@ -1,4 +1,7 @@
-"""The driver `netconf` passes the suite of all drivers, over real SSH, in both framings and both revisions."""
+"""The driver `netconf` passes the suite of all drivers, over real SSH, in both framings and both revisions.
+
+The older one is in test_netconf_exchange.py too, for every run.
+"""
 
 from typing import Any, ClassVar
 
@@ -17,6 +20,7 @@ class TestNetconf(EmulatedConformance):
     options: ClassVar[dict[str, Any]] = LOGIN
 
 
+@pytest.mark.slow
 class TestNetconfOld(EmulatedConformance):
     """Before 2017-08-04, in the framing of base 1.0, with power monitors, one session, and a startup configuration."""
 

@@ -236,7 +236,7 @@ async def test_facts_of_a_switch() -> None:
     await at(emulator, use)
 
 
-@pytest.mark.parametrize("quirks", [{}, {"candidate": True}])
+@pytest.mark.parametrize("quirks", [{}, {"candidate": True}, {"revision": "2016-04-22", "base": "1.0"}])
 async def test_320_ports_are_one_edit(quirks: dict[str, Any]) -> None:
     emulator = NetconfEmulator(Panel(320, 320, reconfiguration_s=0.002), **quirks)
     pairs = tuple(CrossConnect(port, 641 - port) for port in range(1, 321))
@@ -247,6 +247,8 @@ async def test_320_ports_are_one_edit(quirks: dict[str, Any]) -> None:
         assert result.done
         assert result.commands_sent == len(emulator.device.setters) == 1
         assert await connected(driver) == frozenset(pairs)
+        assert (await carry_out(driver, disconnect=pairs)).done
+        assert len(emulator.device.setters) == 2
         await driver.close()
 
     await at(emulator, use)

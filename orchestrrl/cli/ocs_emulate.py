@@ -134,6 +134,7 @@ async def _show(device: EmulatedDevice) -> None:
     """What happens, as it comes. What the schedule has due comes about even if nobody else is asking."""
 
     def line(at_s: float, kind: str, style: str, words: str) -> None:
+        words = " ".join(words.split())  # XML comes in lines
         shown = words if len(words) <= SHOWN_CHARS else f"{words[:SHOWN_CHARS]}... ({len(words)} characters)"
         age_s = at_s - device.switched_on_s
         stdout.print(Text.assemble(f"{age_s:9.3f}  ", (f"{kind:8}", style), shown), soft_wrap=True)

@@ -189,6 +189,7 @@ class LabConformance(DriverConformance):
         }
 
     async def make_driver(self) -> OcsDriver:
+        await self.clean()  # a test may ask for a device several times, each time with nothing connected
         return FencedDriver(self._make(), self._pairs)
 
     async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:

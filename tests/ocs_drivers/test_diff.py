@@ -119,6 +119,29 @@ def test_from_every_prefix_the_rest_completes_and_the_way_back_restores(
         assert no_port_twice(facts, shown - frozenset(back.remove) | frozenset(back.add))
 
 
+@given(planned(), st.sets(st.integers(0, 3)))
+def test_what_is_not_ours_is_refused_exactly_where_it_would_go(
+    case: tuple[Facts, Pairs, Change, Diff], theirs: set[int]
+) -> None:
+    facts, present, change, diff = case
+    foreign = frozenset(pair for index, pair in enumerate(sorted(present)) if index in theirs)
+    seen = Reading(tuple(Circuit(pair, ours=pair not in foreign) for pair in sorted(present)), fingerprint(present))
+    named = frozenset(change.disconnect) & present
+    clashing = {held for held in present for wanted in change.connect if held != wanted and clash(facts, held, wanted)}
+    in_the_way = foreign & (named | clashing)
+    if not in_the_way:
+        planned = diffs.plan(facts, (), seen, change, diff.mode)
+        assert not foreign & frozenset(planned.remove)
+        assert frozenset(planned.remove) == frozenset(diff.remove) - foreign
+        return
+    with pytest.raises(Conflict) as refused:
+        diffs.plan(facts, (), seen, change, diff.mode, "ocs1")
+    assert refused.value.faults == [
+        f"{pair}: is not ours and stays as it is; take it over first: orchestrrl ocs take-over ocs1 {pair}"
+        for pair in sorted(in_the_way)
+    ]
+
+
 @given(planned())
 def test_safe_refuses_exactly_when_somebody_would_be_evicted(case: tuple[Facts, Pairs, Change, Diff]) -> None:
     facts, present, change, diff = case

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from ocs_drivers.base import OcsDriver
-from ocs_drivers.conformance import DriverConformance, carry_out, refusal
-from ocs_drivers.errors import InvalidOptions, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.conformance import DriverConformance, carry_out, refusal, until
+from ocs_drivers.errors import Conflict, InvalidOptions, OutcomeUnknown, Permanent, Retryable
 from ocs_drivers.faults import Fault
 from ocs_drivers.model import Change, ChangeMode, CrossConnect, Diff
 from ocs_drivers.registry import make_driver
@@ -130,6 +130,62 @@ async def test_a_commit_whose_process_dies_is_unknown_not_failed() -> None:
     async with refusal(OutcomeUnknown, "lab1"):
         await commit
     await driver.close()
+
+
+async def _restarted(switch: VirtualSwitch, port: int) -> tuple[grpc.aio.Server, VirtualSwitch]:
+    """Another process of the same device: it knows nothing of what was made before."""
+    again = VirtualSwitch("served", reconfiguration_s=0.002)
+    again.wire._glass = switch.glass
+    again.glass = switch.glass
+    server, _ = await serve_driver(again, f"127.0.0.1:{port}")
+    return server, again
+
+
+async def test_a_process_that_was_started_anew_is_told_what_is_ours() -> None:
+    switch = VirtualSwitch("served", reconfiguration_s=0.002)
+    one, two, theirs = CrossConnect(1, 17), CrossConnect(2, 18), CrossConnect(3, 19)
+    switch.glass.add([theirs])
+    server, port = await serve_driver(switch, "127.0.0.1:0")
+    driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
+    assert (await carry_out(driver, (one, two))).done
+    diff = await driver.plan(Change(disconnect=(one,)))
+    await server.stop(None)
+    server, again = await _restarted(switch, port)
+    assert (await again.cross_connects()).foreign == {one, two, theirs}
+    assert (await driver.commit(diff, diff.revision)).done  # refused at first, and given back
+    assert (await again.cross_connects()).foreign == {theirs}
+    async with refusal(Conflict, "3:19", "is not ours"):
+        await driver.plan(Change(disconnect=(theirs,)))
+    await server.stop(None)
+    server, again = await _restarted(switch, port)
+    assert (await driver.cross_connects()).foreign == {theirs}
+    await driver.close()
+    await server.stop(None)
+
+
+async def test_the_serving_process_reverts_when_nobody_is_left_to_confirm() -> None:
+    switch = VirtualSwitch("served", reconfiguration_s=0.002)
+    server, port = await serve_driver(switch, "127.0.0.1:0")
+    driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
+    diff = await driver.plan(Change((CrossConnect(1, 17),)))
+    assert (await driver.commit(diff, diff.revision, 0.05)).done
+    await driver.close()
+    await until(switch, lambda reading: reading.unconfirmed is None, "reverted")
+    assert switch.glass.circuits() == []
+    await server.stop(None)
+
+
+async def test_a_commit_on_trial_whose_answer_is_lost_says_until_when() -> None:
+    switch = VirtualSwitch("served", reconfiguration_s=0.2)
+    server, port = await serve_driver(switch, "127.0.0.1:0")
+    driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}", "commit_timeout_s": 0.05})
+    diff = await driver.plan(Change((CrossConnect(1, 17),)))
+    await driver.commit(diff, diff.revision, 50.0)
+    reading = await until(driver, lambda reading: bool(reading.unconfirmed and reading.unconfirmed.until_s), "done")
+    await switch.confirm(reading.revision)
+    assert (await driver.cross_connects()).unconfirmed is None
+    await driver.close()
+    await server.stop(None)
 
 
 async def test_a_commit_whose_answer_is_lost_is_read_back() -> None:

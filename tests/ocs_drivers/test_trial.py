@@ -1,0 +1,243 @@
+"""Changes on trial, by a clock that jumps: when they revert, what keeps them from it, and what ends them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.conformance import carry_out, connected, heard, refusal
+from ocs_drivers.diff import Steps, occupants
+from ocs_drivers.errors import Conflict, OutcomeUnknown, Retryable
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import (
+    Change,
+    ChangeMode,
+    Circuit,
+    Connectivity,
+    CrossConnect,
+    Diff,
+    EventKind,
+    Facts,
+    Reading,
+    Unconfirmed,
+    fingerprint,
+)
+from ocs_drivers.trial import revert_steps
+from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.clock import VirtualClock
+
+NOW = (CrossConnect(1, 17), CrossConnect(2, 18))
+WANTED = (CrossConnect(1, 18), CrossConnect(2, 17))
+OTHER = CrossConnect(5, 21)
+
+
+@pytest.fixture
+async def clock() -> AsyncIterator[VirtualClock]:
+    clock = VirtualClock(1000.0)
+
+    async def run() -> None:
+        while True:
+            await clock.advance(0.005)
+
+    running = asyncio.create_task(run())
+    yield clock
+    running.cancel()
+
+
+@pytest.fixture
+def switch(clock: VirtualClock) -> VirtualSwitch:
+    return VirtualSwitch("ocs1", clock=clock, command_timeout_s=0.5, lock_timeout_s=5.0, link_timeout_s=0.2)
+
+
+async def on_trial(switch: OcsDriver, revert_in_s: float = 10.0) -> Diff:
+    await carry_out(switch, NOW)
+    diff = await switch.plan(Change(WANTED), ChangeMode.UPDATE)
+    assert (await switch.commit(diff, diff.revision, revert_in_s)).done
+    return diff
+
+
+async def trial_of(switch: OcsDriver) -> Unconfirmed | None:
+    return (await switch.cross_connects()).unconfirmed
+
+
+async def test_its_time_begins_when_the_commit_is_over(switch: VirtualSwitch, clock: VirtualClock) -> None:
+    await carry_out(switch, NOW)
+    diff = await switch.plan(Change(WANTED), ChangeMode.UPDATE)
+    result = await switch.commit(diff, diff.revision, 10.0)
+    assert result.revert_at_s == pytest.approx(clock.now_s() + 10.0, abs=0.02)
+    await clock.sleep(9.5)
+    assert await connected(switch) == frozenset(WANTED)
+    await clock.sleep(1.0)
+    assert await connected(switch) == frozenset(NOW)
+    assert await trial_of(switch) is None
+
+
+async def test_a_confirmation_that_comes_too_late_is_told_what_happened(
+    switch: VirtualSwitch, clock: VirtualClock
+) -> None:
+    await on_trial(switch)
+    revision = (await switch.cross_connects()).revision
+    await clock.sleep(11.0)
+    async with refusal(Conflict, "reverted", "1970-01-01 00:16", "-1:17", "+1:18"):
+        await switch.confirm(revision)
+
+
+async def test_it_is_confirmed_by_what_the_device_shows_where_the_result_was_lost(switch: VirtualSwitch) -> None:
+    diff = await on_trial(switch)
+    await switch.confirm((await switch.cross_connects()).revision)
+    assert await trial_of(switch) is None
+    assert (await switch.verify(diff)).unconfirmed is None
+
+
+async def test_a_commit_that_is_cut_off_is_on_trial_all_the_same(switch: VirtualSwitch, clock: VirtualClock) -> None:
+    await carry_out(switch, NOW)
+    diff = await switch.plan(Change(WANTED), ChangeMode.UPDATE)
+    switch.glass.inject(Fault(FaultKind.SLOW_ANSWER, delay_s=0.4))
+    commit = asyncio.ensure_future(switch.commit(diff, diff.revision, 3.0))
+    while await connected(switch) == frozenset(NOW):
+        await asyncio.sleep(0)
+    commit.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await commit
+    trial = await trial_of(switch)
+    assert trial is not None
+    assert trial.revision is None
+    await clock.sleep(4.0)
+    assert await connected(switch) == frozenset(NOW)
+
+
+async def test_a_revert_that_fails_is_shown_told_and_repeated(switch: VirtualSwitch, clock: VirtualClock) -> None:
+    diff = await on_trial(switch)
+    events = switch.watch()
+    alarm = asyncio.ensure_future(heard(events, EventKind.ALARM))
+    await asyncio.sleep(0)
+    for port in (17, 18):
+        switch.glass.inject(Fault(FaultKind.DISABLE_PORT, port))  # what it evicted cannot come back
+    await clock.sleep(12.0)
+    assert "cannot be reverted" in (await alarm).text
+    await events.aclose()
+    for trial in (await trial_of(switch), (await switch.verify(diff)).unconfirmed):
+        assert trial is not None
+        assert "PORT 17 DISABLED" in trial.failure
+    other = await switch.plan(Change((OTHER,)))
+    async with refusal(Conflict, "cannot be reverted", "PORT 17 DISABLED"):
+        await switch.commit(other, other.revision)
+    for port in (17, 18):
+        switch.glass.inject(Fault(FaultKind.MEND_PORT, port))
+    await clock.sleep(40.0)
+    assert await trial_of(switch) is None
+    assert await connected(switch) == frozenset(NOW)
+
+
+async def test_a_revert_that_fails_can_be_ended_by_naming_what_is_there(
+    switch: VirtualSwitch, clock: VirtualClock
+) -> None:
+    await on_trial(switch)
+    result_revision = (await switch.cross_connects()).revision
+    switch.glass.inject(Fault(FaultKind.DISABLE_PORT, 17))
+    await clock.sleep(12.0)
+    async with refusal(Conflict, "look at it and confirm what is there"):
+        await switch.confirm(result_revision)
+    await switch.confirm((await switch.cross_connects()).revision)
+    assert await trial_of(switch) is None
+    assert await connected(switch) == frozenset()
+    assert (await carry_out(switch, NOW[1:])).done
+
+
+async def test_what_others_have_put_on_the_ports_meanwhile_stays_and_is_told(
+    switch: VirtualSwitch, clock: VirtualClock
+) -> None:
+    await on_trial(switch)
+    theirs = CrossConnect(1, 30)  # takes port 1 from 1:18
+    switch.glass.add([theirs])
+    events = switch.watch()
+    alarm = asyncio.ensure_future(heard(events, EventKind.ALARM))
+    await clock.sleep(12.0)
+    assert "1:17 is not back: its ports carry 1:30" in (await alarm).text
+    await events.aclose()
+    assert await connected(switch) == {theirs, NOW[1]}
+    assert await trial_of(switch) is None
+
+
+async def test_only_what_the_commit_sent_is_taken_back(switch: VirtualSwitch, clock: VirtualClock) -> None:
+    diff = await switch.plan(Change((*NOW, OTHER)))
+    await carry_out(switch, NOW)
+    revision = (await switch.cross_connects()).revision
+    await switch.commit(diff, revision, 5.0)
+    await clock.sleep(6.0)
+    assert await connected(switch) == frozenset(NOW)
+
+
+async def test_who_closes_the_driver_has_the_change_reverted(switch: VirtualSwitch) -> None:
+    await on_trial(switch)
+    await switch.close()
+    assert await connected(switch) == frozenset(NOW)
+
+
+async def test_who_closes_the_driver_is_told_what_could_not_be_reverted(switch: VirtualSwitch) -> None:
+    await on_trial(switch)
+    switch.glass.inject(Fault(FaultKind.DISABLE_PORT, 17))
+    with pytest.raises(Retryable, match="cannot be reverted"):
+        await switch.close()
+
+
+async def test_a_device_that_cannot_be_read_is_reverted_once_it_can(clock: VirtualClock) -> None:
+    class Unreadable(VirtualSwitch):
+        reachable = True
+
+        async def cross_connects(self) -> Reading:
+            if not self.reachable:
+                raise OutcomeUnknown("no route to host", device=self.device)
+            return await super().cross_connects()
+
+    switch = Unreadable("ocs1", clock=clock)
+    await on_trial(switch)
+    switch.reachable = False
+    await clock.sleep(30.0)
+    switch.reachable = True
+    trial = await trial_of(switch)
+    assert trial is not None
+    assert "no route to host" in trial.failure
+    await clock.sleep(31.0)
+    assert await connected(switch) == frozenset(NOW)
+
+
+FACTS = Facts("v", "m", "s", "1", Connectivity.INGRESS_EGRESS, range(1, 5), range(5, 9), 0.01)
+PAIRS = [CrossConnect(a, b) for a in FACTS.ingress_ports for b in FACTS.egress_ports]
+
+
+def matching(pairs: Sequence[CrossConnect]) -> frozenset[CrossConnect]:
+    """Those of them that share no port with one before them."""
+    chosen: list[CrossConnect] = []
+    for pair in pairs:
+        if not any(set(FACTS.ends(pair)) & set(FACTS.ends(other)) for other in chosen):
+            chosen.append(pair)
+    return frozenset(chosen)
+
+
+@given(
+    st.lists(st.sampled_from(PAIRS), max_size=6).map(matching),
+    st.lists(st.sampled_from(PAIRS), max_size=6).map(matching),
+    st.lists(st.sampled_from(PAIRS), max_size=6).map(matching),
+    st.sets(st.sampled_from(PAIRS)),
+)
+def test_a_revert_never_touches_what_is_not_ours_and_never_shares_a_port(
+    before: frozenset[CrossConnect],
+    after: frozenset[CrossConnect],
+    shown: frozenset[CrossConnect],
+    foreign: set[CrossConnect],
+) -> None:
+    sent = Steps(tuple(sorted(before - after)), tuple(sorted(after - before)))
+    reading = Reading(tuple(Circuit(pair, ours=pair not in foreign) for pair in sorted(shown)), fingerprint(shown))
+    steps, lost = revert_steps(FACTS, sent, reading)
+    left = (shown - frozenset(steps.remove)) | frozenset(steps.add)
+    assert not foreign & frozenset(steps.remove)
+    assert len(occupants(FACTS, left)) == 2 * len(left)
+    assert frozenset(sent.add) & left <= foreign
+    for pair in sent.remove:
+        others = [other for other in left if set(FACTS.ends(pair)) & set(FACTS.ends(other))]
+        assert (pair in left) is not any(str(pair) == line.split()[0] for line in lost)
+        assert pair in left or others

@@ -126,6 +126,8 @@ class Tl1Wire:
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
+            if not session.is_lost:
+                self._on_loss()
             await session.close(f"CANC-USER::{quote(self._access.user)}:<ctag>:;")
 
     async def read_facts(self) -> Facts:
@@ -181,7 +183,7 @@ class Tl1Wire:
             self._tell(kind, " ".join(filter(None, (report.verb, line))), port, pair)
 
     def _on_loss(self) -> None:
-        self._tell(EventKind.ALARM, "the connection to the device broke: events are lost until it is used again")
+        self._tell(EventKind.ALARM, "the session with the device ended: events are lost until it is used again")
 
     def _tell(self, kind: EventKind, text: str, port: int | None = None, pair: CrossConnect | None = None) -> None:
         event = Event(self._clock.now_s(), kind, text, port, pair)

@@ -61,6 +61,11 @@ class Session:
             raise Retryable(f"cannot connect to {host}:{port}: {error.strerror or error}") from error
         return cls(reader, writer, ctag, on_report, on_loss)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection has broken, which `on_loss` was told."""
+        return bool(self._lost)
+
     async def prompt(self, text: str) -> None:
         """Wait until the device shows this prompt."""
         if self._lost:

@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+import pytest
+
 from ocs_drivers.emulators.base import Panel
 from ocs_drivers.model import BootBehaviour
 from tests.ocs_drivers.emulated import EmulatedConformance
@@ -38,6 +40,10 @@ class TestCalient(EmulatedConformance):
     driver = "tl1"
     protocol = "tl1-calient"
     options: ClassVar = {"dialect": "calient"}
+
+    @pytest.mark.slow  # four commands for each circuit
+    async def test_a_device_of_1008_ports_in_bulk(self) -> None:
+        await super().test_a_device_of_1008_ports_in_bulk()
 
 
 class TestCalientQuirks(TestCalient):

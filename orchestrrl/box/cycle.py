@@ -12,14 +12,13 @@ from orchestrrl.announcing import FabricClient
 from orchestrrl.box import intents
 from orchestrrl.box.house import Box
 from orchestrrl.box.traffic import Flow, mbps, running
-from orchestrrl.box.trainer import COLLECTIVE_S, PAUSE_S, Trainer
+from orchestrrl.box.trainer import Trainer
 from orchestrrl.demo.stack import Process
 from orchestrrl.periods import PeriodReport, PeriodState
 from planner.fabric.intent import Intent, Stage
 
-# As long as one announcement waits, and how many are made: a trainer announces in each of its iterations.
-ANNOUNCED_FOR_S = 2 * (COLLECTIVE_S + PAUSE_S)
-ANNOUNCED = 20
+# So many announcements at most, each for two iterations: a trainer announces in each of its own.
+ANNOUNCED, ANNOUNCED_FOR = 20, 2
 SETTLING_S = 0.5
 SAMPLE_S = 0.1
 WARM_UP_S = 0.3  # of a burst, until TCP has found its rate
@@ -28,11 +27,12 @@ WARM_UP_S = 0.3  # of a burst, until TCP has found its rate
 class Cycle:
     """`bursts` of all stages: what ran from when to when."""
 
-    def __init__(self, box: Box, client: FabricClient, seconds: float, iterations: int) -> None:
+    def __init__(self, box: Box, client: FabricClient, seconds: float, iterations: int, iteration_s: float) -> None:
         self._box = box
         self._client = client
         self._seconds = seconds
         self._iterations = iterations
+        self._iteration_s = iteration_s
         self._began_s = time.monotonic()
         self.stages: list[dict[str, Any]] = []
         self.bursts: list[tuple[float, float, list[Flow]]] = []
@@ -51,7 +51,7 @@ class Cycle:
         running_on = asyncio.ensure_future(trainer.run())
         try:
             for _ in range(ANNOUNCED):
-                report = await self._client.announce(intent.period, intent, within_s=ANNOUNCED_FOR_S)
+                report = await self._client.announce(intent.period, intent, within_s=ANNOUNCED_FOR * self._iteration_s)
                 if report.state is not PeriodState.KEPT:
                     break
             then = len(trainer.bursts)
@@ -132,17 +132,17 @@ class Cycle:
         return points
 
 
-async def cycle(box: Box, seconds: float, iterations: int) -> dict[str, Any]:
+async def cycle(box: Box, seconds: float, iterations: int, collective_s: float, pause_s: float) -> dict[str, Any]:
     """See above. The agent of `orchestrrl agent` reads the trainer's recorders."""
     site = box.site
     rings = box.folder / "rings"
     training = intents.training(site)
     ranks = sorted(training.ranks)
-    trainer = Trainer(rings, intents.JOB, ranks, lambda: flows_between_tors(box, training))
+    trainer = Trainer(rings, intents.JOB, ranks, lambda: flows_between_tors(box, training), collective_s, pause_s)
     agent = Process("agent", ["agent", "--rings", str(rings), "--host", "box", "--daemon", box.address], box.folder)
     try:
         async with FabricClient(box.address) as client:
-            made = Cycle(box, client, seconds, iterations)
+            made = Cycle(box, client, seconds, iterations, collective_s + pause_s)
             await made.training(training, trainer)
             await made.stage(intents.generation(site))
             await made.stage(intents.weights(site))

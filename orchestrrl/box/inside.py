@@ -25,7 +25,7 @@ async def _circuits(box: Box, order: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _transition(box: Box, order: dict[str, Any]) -> dict[str, Any]:
-    return await shows.transfer_through_changes(box)
+    return await shows.transfer_through_changes(box, order["changes"])
 
 
 async def _failed_port(box: Box, order: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ async def _wrong_cable(box: Box, order: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _cycle(box: Box, order: dict[str, Any]) -> dict[str, Any]:
-    return await cycle(box, order["seconds"], order["iterations"])
+    return await cycle(box, **{name: order[name] for name in ("seconds", "iterations", "collective_s", "pause_s")})
 
 
 SHOWS = {

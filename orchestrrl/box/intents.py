@@ -11,8 +11,8 @@ from planner.fabric.topology import Role, Site
 from planner.model import GpuId
 
 JOB = "box"
-# In proportion to what a stage sends; the box measures rates, not these bytes.
-GRADIENT_BYTES, EXPERT_BYTES, WEIGHT_BYTES = 4e9, 1e9, 4e9
+# So much that circuits of its own are worth it to each stage, however slow the mirrors; the box measures rates.
+GRADIENT_BYTES, EXPERT_BYTES, WEIGHT_BYTES = 4e11, 1e12, 4e11
 
 
 def gpus_of(site: Site, role: Role) -> tuple[int, ...]:

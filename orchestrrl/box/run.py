@@ -26,6 +26,9 @@ class Order:
     mbps: float = 20.0
     seconds: float = 2.0  # that each rate is measured for
     iterations: int = 3  # of training, on its own circuits
+    collective_s: float = 1.0  # of an iteration, in which it sends
+    pause_s: float = 3.0  # and in which it does not
+    changes: int = 4  # that a transfer lives through
 
 
 async def run_box(order: Order, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:

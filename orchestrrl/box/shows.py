@@ -96,7 +96,7 @@ def _interface(ends: tuple[tuple[EndpointId, str], ...], tor: EndpointId) -> str
     return next(interface for name, interface in ends if name == tor)
 
 
-async def transfer_through_changes(box: Box, changes: int = 4) -> dict[str, Any]:
+async def transfer_through_changes(box: Box, changes: int) -> dict[str, Any]:
     """One transfer between ToRs of a PoD that generates, while circuits go from those of generation to those of a
     weight sync and back. The receiver's window keeps all queues short, so that a segment which has to be sent again
     was lost by a change."""
@@ -193,7 +193,7 @@ async def _until_left_out(box: Box) -> None:
 
 async def wrong_cable(box: Box) -> dict[str, Any]:
     """Two cables of a switch are mixed up, one of them in use; `orchestrrl ocs verify` is asked, without walking and
-    with it. The daemon's circuits are as an earlier period has left them."""
+    with it."""
     one, other = tor_pair(box, Role.GEN)
     most = circuits_between(box, one, other)[-1]
     spare = [f"port:{most.switch}:{port}" for port in most.ports]  # a fibre of either ToR that nothing uses
@@ -213,8 +213,8 @@ async def wrong_cable(box: Box) -> dict[str, Any]:
     walked = await _verify(box, "--walk")
     box.panel.swap(first, second)
     await asyncio.sleep(SETTLING_S)
-    mended = await _verify(box, "--walk")
     await box.command("fabric", "resume")
+    mended = await _verify(box)
     return {
         "swapped": [f"{switch}:{port}" for switch, port in (first, second)],
         "sound": sound,

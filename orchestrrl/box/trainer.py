@@ -8,17 +8,24 @@ from pathlib import Path
 from orchestrrl.box.traffic import Flow, running
 from orchestrrl.instrument.rings import Writer
 
-COLLECTIVE_S = 1.0
-PAUSE_S = 3.0
-
 
 class Trainer:
     """Iterations of one collective and one pause, as long as `run` is a task. `bursts`: when each collective began and
     ended, and its flows."""
 
-    def __init__(self, rings: Path, job: str, ranks: Sequence[int], flows: Callable[[], list[Flow]]) -> None:
+    def __init__(
+        self,
+        rings: Path,
+        job: str,
+        ranks: Sequence[int],
+        flows: Callable[[], list[Flow]],
+        collective_s: float,
+        pause_s: float,
+    ) -> None:
         self.bursts: list[tuple[float, float, list[Flow]]] = []
         self._flows = flows
+        self._collective_s = collective_s
+        self._pause_s = pause_s
         self._writers = [Writer(rings, job=job) for _ in ranks]
         self._group = [writer.group(ranks, "all") for writer in self._writers]
         self._reduce = [writer.op("all_reduce") for writer in self._writers]
@@ -40,13 +47,13 @@ class Trainer:
         began_s = time.monotonic()
         try:
             async with running(flows):
-                await asyncio.sleep(COLLECTIVE_S)
+                await asyncio.sleep(self._collective_s)
                 ended_s = time.monotonic()
         finally:
             for writer, sequence in zip(self._writers, begun, strict=True):
                 writer.end(sequence)
         self.bursts.append((began_s, ended_s, flows))
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(self._pause_s)
 
     def close(self) -> None:
         for writer in self._writers:

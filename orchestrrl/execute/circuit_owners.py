@@ -78,5 +78,9 @@ class CircuitOwners:
         self._looked.add(switch)
         return reading
 
+    def owned(self, switch: str) -> frozenset[CrossConnect]:
+        """What we have made there, or taken over, and not taken down."""
+        return self._of(switch).pairs
+
     def _of(self, switch: str) -> Ownership:
         return self._ours.setdefault(switch, Ownership())

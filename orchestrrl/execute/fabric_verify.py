@@ -15,7 +15,7 @@ from orchestrrl.clock import Clock
 from orchestrrl.errors import Permanent
 from orchestrrl.execute.circuits import CircuitExecutor
 from orchestrrl.execute.fabric import Coordinator
-from orchestrrl.execute.fabric_glass import Glance, Glass
+from orchestrrl.execute.fabric_glass import Glance, Glass, site_pairs
 from orchestrrl.execute.fabric_routing import FabricRouting
 from orchestrrl.holds import HoldBook, Part
 from planner.fabric import cables
@@ -79,9 +79,8 @@ class FabricVerifier:
             raise Permanent("to walk, the ToRs have to be asked for signals: name them in fabric.routers")
         if walk and self._holds.hold(Part.FABRIC) is None:
             raise Permanent("circuits must stand still while fibres are lit: first `orchestrrl fabric pause`")
-        book = self._fabric.glance.of_site
         glance = await self._glass.look()
-        findings = _Findings(faults_of_glass(book, glance))
+        findings = _Findings(faults_of_glass(await self._book(glance), glance))
         links = 0
         if self._routing is None:
             findings.not_seen.append("fabric.routers names no ToRs, so that nobody can say where light comes out")
@@ -108,6 +107,14 @@ class FabricVerifier:
     @property
     def _interfaces(self) -> Mapping[Port, Interface]:
         return {} if self._routing is None else self._routing.interfaces
+
+    async def _book(self, glance: Glance) -> frozenset[PortPair]:
+        """What should be up: our own circuits, by the journal. Of switches that do not answer, nothing is said."""
+        ours: set[PortPair] = set()
+        for switch in self._site.switch.keys() - glance.unread.keys():
+            pairs, _ = site_pairs(switch, await self._glass.facts(switch), self._circuits.owners.owned(switch))
+            ours |= pairs
+        return frozenset(ours)
 
     async def _look(self, routing: FabricRouting, glance: Glance, findings: _Findings) -> int:
         """From light that is there anyway; the number of links."""
@@ -221,11 +228,11 @@ class FabricVerifier:
 
 
 def faults_of_glass(book: frozenset[PortPair], glance: Glance) -> list[Fault]:
-    """What the switches show, against what was last left, or seen, there."""
+    """What the switches show, against the circuits that are ours."""
     faults = [Fault("silent_switch", switch, why) for switch, why in sorted(glance.unread.items())]
     for pair in sorted(book - glance.of_site):
         if pair.switch not in glance.unread:
-            faults.append(Fault("missing_circuit", str(pair), "should be up, and is not on the switch"))
+            faults.append(Fault("missing_circuit", str(pair), "is ours, and not on the switch"))
     faults += [
         Fault("unknown_circuit", str(pair), "is up, and nobody here asked for it")
         for pair in sorted(glance.of_site - book)

@@ -138,8 +138,8 @@ def traced(
     good = frozenset(port for port, end in found.items() if end == interfaces[port])
     faults = [wrong_cable(port, interfaces[port], found[port]) for port in sorted(found.keys() - good)]
     for port in sorted(came.keys() - found.keys()):
-        ends = sorted(frozenset().union(*came[port]))
-        where = f"it comes out at {', '.join(map(text, ends))}" if ends else "it comes out nowhere"
+        seen_at = sorted(frozenset().union(*came[port]))
+        where = f"it comes out at {', '.join(map(text, seen_at))}" if seen_at else "it comes out nowhere"
         faults.append(
             Fault(DARK, port_text(port), f"light that it sends does not get to {text(interfaces[port])}: {where}")
         )

@@ -47,31 +47,34 @@ class FabricClient:
         await self._client.__aexit__(kind, error, traceback)
 
     async def announce(
-        self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False
+        self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False, job: str = ""
     ) -> PeriodReport:
         """Wait until it is over: committed, kept, superseded or failed, with the reason.
 
-        `intent`: what it does, see fabric_intents.py; None: as it was announced last. `within_s`: how long a window is
+        `intent`: what it does, see fabric_intents.py; None: as it was announced last. `job`: whose, where the intent
+        does not say. `within_s`: how long a window is
         waited for; 0: as the daemon is configured. `boundary`: nobody communicates until this returns, so that no
         window is needed.
         """
-        async with aclosing(self.follow(period, intent, within_s=within_s, boundary=boundary)) as reports:
+        async with aclosing(self.follow(period, intent, within_s=within_s, boundary=boundary, job=job)) as reports:
             async for report in reports:
                 last = report
         return last
 
-    async def announce_nowait(self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0) -> PeriodReport:
+    async def announce_nowait(
+        self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, job: str = ""
+    ) -> PeriodReport:
         """The daemon has it, and goes on with it by itself: never at a boundary, which lasts while its caller waits."""
-        async with aclosing(self.follow(period, intent, within_s=within_s)) as reports:
+        async with aclosing(self.follow(period, intent, within_s=within_s, job=job)) as reports:
             return await anext(reports)
 
     async def follow(
-        self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False
+        self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False, job: str = ""
     ) -> AsyncGenerator[PeriodReport, None]:
         """What becomes of it, whenever that changes. Whoever stops listening does not end it, but at a boundary: then
         what has not been begun stays as it is."""
         order = fabric_pb2.AnnouncePeriodRequest(
-            period=period, intent_json=_written(intent), within_s=within_s, boundary=boundary
+            period=period, intent_json=_written(intent), within_s=within_s, boundary=boundary, job=job
         )
         async with aclosing(self._client.watch(self._client.fabric.AnnouncePeriod, order)) as reports:
             async for report in reports:
@@ -86,6 +89,7 @@ def announce_period(
     within_s: float = 0.0,
     boundary: bool = False,
     wait: bool = True,
+    job: str = "",
 ) -> PeriodReport:
     """`FabricClient.announce`, or with `wait` False `announce_nowait`, from a thread that runs no event loop. Raises
     ValueError for a boundary that is not waited for."""
@@ -95,8 +99,8 @@ def announce_period(
     async def once() -> PeriodReport:
         async with FabricClient(daemon) as client:
             if wait:
-                return await client.announce(period, intent, within_s=within_s, boundary=boundary)
-            return await client.announce_nowait(period, intent, within_s=within_s)
+                return await client.announce(period, intent, within_s=within_s, boundary=boundary, job=job)
+            return await client.announce_nowait(period, intent, within_s=within_s, job=job)
 
     return asyncio.run(once())
 

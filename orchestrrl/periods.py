@@ -78,6 +78,7 @@ class PeriodReport:
     completion_s: float = 0.0
     notes: tuple[str, ...] = ()
     commits: tuple[CommitReport, ...] = field(default=())
+    job: str = ""
 
     @property
     def over(self) -> bool:
@@ -102,6 +103,7 @@ class FabricControl:
     period: str = ""
     reason: str = ""
     expires_s: float | None = None
+    job: str = ""  # whose period
 
     def at(self, now_s: float) -> "FabricControl":
         expired = self.expires_s is not None and self.expires_s <= now_s

@@ -29,6 +29,10 @@ from orchestrrl.rpc.plain import plain
 NONE_HERE = "this daemon drives no optical fabric: name its site in fabric.site of its configuration"
 PERIODS_SHOWN = 20
 
+JobOption = Annotated[
+    str, typer.Option("--job", help="Whose period; needed where several jobs have announced its name.")
+]
+
 
 def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
     """Show which circuits are up, for which period, what is masked or pinned, and whose traffic is traced.
@@ -82,6 +86,7 @@ def announce(
     boundary: Annotated[
         bool, typer.Option("--boundary", help="Nothing runs until this ends: no window is waited for.")
     ] = False,
+    job: JobOption = "",
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> None:
@@ -95,7 +100,9 @@ def announce(
 
     async def conversation(client: ControlClient) -> dict[str, Any]:
         text = _intent_text(period, intent, within_s)
-        order = fabric_pb2.AnnouncePeriodRequest(period=period, intent_json=text, within_s=within_s, boundary=boundary)
+        order = fabric_pb2.AnnouncePeriodRequest(
+            period=period, intent_json=text, within_s=within_s, boundary=boundary, job=job
+        )
         last: dict[str, Any] = {}
         async for report in client.watch(client.fabric.AnnouncePeriod, order):
             seen = plain(report)
@@ -134,6 +141,7 @@ def override(
     period: Annotated[str, typer.Argument(help="One that was announced before.", metavar="PERIOD")],
     reason: Reason = "",
     ttl_s: TimeToLive = 0.0,
+    job: JobOption = "",
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> None:
@@ -144,7 +152,7 @@ def override(
 
     Example: `orchestrrl fabric override gradients --reason "comparing" --ttl-s 600`
     """
-    order = fabric_pb2.OverrideFabricRequest(period=period, reason=reason, ttl_s=ttl_s)
+    order = fabric_pb2.OverrideFabricRequest(period=period, reason=reason, ttl_s=ttl_s, job=job)
     _control(daemon, lambda client: answer(client, client.fabric.OverrideFabric, order), as_json)
 
 

@@ -7,6 +7,7 @@ from rich.markup import escape
 
 from orchestrrl.cli.formats import duration, time_of_day
 from orchestrrl.cli.output import print_lines, print_table, stdout
+from orchestrrl.cli.status import name_of_period
 
 CIRCUITS_SHOWN = 40
 REASONS_SHOWN = 8
@@ -90,8 +91,8 @@ def reasons(periods: Iterable[dict[str, Any]]) -> list[str]:
     found: dict[tuple[str, str], str] = {}
     for period in periods:
         if period["detail"]:
-            line = f"{time_of_day(period['announced_unix_s'])} {period['period']}: {period['detail']}"
-            found.setdefault((period["period"], period["code"]), line)
+            line = f"{time_of_day(period['announced_unix_s'])} {name_of_period(period)}: {period['detail']}"
+            found.setdefault((name_of_period(period), period["code"]), line)
     lines = list(found.values())
     more = [f"and {len(lines) - REASONS_SHOWN} other reasons: --json has all"] if len(lines) > REASONS_SHOWN else []
     return [*lines[:REASONS_SHOWN], *more, ""] if lines else []
@@ -103,7 +104,7 @@ def _period_row(period: dict[str, Any]) -> tuple[object, ...]:
     windowed = first if first is not None and first["window_until_unix_s"] > 0 else None
     return (
         time_of_day(period["announced_unix_s"]),
-        period["period"],
+        name_of_period(period),
         period["state"] + (f": {why}" if (why := _why(period)) else ""),
         _moves(period),
         duration(first["commanded_unix_s"] - period["announced_unix_s"]) if first else None,

@@ -199,7 +199,12 @@ def fabric_summary(seen: dict[str, Any]) -> list[str]:
 def period_words(period: dict[str, Any]) -> str:
     """How a period stands, e.g. `gradients kept: no_window: none by the deadline`."""
     why = ": ".join(filter(None, (period["code"] if period["code"] != period["state"] else "", period["detail"])))
-    return f"{period['period']} {period['state']}{f': {why}' if why else ''}"
+    return f"{name_of_period(period)} {period['state']}{f': {why}' if why else ''}"
+
+
+def name_of_period(told: dict[str, Any]) -> str:
+    """`gradients`, or `gradients of trainer` where its job has a name."""
+    return f"{told['period']} of {job}" if (job := told.get("job")) else str(told["period"])
 
 
 def fabric_control_words(control: dict[str, Any]) -> str:
@@ -211,7 +216,7 @@ def fabric_control_words(control: dict[str, Any]) -> str:
             which = ", ".join(control["cross_connects"]) or "all circuits"
             return f"{which} pinned{until}{because}"
         case "overridden":
-            return f"circuits of {control['period']}, whatever else its job announces{until}{because}"
+            return f"circuits of {name_of_period(control)}, whatever else its job announces{until}{because}"
         case _:
             return f"free{because}"
 

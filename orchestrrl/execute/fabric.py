@@ -122,7 +122,7 @@ class Coordinator:
         intent to."""
         if not (isfinite(within_s) and within_s >= 0):
             raise ProblemFaults([f"within_s: must be >= 0 (0: as configured), got {within_s}"])
-        intent = parse_intent(period, intent_json, job) if intent_json else self._book.intent(period)
+        intent = parse_intent(period, intent_json, job) if intent_json else self._book.intent(period, job)
         return self.expect(intent, within_s, boundary=boundary)
 
     def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> Announced:
@@ -130,7 +130,7 @@ class Coordinator:
         now_s = self._clock.now_s()
         self._book.know(intent, now_s)
         id = f"c{self._generation}-{next(self._numbers)}"
-        report = PeriodReport(id, intent.period, intent.stage, PeriodState.ANNOUNCED, now_s)
+        report = PeriodReport(id, intent.period, intent.stage, PeriodState.ANNOUNCED, now_s, job=intent.job)
         limit_s = within_s or (self.rules.boundary_within_s if boundary else self.rules.within_s)
         made = Announced(intent, now_s + limit_s, boundary, report)
         superseded = Hold("superseded", f"{intent.period} was announced")
@@ -160,10 +160,10 @@ class Coordinator:
             last = report
         return last
 
-    def override(self, period: str, reason: str, ttl_s: float) -> FabricControl:
+    def override(self, period: str, reason: str, ttl_s: float, job: str = "") -> FabricControl:
         """Circuits of this period from now on. Raises Permanent for one without an intent, ProblemFaults."""
-        intent = self._book.intent(period)
-        control = self.word.override(period, reason, ttl_s)
+        intent = self._book.intent(period, job)
+        control = self.word.override(period, reason, ttl_s, intent.job)
         self.expect(intent)
         return control
 
@@ -438,9 +438,11 @@ class Coordinator:
     def _bound(self, intent: Intent) -> Intent | Hold:
         """The intent that is to be met: an operator's override goes first."""
         control = self.word.control
-        if control.state is not ControlState.OVERRIDDEN or control.period == intent.period:
+        if control.state is not ControlState.OVERRIDDEN:
             return intent
-        wanted = self._book.get(control.period)
+        if (control.job, control.period) == (intent.job, intent.period):
+            return intent
+        wanted = self._book.get(control.period, control.job)
         if wanted is None:
             return Hold("overridden", f"an operator wants {control.period}, which was never announced")
         # Of other PoDs, it is left to those who ask for it.
@@ -486,8 +488,8 @@ class Coordinator:
     def _reallocate(self) -> None:
         """Bring what is up about again, under what is left; a period that is to come anyway sees to it itself."""
         coming = {each.lane for each in (*self._queue, *self.active)}
-        for (_, stage), period in list(self._up.items()):
-            intent = self._book.get(period)
+        for (job, stage), period in list(self._up.items()):
+            intent = self._book.get(period, job)
             if stage is not Stage.WEIGHT_SYNC and intent is not None and lane_of(intent) not in coming:
                 self.expect(intent)
 

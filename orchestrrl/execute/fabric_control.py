@@ -77,10 +77,10 @@ class OperatorsWord:
         names = tuple(map(str, pins))
         return self._set(FabricControl(ControlState.PINNED, names, "", reason, expiry_s(self._clock.now_s(), ttl_s)))
 
-    def override(self, period: str, reason: str, ttl_s: float) -> FabricControl:
+    def override(self, period: str, reason: str, ttl_s: float, job: str = "") -> FabricControl:
         self._check(lifetime_faults(ttl_s))
         ends_s = expiry_s(self._clock.now_s(), ttl_s)
-        return self._set(FabricControl(ControlState.OVERRIDDEN, (), period, reason, ends_s))
+        return self._set(FabricControl(ControlState.OVERRIDDEN, (), period, reason, ends_s, job))
 
     def release(self, reason: str) -> FabricControl:
         return self._set(FabricControl(reason=reason))

@@ -39,6 +39,7 @@ def period_to_pb(report: PeriodReport | None) -> pb.PeriodReport | None:
         completion_s=report.completion_s,
         notes=report.notes,
         commits=[_commit_to_pb(commit) for commit in report.commits],
+        job=report.job,
     )
 
 
@@ -72,6 +73,7 @@ def period_from_pb(message: pb.PeriodReport) -> PeriodReport:
         message.completion_s,
         tuple(message.notes),
         tuple(_commit_from_pb(commit) for commit in message.commits),
+        message.job,
     )
 
 
@@ -96,6 +98,7 @@ def control_of_fabric_to_pb(control: FabricControl) -> pb.FabricControl:
         period=control.period,
         reason=control.reason,
         expires_unix_s=control.expires_s,
+        job=control.job,
     )
 
 

@@ -110,7 +110,9 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         await context.send_initial_metadata(())
         fabric = await self._coordinator(context)
         try:
-            period = fabric.announce(request.period, request.intent_json, request.within_s, boundary=request.boundary)
+            period = fabric.announce(
+                request.period, request.intent_json, request.within_s, boundary=request.boundary, job=request.job
+            )
         except Permanent as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except OrchestrRLError as error:
@@ -143,7 +145,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
     async def OverrideFabric(self, request: pb.OverrideFabricRequest, context: Context) -> pb.FabricControl:
         fabric = await self._coordinator(context)
         async with refusing(context):
-            control = fabric.override(request.period, request.reason, request.ttl_s)
+            control = fabric.override(request.period, request.reason, request.ttl_s, request.job)
         return control_of_fabric_to_pb(control)
 
     async def ReleaseFabric(self, request: pb.ReleaseFabricRequest, context: Context) -> pb.FabricControl:

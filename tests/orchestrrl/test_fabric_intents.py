@@ -80,3 +80,23 @@ def test_what_is_no_intent_at_all(text: str) -> None:
         parse_intent("", text)
     assert wrong.value.faults[0] == "period: must be a name, got ''"
     assert len(wrong.value.faults) == 2
+
+
+def test_a_job_of_16384_gpus_that_are_mapped_one_by_one_fits() -> None:
+    ranks = 16384
+
+    def strided(size: int) -> tuple[tuple[int, ...], ...]:
+        apart = ranks // size
+        return tuple(tuple(range(first, ranks, apart)) for first in range(apart))
+
+    traffic = tuple(
+        Traffic(operation, Primitive.RING_ALL_REDUCE, strided(size), 1e9)
+        for operation, size in zip(
+            (Operation.TP, Operation.DP, Operation.EP, Operation.PP, Operation.CP), (8, 128, 64, 16, 2), strict=True
+        )
+    )
+    gpus = {rank: GpuId(ranks - 1 - rank) for rank in range(ranks)}
+    intent = Intent("gradients", Stage.TRAIN, traffic, gpus, "trainer")
+    text = intent_to_json(intent)
+    assert len(text) < MOST_BYTES / 2
+    assert parse_intent("gradients", text) == intent

@@ -395,6 +395,7 @@ class AnnouncePeriodRequest(_message.Message):
     INTENT_JSON_FIELD_NUMBER: _builtins.int
     WITHIN_S_FIELD_NUMBER: _builtins.int
     BOUNDARY_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     period: _builtins.str
     intent_json: _builtins.str
     """See orchestrrl/fabric_intents.py; empty: as it was announced last."""
@@ -402,6 +403,8 @@ class AnnouncePeriodRequest(_message.Message):
     """After so long it is not waited for a window any more; 0: as configured."""
     boundary: _builtins.bool
     """The caller stands still until the answer ends: nothing needs a window."""
+    job: _builtins.str
+    """Whose it is, where the intent does not say; empty: nobody's, or of the only job that has announced this name."""
     def __init__(
         self,
         *,
@@ -409,10 +412,11 @@ class AnnouncePeriodRequest(_message.Message):
         intent_json: _builtins.str = ...,
         within_s: _builtins.float = ...,
         boundary: _builtins.bool = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundary", b"boundary", "intent_json", b"intent_json", "period", b"period", "within_s", b"within_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundary", b"boundary", "intent_json", b"intent_json", "job", b"job", "period", b"period", "within_s", b"within_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -436,6 +440,7 @@ class PeriodReport(_message.Message):
     COMPLETION_S_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     period: _builtins.str
     stage: _builtins.str
@@ -451,6 +456,7 @@ class PeriodReport(_message.Message):
     moves: _builtins.int
     completion_s: _builtins.float
     """What the plan expects of its slowest pair of endpoints."""
+    job: _builtins.str
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -472,10 +478,11 @@ class PeriodReport(_message.Message):
         completion_s: _builtins.float = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
         commits: _abc.Iterable[Global___CommitReport] | None = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s", "ended_unix_s", b"ended_unix_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s", "announced_unix_s", b"announced_unix_s", "code", b"code", "commits", b"commits", "completion_s", b"completion_s", "detail", b"detail", "ended_unix_s", b"ended_unix_s", "id", b"id", "moves", b"moves", "notes", b"notes", "period", b"period", "stage", b"stage", "stages", b"stages", "stages_done", b"stages_done", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s", "announced_unix_s", b"announced_unix_s", "code", b"code", "commits", b"commits", "completion_s", b"completion_s", "detail", b"detail", "ended_unix_s", b"ended_unix_s", "id", b"id", "job", b"job", "moves", b"moves", "notes", b"notes", "period", b"period", "stage", b"stage", "stages", b"stages", "stages_done", b"stages_done", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ended_unix_s: _TypeAlias = _typing.Literal["ended_unix_s"]  # noqa: Y015
     _WhichOneofArgType__ended_unix_s: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s"]  # noqa: Y015
@@ -926,19 +933,23 @@ class OverrideFabricRequest(_message.Message):
     PERIOD_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     period: _builtins.str
     reason: _builtins.str
     ttl_s: _builtins.float
+    job: _builtins.str
+    """Whose period; empty: nobody's, or of the only job that has announced this name."""
     def __init__(
         self,
         *,
         period: _builtins.str = ...,
         reason: _builtins.str = ...,
         ttl_s: _builtins.float = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["period", b"period", "reason", b"reason", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "period", b"period", "reason", b"reason", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -972,11 +983,14 @@ class FabricControl(_message.Message):
     PERIOD_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """free, pinned, overridden"""
     period: _builtins.str
     reason: _builtins.str
     expires_unix_s: _builtins.float
+    job: _builtins.str
+    """Of `period`."""
     @_builtins.property
     def cross_connects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -987,10 +1001,11 @@ class FabricControl(_message.Message):
         period: _builtins.str = ...,
         reason: _builtins.str = ...,
         expires_unix_s: _builtins.float | None = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expires_unix_s", b"_expires_unix_s", "expires_unix_s", b"expires_unix_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires_unix_s", b"_expires_unix_s", "cross_connects", b"cross_connects", "expires_unix_s", b"expires_unix_s", "period", b"period", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires_unix_s", b"_expires_unix_s", "cross_connects", b"cross_connects", "expires_unix_s", b"expires_unix_s", "job", b"job", "period", b"period", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expires_unix_s: _TypeAlias = _typing.Literal["expires_unix_s"]  # noqa: Y015
     _WhichOneofArgType__expires_unix_s: _TypeAlias = _typing.Literal["_expires_unix_s", b"_expires_unix_s"]  # noqa: Y015

@@ -9,8 +9,10 @@ from fabric_house import GEN, Agent, House, house, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrrl.errors import Permanent
 from orchestrrl.execute.fabric_commit import Rules
 from orchestrrl.execute.fabric_queue import Announced
+from orchestrrl.fabric_intents import intent_to_json
 from orchestrrl.periods import PeriodState
 from planner.fabric.intent import Operation
 from planner.fabric.windows import Window
@@ -151,3 +153,47 @@ async def test_whatever_two_jobs_do_one_changes_at_a_time_and_in_its_own_windows
         assert len(spans) == sum(report.stages_done for report in reports)
         ids = [report.id for report in site.coordinator.reports(1000)]
         assert len(ids) == len(set(ids))
+
+
+async def test_two_jobs_use_the_same_name_each_for_its_own(site: House, one: Agent, other: Agent) -> None:
+    fabric = site.coordinator
+    await site.pass_time(0.5)
+    for intent in (FIRST_NEXT, SECOND_NEXT):
+        fabric.announce("next", intent_to_json(intent))
+    one.quiet(60.0, "one")
+    other.quiet(60.0, "other")
+    await site.pass_time(0.5)
+    for job, ranks in (("one", range(8)), ("other", range(8, 16))):
+        again = fabric.announce("next", job=job)  # as a recorder does, which knows the job and no intent
+        assert again.intent.ranks <= set(ranks)
+        assert (await site.over(again)).job == job
+    with pytest.raises(Permanent, match="is of several jobs, name one: 'one', 'other'"):
+        fabric.announce("next")
+    with pytest.raises(Permanent, match="of job 'third' was never announced"):
+        fabric.announce("next", job="third")
+    # An operator's word is on one of them.
+    with pytest.raises(Permanent, match="several jobs"):
+        fabric.override("next", "the test says so", 0.0)
+    control = fabric.override("next", "the test says so", 0.0, "other")
+    assert (control.period, control.job) == ("next", "other")
+    assert fabric._bound(SECOND) == SECOND_NEXT
+    assert fabric._bound(FIRST) == FIRST
+
+
+async def test_what_two_jobs_call_by_one_name_outlasts_the_daemon(site: House, one: Agent, other: Agent) -> None:
+    for intent in (FIRST_NEXT, SECOND_NEXT):
+        site.coordinator.expect(intent)
+    await site.pass_time(0.1)
+    site.coordinator.override("next", "the test says so", 0.0, "one")
+    await site.kill()
+    site.start()
+    assert site.coordinator.announce("next", job="other").intent == SECOND_NEXT
+    assert site.coordinator._bound(FIRST) == FIRST_NEXT
+
+
+async def test_a_name_that_one_job_has_announced_needs_no_job(site: House, one: Agent) -> None:
+    site.coordinator.expect(FIRST)
+    assert site.coordinator.announce("first").intent == FIRST
+    nobodys = train("second", (8, 11), (12, 15))
+    site.coordinator.expect(nobodys)
+    assert site.coordinator.announce("second", job="one").intent == nobodys  # what nobody has to himself is for all

@@ -339,7 +339,9 @@ def error_from_pb(pb: ocs_pb2.DriverError, device: str) -> DriverError:
     theirs = f"{pb.device}: " if pb.device and pb.device != device else ""
     if pb.kind in ("invalid_change", "conflict"):
         kind = InvalidChange if pb.kind == "invalid_change" else Conflict
-        return kind([theirs + fault for fault in pb.faults or [pb.message]], device=device)
+        # The way out that a fault names is a command of ours, so it needs the name that we know the device by.
+        faults = [fault.replace(f"ocs take-over {pb.device} ", f"ocs take-over {device} ") for fault in pb.faults]
+        return kind([theirs + fault for fault in faults or [pb.message]], device=device)
     message = theirs + pb.message
     if pb.kind == "retryable":
         return Retryable(message, after_s=pb.after_s, device=device, command=pb.command, answer=pb.answer)

@@ -26,7 +26,7 @@ from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, ocs_pb2
 from orchestrrl.rpc.switches import drivers_of
 
 VIRTUAL_PROCESS = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 # A switch per test, so that one daemon serves them all.
 SWITCHES = """
@@ -247,6 +247,78 @@ def test_a_killed_daemon_leaves_nothing_half_done(tmp_path: Path) -> None:
     device.stdout.close()
 
 
+@pytest.fixture
+def far() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A device behind a process of its own, and how the daemon is told of it."""
+    device = subprocess.Popen(
+        [sys.executable, str(VIRTUAL_PROCESS), json.dumps({"reconfiguration_s": 0.002})],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert device.stdin is not None
+    assert device.stdout is not None
+    target = f"127.0.0.1:{device.stdout.readline().strip()}"
+    yield device, f"\n  - {{id: far, driver: grpc, options: {{target: '{target}'}}}}\n"
+    device.communicate()
+
+
+def test_circuits_of_others_are_taken_over_by_name(far: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
+    device, switches = far
+    assert device.stdin is not None
+    assert device.stdout is not None
+    device.stdin.write('{"foreign": [[9, 25], [10, 26]]}\n')
+    device.stdin.flush()
+    device.stdout.readline()
+    with running_daemon(tmp_path, switches) as daemon:
+        assert "9:25" in ocs(daemon, "show", "far").stdout
+        assert "not ours" in ocs(daemon, "show", "far").stdout
+        refused = ocs(daemon, "disconnect", "far", "9:25")
+        assert refused.exit_code == 1
+        assert "orchestrrl ocs take-over far 9:25" in refused.stderr
+        absent = ocs(daemon, "take-over", "far", "9:25", "9:26")
+        assert absent.exit_code == 1
+        assert "9:26: is not on the device" in absent.stderr
+        assert answer(daemon, "take-over", "far", "9:25")["detail"] == "ours from now on: 9:25"
+        assert {c["cross_connect"]: c["ours"] for c in answer(daemon, "show", "far")["circuits"]} == {
+            "9:25": True,
+            "10:26": False,
+        }
+    with running_daemon(tmp_path, switches) as daemon:
+        assert answer(daemon, "disconnect", "far", "9:25")["done"]
+        assert circuits(daemon, "far") == ["10:26"]
+    everything = switches.replace("driver: grpc", "driver: grpc, owns: all")
+    with running_daemon(tmp_path, everything) as daemon:
+        assert answer(daemon, "show", "far")["circuits"][0]["ours"]
+        assert answer(daemon, "disconnect", "far", "10:26")["done"]
+
+
+def test_a_change_on_trial_is_confirmed_or_undone(far: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
+    _, switches = far
+    with running_daemon(tmp_path, switches) as daemon:
+        nothing = ocs(daemon, "confirm", "far")
+        assert nothing.exit_code == 1
+        assert "nothing waits to be confirmed" in nothing.stderr
+        assert ocs(daemon, "connect", "far", "3:17", "--revert-in-s", "0").exit_code == 2
+        change = answer(daemon, "connect", "far", "3:17", "--revert-in-s", "1000")
+        assert change["done"]
+        assert change["revert_at_unix_s"] > time.time() + 500
+        assert answer(daemon, "show", "far")["unconfirmed"]["added"] == ["3:17"]
+        assert "waits to be confirmed until" in ocs(daemon, "show", "far").stdout
+        meanwhile = ocs(daemon, "connect", "far", "5:19")
+        assert meanwhile.exit_code == 1
+        assert "waits to be confirmed until" in meanwhile.stderr
+        assert answer(daemon, "confirm", "far")["done"]
+        assert answer(daemon, "show", "far")["unconfirmed"] is None
+        assert answer(daemon, "disconnect", "far", "3:17", "--revert-in-s", "1000")["done"]
+        daemon.process.send_signal(signal.SIGKILL)
+        daemon.process.wait(DEADLINE_S)
+    with running_daemon(tmp_path, switches) as daemon:  # which nobody told to keep it
+        wait_for(lambda: len(of_switch(daemon, "far", "circuits.result")) == 2)
+        assert circuits(daemon, "far") == ["3:17"]
+        assert answer(daemon, "show", "far")["unconfirmed"] is None
+
+
 def test_faults_of_all_switches_come_at_once() -> None:
     config = parse_config("""
 ocs:
@@ -258,7 +330,8 @@ ocs:
         drivers_of(config.ocs, WallClock())
     assert refused.value.faults == [
         "ocs[0].options.ports: must be an even number >= 2, got 31",
-        "ocs[1].driver: must be one of calient_rest, gnmi, grpc, netconf, restconf, scpi, tl1, virtual, got 'telescope'",
+        "ocs[1].driver: must be one of calient_rest, gnmi, grpc, netconf, restconf, scpi, tl1, virtual, "
+        "got 'telescope'",
         "ocs[2].options.target: is missing",
     ]
 

@@ -222,7 +222,7 @@ class House:
         self.circuits = CircuitExecutor(cast(Any, self.switches), self.journal, self.clock)
         self.circuits.recover()
         self.word = OperatorsWord(self.site, self.journal, self.clock)
-        self.glass = Glass(self.site, self.switches, self.clock)
+        self.glass = Glass(self.site, self.switches, self.clock, self.circuits.owners)
         self.coordinator = Coordinator(
             self.site,
             self.glass,

@@ -205,6 +205,7 @@ class ScpiWire:
         except TimeoutError as error:
             await self._send(self._setup.dialect.error_query)
             if complaints := await self._complaints():
+                await self.close()  # an answer that comes yet must not be taken for that to the next question
                 answer = _told(complaints)
                 raise Permanent("the query was refused", command=_short(query), answer=answer) from None
             raise Retryable(str(error), command=_short(query)) from None

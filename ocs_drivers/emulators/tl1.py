@@ -1,7 +1,7 @@
 """Emulated switches that speak TL1: the server, the framing of what it says, and its quirks.
 
-What a vendor's commands mean is in tl1_devices.py. Nothing of the driver is used here, so that a misreading would have
-to be made twice.
+What a vendor's commands mean is in tl1_polatis.py, tl1_calient.py and tl1_glimmerglass.py. Nothing of the driver is
+used here, so that a misreading would have to be made twice.
 """
 
 import asyncio
@@ -14,7 +14,10 @@ from typing import Any
 
 from ocs_drivers.base import Clock
 from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
-from ocs_drivers.emulators.tl1_devices import CalientBox, Command, GlimmerglassBox, PolatisBox, Refusal
+from ocs_drivers.emulators.tl1_calient import CalientBox
+from ocs_drivers.emulators.tl1_commands import Command, Refusal
+from ocs_drivers.emulators.tl1_glimmerglass import GlimmerglassBox
+from ocs_drivers.emulators.tl1_polatis import PolatisBox
 from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.model import Event
 

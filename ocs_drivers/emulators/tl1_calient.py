@@ -1,0 +1,182 @@
+"""What a Calient does with TL1 commands. The server is tl1.py."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ocs_drivers.emulators.base import EmulatedDevice, Panel
+from ocs_drivers.emulators.tl1_commands import Command, Refusal, Setter
+from ocs_drivers.model import (
+    Action,
+    CircuitState,
+    Connectivity,
+    CrossConnect,
+    Event,
+    EventKind,
+    Facts,
+    PortStatus,
+)
+
+
+class CalientBox:
+    """A Calient: connections are provisioned by name, then lit."""
+
+    name = "CALIENT01TS"
+    reports_at_first = True
+    report_verbs: ClassVar = {"ALW-MSG": True, "INH-MSG": False}
+
+    def __init__(self, device: EmulatedDevice, panel: Panel, *, semicolons: bool) -> None:
+        self._device = device
+        self._setter = Setter(device)
+        self._groups: dict[CrossConnect, str] = {}  # provisioned, lit or not
+        self._held: dict[tuple[str, int], CrossConnect] = {}  # by either end
+        self._ports = {_slot(port): port for port in device.facts.ingress_ports}
+        self._session = device.session()
+        self._changes = device.glass.listen()
+        self._alias = '\\"row B; rack 3, unit 5\\"' if semicolons else "NONE"
+
+    @classmethod
+    def facts(cls, panel: Panel) -> Facts:
+        ports = range(1, max(panel.ingress_ports, panel.egress_ports) + 1)
+        return Facts(
+            vendor="Calient",
+            model="S320",
+            serial="C00002227",
+            software="6.0-3",
+            connectivity=Connectivity.INGRESS_EGRESS,
+            ingress_ports=ports,
+            egress_ports=ports,
+            reconfiguration_s=panel.reconfiguration_s,
+            boot=panel.boot,
+        )
+
+    async def answer(self, command: Command) -> Sequence[str]:
+        self._forget_after_restart()
+        self._take_over()
+        facts, verb = self._device.facts, command.verb
+        if verb == "RTRV-NE":
+            about = f"SERIALNUMBER={facts.serial},SWPACKAGE={facts.software},STATUS=OK,CHASSISTYPE={facts.model}"
+            return [f'"{self.name}:{about},PLATFORM=VERSION2"']
+        if verb in ("RTRV-PORT-SUM", "RTRV-PORT"):
+            wanted = facts.ingress_ports if command.aid in ("0", "") else [self._port(command.aid)]
+            return self._summaries(wanted) if verb == "RTRV-PORT-SUM" else self._states(wanted)
+        if verb == "RTRV-CRS":
+            lit = self._lit()
+            return [self._connection(pair, lit.get(pair)) for pair in sorted(self._groups)]
+        if verb == "ENT-CRS":
+            return self._provision(command)
+        if verb in ("ACT-CRS", "CANC-CRS", "DLT-CRS"):
+            return await self._change(verb, self._named(command), command)
+        raise Refusal("ICNV", "Input, Command Not Valid")
+
+    def report(self, event: Event) -> tuple[str, str, str]:
+        if event.kind is EventKind.PORT and event.port is not None:
+            return "*C", "REPT ALM PORT", f'"{_slot(event.port)}:CR,{event.text.upper()},NSA"'
+        if event.cross_connect is not None:
+            return "A", "REPT DBCHG CRS", f'"{_name(event.cross_connect)}:{event.text}"'
+        return "**", "REPT ALM EQPT", f'"NE:MJ,RESTART,NSA,,,,:\\"{event.text}\\""'
+
+    def _forget_after_restart(self) -> None:
+        """What the glass has lost is not provisioned any more."""
+        if not self._device.is_alive(self._session):
+            self._session = self._device.session()
+            for pair in [pair for pair in self._groups if not self._device.glass.holds(pair)]:
+                self._forget(pair)
+
+    def _take_over(self) -> None:
+        """Circuits that came to the glass by other ways than by our commands are connections too."""
+        while not self._changes.empty():
+            pair = self._changes.get_nowait().cross_connect
+            if pair is None or pair in self._groups or not self._device.glass.holds(pair):
+                continue
+            for held in {self._held[end] for end in self._device.facts.ends(pair) if end in self._held}:
+                self._forget(held)
+            self._provide(pair, "OPERATOR")
+
+    def _provide(self, pair: CrossConnect, group: str) -> None:
+        self._groups[pair] = group
+        self._held |= dict.fromkeys(self._device.facts.ends(pair), pair)
+
+    def _forget(self, pair: CrossConnect) -> None:
+        del self._groups[pair]
+        for end in self._device.facts.ends(pair):
+            del self._held[end]
+
+    def _lit(self) -> dict[CrossConnect, CircuitState]:
+        return {circuit.cross_connect: circuit.state for circuit in self._device.glass.circuits()}
+
+    def _port(self, name: str) -> int:
+        if name not in self._ports:
+            raise Refusal("IIAC", f"Input, Invalid Access Identifier: no port {name}")
+        return self._ports[name]
+
+    def _provision(self, command: Command) -> Sequence[str]:
+        source, _, destination = command.aid.partition(",")
+        pair = CrossConnect(self._port(source), self._port(destination))
+        if command.block(1).upper() != "1WAY":
+            raise Refusal("IDNV", "Input, Data Not Valid: this emulator knows 1WAY only")
+        for end in self._device.facts.ends(pair):
+            if end in self._held:
+                raise Refusal("SROF", f"Invalid Connection: port already in connection {_name(self._held[end])}")
+        self._provide(pair, command.block(0))
+        return []
+
+    def _named(self, command: Command) -> CrossConnect:
+        """By name: first in ACT-CRS, and first or third in the others, as clients put it."""
+        for index in (0, 2):
+            source, arrow, destination = command.block(index).partition(">")
+            if arrow and source in self._ports and destination in self._ports:
+                pair = CrossConnect(self._ports[source], self._ports[destination])
+                if pair in self._groups:
+                    return pair
+        raise Refusal("IIAC", "Invalid Connection: no connection of that name")
+
+    async def _change(self, verb: str, pair: CrossConnect, command: Command) -> Sequence[str]:
+        if verb == "ACT-CRS":
+            await self._setter.set(Action.ADD, [pair], command)
+        elif verb == "CANC-CRS":
+            await self._setter.set(Action.REMOVE, [pair], command)
+        elif self._device.glass.holds(pair):
+            raise Refusal("SROF", f"Invalid Connection: {_name(pair)} is active")
+        else:
+            self._forget(pair)
+        return []
+
+    def _connection(self, pair: CrossConnect, state: CircuitState | None) -> str:
+        shown = {
+            None: "AS=UMA,OS=RDY,OC=OK",
+            CircuitState.TUNING: "AS=IS,OS=RDY,OC=OK",
+            CircuitState.TUNED: "AS=IS,OS=IS,OC=OK",
+            CircuitState.FAILED: "AS=IS,OS=OOS,OC=FAIL",
+        }[state]
+        ends = f"SRCPORT={_slot(pair.ingress_port)},DSTPORT={_slot(pair.egress_port)},GRPNAME={self._groups[pair]}"
+        return f'"{_name(pair)}:{ends},CONNNAME={_name(pair)},CONNTYPE=1WAY,{shown},PS=UPR,AL=CL"'
+
+    def _summaries(self, ports: Sequence[int]) -> Sequence[str]:
+        powers = {state.port: state.power_dbm for state in self._device.glass.ports()}
+        held = {port: pair for pair in self._groups for port in (pair.ingress_port, pair.egress_port)}
+        lit, lines = self._lit(), []
+        for port in ports:
+            name = _name(held[port]) if port in held else "NONE"
+            state = "ACT" if held.get(port) in lit else "NONE"
+            measured = f"INPWR={powers[port]:.2f},OUTPWR={powers[port]:.2f}"
+            more = f"CONNNAME1={name},CONNSTATE1={state},CONNNAME2=NONE,CONNSTATE2=NONE"
+            lines.append(f'"{_slot(port)}:ALIAS={self._alias},{measured},{more}"')
+        return lines
+
+    def _states(self, ports: Sequence[int]) -> Sequence[str]:
+        status, lines = {state.port: state.status for state in self._device.glass.ports()}, []
+        for port in ports:
+            administrative = "OOS-MA" if status[port] is PortStatus.DISABLED else "IS"
+            works = "FAIL" if status[port] is PortStatus.FAILED else "OK"
+            sides = (f"{side}AS={administrative},{side}OS=IS,{side}OC={works},{side}RS=NPR" for side in ("IN", "OUT"))
+            lines.append(f'"{_slot(port)}:WX,NONE,NONE:{",".join(sides)}"')
+        return lines
+
+
+def _slot(port: int) -> str:
+    """Eight ports to a row, eight rows to a shelf: 1 is `1.1.1`, 9 is `1.2.1`, 65 is `2.1.1`."""
+    return f"{(port - 1) // 64 + 1}.{(port - 1) // 8 % 8 + 1}.{(port - 1) % 8 + 1}"
+
+
+def _name(pair: CrossConnect) -> str:
+    return f"{_slot(pair.ingress_port)}>{_slot(pair.egress_port)}"

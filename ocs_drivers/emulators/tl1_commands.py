@@ -1,0 +1,110 @@
+"""TL1 commands as an emulated device takes them apart, and how it hands on what they set."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ocs_drivers.emulators.base import EmulatedDevice
+from ocs_drivers.errors import Permanent
+from ocs_drivers.model import (
+    Action,
+    CrossConnect,
+)
+
+
+class Refusal(Exception):
+    """DENY, with a code of four letters and words."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`VERB:TID:AID:CTAG:GENERAL:BLOCK,BLOCK:...`, without its end."""
+
+    text: str
+    parts: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Command":
+        return cls(text, tuple(_split(text, ":")))
+
+    @property
+    def verb(self) -> str:
+        return self.part(0).upper()
+
+    @property
+    def aid(self) -> str:
+        return _plain(self.part(2))
+
+    @property
+    def ctag(self) -> str:
+        return self.part(3) or "0"
+
+    def part(self, index: int) -> str:
+        return self.parts[index].strip() if index < len(self.parts) else ""
+
+    def block(self, index: int) -> str:
+        """A parameter by position, of those after the general block."""
+        values = _split(self.part(5), ",")
+        return _plain(values[index].strip()) if index < len(values) else ""
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """At marks outside of quotes."""
+    parts, quoted, escaped = [""], False, False
+    for sign in text:
+        if sign == mark and not quoted:
+            parts.append("")
+            continue
+        quoted ^= sign == '"' and not escaped
+        escaped = sign == "\\" and not escaped
+        parts[-1] += sign
+    return parts
+
+
+def _plain(value: str) -> str:
+    return value[1:-1].replace('\\"', '"').replace("\\\\", "\\") if value[:1] == '"' else value
+
+
+def ports_of(text: str) -> list[int]:
+    """`1&2&3` and `1&&4`, also mixed."""
+    ports: list[int] = []
+    for run in re.split(r"(?<!&)&(?!&)", text):
+        first, _, last = run.partition("&&")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise Refusal("IIAC", f"Input, Invalid Access Identifier: {text[:40]}")
+        ports += range(int(first), int(last or first) + 1)
+    return ports
+
+
+class Setter:
+    """Hands changes to the device, and turns what it says of them into a refusal."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.device = device
+
+    async def set(self, action: Action, pairs: Sequence[CrossConnect], command: Command) -> None:
+        try:
+            await self.device.set(action, pairs, command.text)
+        except Permanent as refusal:
+            raise Refusal("SROF", f"Status, Requested Operation Failed: {refusal.answer}") from refusal
+
+    def pairs(self, ingress: Sequence[int], egress: Sequence[int]) -> list[CrossConnect]:
+        facts = self.device.facts
+        if len(ingress) != len(egress):
+            raise Refusal("IDNV", "Input, Data Not Valid: lists of different lengths")
+        for port, ports in [*((p, facts.ingress_ports) for p in ingress), *((p, facts.egress_ports) for p in egress)]:
+            if port not in ports:
+                raise Refusal("IIAC", f"Input, Invalid Access Identifier: no port {port} on that side")
+        return [CrossConnect(one, other) for one, other in zip(ingress, egress, strict=True)]
+
+    def held_by(self, ingress: Sequence[int]) -> list[CrossConnect]:
+        """What is connected to these ingress ports, in the order of the list."""
+        present = {
+            circuit.cross_connect.ingress_port: circuit.cross_connect for circuit in self.device.glass.circuits()
+        }
+        return [present[port] for port in ingress if port in present]

@@ -1,0 +1,109 @@
+"""What a Polatis does with TL1 commands. The server is tl1.py."""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ocs_drivers.emulators.base import EmulatedDevice, Panel
+from ocs_drivers.emulators.tl1_commands import Command, Refusal, Setter, ports_of
+from ocs_drivers.model import (
+    Action,
+    BootBehaviour,
+    CircuitState,
+    Connectivity,
+    Event,
+    EventKind,
+    Facts,
+    PortStatus,
+)
+
+
+class PolatisBox:
+    """A Polatis. While its mirrors move, other commands wait: RTRV-PATCH lists what is in place."""
+
+    name = "Polatis"
+    reports_at_first = False
+    report_verbs: ClassVar = {"RLS-ARC-EQPT": True, "OPR-ARC-EQPT": False}
+
+    def __init__(self, device: EmulatedDevice, panel: Panel, *, semicolons: bool) -> None:
+        self._device = device
+        self._setter = Setter(device)
+        self._boot = panel.boot if panel.boot is not BootBehaviour.UNKNOWN else BootBehaviour.DARK
+        self._model = '\\"OST; second of 2\\"' if semicolons else "OST"
+
+    @classmethod
+    def facts(cls, panel: Panel) -> Facts:
+        inputs = range(1, panel.ingress_ports + 1)
+        return Facts(
+            vendor="Polatis",
+            model="OST",
+            serial="002414",
+            software="6.5.2.18",
+            connectivity=Connectivity.INGRESS_EGRESS,
+            ingress_ports=inputs,
+            egress_ports=range(inputs[-1] + 1, inputs[-1] + panel.egress_ports + 1),
+            reconfiguration_s=panel.reconfiguration_s,
+            boot=panel.boot,
+        )
+
+    async def answer(self, command: Command) -> Sequence[str]:
+        facts, verb, aid = self._device.facts, command.verb, command.aid.upper()
+        if verb == "RTRV-EQPT" and aid == "SYSTEM":
+            return [f'"SYSTEM:SIZE={len(facts.ingress_ports)}x{len(facts.egress_ports)}"']
+        if verb == "RTRV-EQPT" and aid == "BOOT":
+            return [f'"BOOT:MODE={self._boot.upper()}"']
+        if verb == "RTRV-NETYPE":
+            return [f'"{facts.vendor},{self._model},OCS,{facts.software}"']
+        if verb == "RTRV-INV":
+            return [f'"OCS:SN={facts.serial}"']
+        if verb in ("RTRV-PORT-SHUTTER", "RTRV-PORT-POWER"):
+            return self._ports(verb, aid)
+        if verb in ("OPR-PORT-SHUTTER", "RLS-PORT-SHUTTER"):
+            return await self._shut(verb == "RLS-PORT-SHUTTER", ports_of(aid), command)
+        if verb == "RTRV-PATCH":
+            return await self._patches(aid)
+        if verb == "ENT-PATCH":
+            ingress, _, egress = command.part(2).partition(",")
+            await self._setter.set(Action.ADD, self._setter.pairs(ports_of(ingress), ports_of(egress)), command)
+            return []
+        if verb == "DLT-PATCH":
+            ports = list(facts.ingress_ports) if aid in ("", "ALL") else ports_of(aid)
+            await self._setter.set(Action.REMOVE, self._setter.held_by(ports), command)
+            return []
+        raise Refusal("ICNV", "Input, Command Not Valid")
+
+    def report(self, event: Event) -> tuple[str, str, str]:
+        if event.kind is EventKind.PORT:
+            return "A", "REPT EVT EQPT", f'"{event.text.replace("port", "Port")}"'
+        if event.cross_connect is not None:
+            pair = event.cross_connect
+            return "A", "REPT EVT PATCH", f'"{pair.ingress_port},{pair.egress_port}"'
+        return "**", "REPT ALM EQPT", f'"{event.text}"'
+
+    async def _patches(self, aid: str) -> Sequence[str]:
+        while math.isfinite(moving_s := self._device.glass.moving_s()):
+            await self._device.clock.sleep(moving_s)
+        wanted = set(ports_of(aid)) if aid else None
+        return [
+            f'"{pair.ingress_port},{pair.egress_port}"'
+            for circuit in self._device.glass.circuits()
+            if circuit.state is not CircuitState.TUNING
+            for pair in [circuit.cross_connect]
+            if wanted is None or wanted & {pair.ingress_port, pair.egress_port}
+        ]
+
+    def _ports(self, verb: str, aid: str) -> Sequence[str]:
+        states = {state.port: state for state in self._device.glass.ports()}
+        ports = ports_of(aid) if aid else list(states)
+        if unknown := [port for port in ports if port not in states]:
+            raise Refusal("IIAC", f"Input, Invalid Access Identifier: no port {unknown[0]}")
+        if verb == "RTRV-PORT-POWER":
+            return [f'"{port}:{states[port].power_dbm:.1f}"' for port in ports]
+        shutter = {PortStatus.ENABLED: "OPEN", PortStatus.DISABLED: "CLOSED", PortStatus.FAILED: "FAILED"}
+        return [f'"{port}:{shutter[states[port].status]}"' for port in ports]
+
+    async def _shut(self, is_open: bool, ports: Sequence[int], command: Command) -> Sequence[str]:
+        if not {state.port for state in self._device.glass.ports()}.issuperset(ports):
+            raise Refusal("IIAC", "Input, Invalid Access Identifier: no such port")
+        await self._device.enable(ports, is_open, command.text)
+        return []

@@ -113,6 +113,7 @@ class CalientRestWire:
         return [PortState(known.number(row.name), row.status, row.power_dbm if has_power else None) for row in rows]
 
     async def read_circuits(self) -> Sequence[Circuit]:
+        moving = self._settling.moving()
         rows = await self._get("crossconnects/", {"id": "list"}, parse.connections)
         known, broken = self._known, set()
         self._listed = {}
@@ -132,8 +133,8 @@ class CalientRestWire:
         normal = {self._normal(pair): pair in broken or _turned(pair) in broken for pair in self._listed}
         if self._direction is Direction.UNI:
             normal = {pair: pair in broken for pair in self._listed}
-        circuits = self._settling.circuits(normal)
-        return [Circuit(c.cross_connect, CircuitState.FAILED) if normal[c.cross_connect] else c for c in circuits]
+        shown = self._settling.circuits(normal, moving)
+        return [Circuit(c.cross_connect, CircuitState.FAILED) if normal[c.cross_connect] else c for c in shown]
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         if not pairs:

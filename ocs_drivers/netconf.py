@@ -119,10 +119,11 @@ class NetconfWire:
         return _sense(lambda: xml.port_states(data, self._revision, with_power=with_power))
 
     async def read_circuits(self) -> Sequence[Circuit]:
+        moving = self._settling.moving()
         data = await self._read(lambda manager: manager.get_config("running", filter=[xml.CROSS_CONNECTS_FILTER]))
         listed = _sense(lambda: xml.cross_connects(data, self._revision))
         self._as_listed = {frozenset((pair.ingress_port, pair.egress_port)): pair for pair in listed}
-        return self._settling.circuits(listed)
+        return self._settling.circuits(listed, moving)
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         try:

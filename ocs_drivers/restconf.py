@@ -133,11 +133,12 @@ class RestconfWire:
         return [replace(port, power_dbm=measured.get(port.port)) for port in ports]
 
     async def read_circuits(self) -> Sequence[Circuit]:
+        moving = self._settling.moving()
         listed = await self._read(COLLECTION, parse.cross_connects) or []
         self._keys = {}
         for pair in listed:
             self._keys[pair] = self._keys[CrossConnect(pair.egress_port, pair.ingress_port)] = pair.ingress_port
-        return self._settling.circuits(listed)
+        return self._settling.circuits(listed, moving)
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         if not pairs:

@@ -144,12 +144,13 @@ class ScpiWire:
             pause_s = self._unclear_since_s + self._setup.unclear_s - self._clock.now_s()
             await self._clock.sleep(max(0.0, pause_s))
             self._unclear_since_s = None
+        moving = self._settling.moving()
         pairs = await self._ask(text.CONNECTIONS, text.read_connections)
         used = sorted(frozenset().union(*map(_ports_of, pairs)))
         failed = {state.port for state in await self._states(used) if state.status is PortStatus.FAILED}
         return [
             replace(circuit, state=CircuitState.FAILED) if failed & _ports_of(circuit.cross_connect) else circuit
-            for circuit in self._settling.circuits(pairs)
+            for circuit in self._settling.circuits(pairs, moving)
         ]
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:

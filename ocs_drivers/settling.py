@@ -26,12 +26,18 @@ class Settling:
         """Before the device is read after a setter that failed: what it did take may be listed only when in place."""
         await self._clock.sleep(self._reconfiguration_s)
 
-    def circuits(self, listed: Iterable[CrossConnect]) -> list[Circuit]:
+    def moving(self) -> frozenset[frozenset[int]]:
+        """Ask before the device is read: what it lists was so no earlier than this."""
         now_s = self._clock.now_s()
         self._due_s = {key: due_s for key, due_s in self._due_s.items() if due_s > now_s}
-        return [
-            Circuit(pair, CircuitState.TUNING if _key(pair) in self._due_s else CircuitState.TUNED) for pair in listed
-        ]
+        return frozenset(self._due_s)
+
+    def circuits(
+        self, listed: Iterable[CrossConnect], moving: frozenset[frozenset[int]] | None = None
+    ) -> list[Circuit]:
+        """The circuits of a reading before which `moving` was asked; None: now, for a reading that took no time."""
+        keys = self.moving() if moving is None else moving
+        return [Circuit(pair, CircuitState.TUNING if _key(pair) in keys else CircuitState.TUNED) for pair in listed]
 
 
 def _key(pair: CrossConnect) -> frozenset[int]:

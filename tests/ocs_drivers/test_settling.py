@@ -1,0 +1,39 @@
+"""Tuned by the clock: not before the stated time, and not by an answer that may be older than it."""
+
+import asyncio
+
+from ocs_drivers.model import CircuitState, CrossConnect
+from ocs_drivers.settling import Settling
+from orchestrrl.clock import VirtualClock
+
+ONE, TWO = CrossConnect(1, 9), CrossConnect(2, 10)
+
+
+async def test_a_circuit_counts_as_tuned_when_it_was_read_after_the_stated_time() -> None:
+    clock = VirtualClock(1000.0)
+    settling = Settling(clock, 0.025)
+    settling.commanded([ONE])
+    before = settling.moving()
+    await clock.advance(0.025)
+    # The answer came after that time, but may have been written before it.
+    assert [circuit.state for circuit in settling.circuits([ONE, TWO], before)] == [
+        CircuitState.TUNING,
+        CircuitState.TUNED,
+    ]
+    assert [circuit.state for circuit in settling.circuits([ONE, TWO], settling.moving())] == [CircuitState.TUNED] * 2
+
+
+async def test_the_other_way_round_is_the_same_circuit() -> None:
+    settling = Settling(VirtualClock(1000.0), 0.025)
+    settling.commanded([ONE])
+    (circuit,) = settling.circuits([CrossConnect(9, 1)], settling.moving())
+    assert circuit.state is CircuitState.TUNING
+
+
+async def test_after_an_error_the_mirrors_are_given_their_time() -> None:
+    clock = VirtualClock(1000.0)
+    resting = asyncio.create_task(Settling(clock, 0.025).rest())
+    await clock.advance(0.02)
+    assert not resting.done()
+    await clock.advance(0.01)
+    await resting

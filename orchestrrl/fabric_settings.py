@@ -34,6 +34,8 @@ class FabricSettings(Section):
     site: Name  # path of a site's file, from the configuration's own folder
     # A window counts if its length, but for this share of cases, has covered what a commit takes and this margin.
     quantile: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    # By adding up the ranks': a rank's is never below 0.5 %, so that of many ranks `quantile` is not what is promised.
+    most_risk: Annotated[float, Field(gt=0, le=1)] = 1.0
     margin_s: NonNegativeFloat = 0.005
     within_s: PositiveFloat = 30.0  # how long a period waits for its windows
     boundary_within_s: PositiveFloat = 60.0  # the same, where the job stands still for it
@@ -177,6 +179,7 @@ def fabric_of(
             settings.min_fraction,
             settings.max_moves_per_stage,
             settings.route_s,
+            settings.most_risk,
         ),
         routing=routing,
         offload=asyncio.to_thread,

@@ -45,6 +45,7 @@ class CommitReport:
     done: bool
     detail: str = ""
     took: tuple["SwitchTook", ...] = ()
+    risk: float = 0.0  # at most, that the window was to be broken by some rank; of many ranks more than was asked for
 
 
 @dataclass(frozen=True, slots=True)

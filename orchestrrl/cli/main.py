@@ -59,6 +59,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "fabric_live": ("fabric",),
     "pauses": ("balancer", "sync", "fabric"),
     "fabric_slack": ("fabric",),
+    "fabric_trace": ("fabric",),
     "fabric_check": ("fabric",),
     "fabric_generate": ("fabric",),
     "fabric_show": ("fabric",),

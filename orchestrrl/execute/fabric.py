@@ -23,7 +23,7 @@ from orchestrrl.execute.fabric_book import PeriodBook
 from orchestrrl.execute.fabric_commit import Amiss, Port, Routing, Rules, StageCommitter, StageOrder, Windows
 from orchestrrl.execute.fabric_control import OperatorsWord
 from orchestrrl.execute.fabric_glass import Glance, Glass
-from orchestrrl.execute.fabric_neighbours import Watch, neighbours
+from orchestrrl.execute.fabric_neighbours import Watch, neighbours, unannounced
 from orchestrrl.execute.fabric_queue import Announced, Circuits, PeriodQueue, lane_of
 from orchestrrl.fabric_intents import parse_intent
 from orchestrrl.holds import HoldBook, Part
@@ -95,6 +95,7 @@ class Coordinator:
         self._clock = clock
         self._materialise = materialise
         self._mode = mode
+        self._windows = windows
         self._routing = routing
         self._offload = offload
         self._generation = journal.generation
@@ -375,7 +376,7 @@ class Coordinator:
             begins=lambda: self._circuits.begin(period),
             waiting=lambda hold: self._waits(period, hold),
             usable=before,
-            others=neighbours(self.site, intent, self._book.training()),
+            others=self._others(period, intent),
         )
         try:
             done = await self._committer.carry_out(order)
@@ -388,6 +389,17 @@ class Coordinator:
             if self._circuits.end(period):
                 self._poke()
         return done if isinstance(done, Hold) else None
+
+    def _others(self, period: Announced, intent: Intent) -> frozenset[str]:
+        """Jobs that are to pause as well: by what they announced, or by the servers that they run on."""
+        training = list(self._book.training())
+        traced = self._windows.hosts_of_jobs()
+        near, unknown = unannounced(self.site, intent, {each.job for each in training}, traced)
+        if unknown and intent.stage is Stage.TRAIN:
+            jobs = ", ".join(each or "one without a name" for each in sorted(unknown)[:LISTED])
+            note = f"not waited for, as nobody knows over which circuits they send: {jobs}"
+            period.tell(notes=tuple(dict.fromkeys((*period.report.notes, note))))
+        return neighbours(self.site, intent, training) | near
 
     def _changed(self, period: Announced, stage: TransitionStage, done: CommitReport) -> None:
         after = self.glance.cross_connects - set(stage.remove) | set(stage.add)

@@ -6,7 +6,7 @@ the driver's own, which asks whether the switch is still as it was when this was
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
@@ -41,6 +41,7 @@ class Rules:
     min_fraction: float = 0.5  # of its circuits, that an endpoint keeps at every point
     max_moves_per_stage: int = 1024
     route_s: float = 0.0  # where nobody here steers
+    most_risk: float = 1.0  # that a window is broken, at most, by adding up what each rank risks
 
 
 class Windows(Protocol):
@@ -49,6 +50,10 @@ class Windows(Protocol):
         ...
 
     def is_traced(self, job: str) -> bool: ...
+
+    def hosts_of_jobs(self) -> Mapping[str, Collection[str]]:
+        """Where each traced job has ranks."""
+        ...
 
 
 class Routing(Protocol):
@@ -207,7 +212,8 @@ class StageCommitter:
                     self._unfit(order, short)
                     return _with_last(objection, told)
                 window = watch.window()
-                verdict = may_commit(order.of, window, need, self._clock.now_s(), order.boundary)
+                now_s = self._clock.now_s()
+                verdict = may_commit(order.of, window, need, now_s, order.boundary, self._rules.most_risk)
                 if isinstance(verdict, Act) and (order.of is Stage.TRAIN or not alarm.done()):
                     assert isinstance(window, Window)
                     return window
@@ -265,6 +271,7 @@ class StageCommitter:
             done,
             "; ".join(filter(None, (detail, routed))),
             took,
+            0.0 if window is None else window.risk,
         )
         if done:
             return report
@@ -294,7 +301,7 @@ class StageCommitter:
         now_s = self._clock.now_s()
         rest = replace(need, route_s=max(0.0, need.route_s - (now_s - began_s)))
         left = watch.window()
-        verdict = may_commit(order.of, left, rest, now_s, order.boundary)
+        verdict = may_commit(order.of, left, rest, now_s, order.boundary, self._rules.most_risk)
         if isinstance(verdict, Act):
             assert isinstance(left, Window)
             return left

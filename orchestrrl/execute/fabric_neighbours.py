@@ -1,6 +1,6 @@
 """Jobs that share PoDs: who else sends over what a period changes, and when all of them pause at once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from planner.fabric.intent import Intent
@@ -21,11 +21,24 @@ class Watch(Protocol):
 
 def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozenset[str]:
     """Of these, the other jobs that have ranks in PoDs whose circuits the intent may change."""
-    touched = template_of(intent).touched
-    pods = frozenset(pod for pod in _pods(site, intent) if site.pod[pod].role in touched)
+    pods = _touched(site, intent)
     return frozenset(
         other.job for other in others if other.job != intent.job and not pods.isdisjoint(_pods(site, other))
     )
+
+
+def unannounced(
+    site: Site, intent: Intent, announced: Collection[str], traced: Mapping[str, Collection[str]]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Of the traced jobs (by the hosts that they run on) that have never announced their training: those on servers of
+    PoDs whose circuits the intent may change, and those of which a host is no server of the site by its name: where
+    these send nobody knows."""
+    touched = _touched(site, intent)
+    pod_of = {str(server.id): server.pod for server in site.servers}
+    silent = {job: hosts for job, hosts in traced.items() if job != intent.job and job not in announced}
+    near = {job for job, hosts in silent.items() if any(pod_of.get(host) in touched for host in hosts)}
+    unknown = {job for job, hosts in silent.items() if any(host not in pod_of for host in hosts)}
+    return frozenset(near), frozenset(unknown - near)
 
 
 class JointWatch:
@@ -48,6 +61,12 @@ class JointWatch:
     def close(self) -> None:
         for watch in self._watches:
             watch.close()
+
+
+def _touched(site: Site, intent: Intent) -> frozenset[EndpointId]:
+    """PoDs whose circuits it may change."""
+    roles = template_of(intent).touched
+    return frozenset(pod for pod in _pods(site, intent) if site.pod[pod].role in roles)
 
 
 def _pods(site: Site, intent: Intent) -> frozenset[EndpointId]:

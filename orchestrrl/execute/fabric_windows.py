@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -28,6 +28,8 @@ FIRST_PINGS = 8  # at once, so that the first window finds the clock's offset kn
 FIRST_PINGS_EVERY_S = 0.01
 SLACK_WITHIN_S = 10.0  # an agent with much to summarise
 FORGET_AFTER_S = 60.0  # a host without an agent: whatever it traced has ended, or is not to be known any more
+
+MOST_LISTED = 8
 
 Jobs = Mapping[str, frozenset[int]]  # ranks by job
 
@@ -193,6 +195,14 @@ class TraceHub:
         """Whether anybody reads, or has lately read, recorders of its ranks."""
         return any(job in host.jobs for host in self.known())
 
+    def hosts_of_jobs(self) -> dict[str, frozenset[str]]:
+        """Where each traced job has ranks."""
+        found: dict[str, set[str]] = {}
+        for host in self.known():
+            for job in host.jobs:
+                found.setdefault(job, set()).add(host.name)
+        return {job: frozenset(hosts) for job, hosts in found.items()}
+
     def forget(self, watch: JobWatch) -> None:
         self._watches.pop(watch.arm.id, None)
         for host in self.hosts.values():
@@ -205,8 +215,8 @@ class TraceHub:
         hosts = [host for host in self.known() if job in host.jobs]
         traced = frozenset[int]().union(*(host.jobs[job] for host in hosts))
         if missing := sorted(ranks - traced):
-            listing = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            return Hold("untraced", f"no recorder is read of rank {listing}{f' of {job}' if job else ''}")
+            wanted = f"no recorder is read of rank {_listed(missing)}{f' of {job}' if job else ''}"
+            return Hold("untraced", f"{wanted}; read are: {self._read_words()}")
         told: list[tuple[Host, float, int, Remaining]] = []
         for host in hosts:
             if host.stream is None:
@@ -225,6 +235,14 @@ class TraceHub:
             ),
             now_s,
         )
+
+    def _read_words(self) -> str:
+        ranks: dict[str, set[int]] = {}
+        for host in self.known():
+            for job, some in host.jobs.items():
+                ranks.setdefault(job, set()).update(some)
+        listed = [f"{job or 'a job without a name'} (rank {_listed(sorted(ranks[job]))})" for job in sorted(ranks)]
+        return ", ".join(listed[:MOST_LISTED]) + (", ..." if len(listed) > MOST_LISTED else "") if listed else "none"
 
     def opens_s(self, job: str) -> float:
         """When the job's quiet has begun by all clocks, at the latest; -inf where nothing is known of it."""
@@ -279,3 +297,15 @@ class TraceHub:
             if host.stream is None and now_s - host.gone_s > FORGET_AFTER_S:
                 del self.hosts[name]
         return [host for _, host in sorted(self.hosts.items())]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Runs of them, e.g. `0-7, 9`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(words[:MOST_LISTED]) + (", ..." if len(words) > MOST_LISTED else "")

@@ -53,6 +53,7 @@ def _commit_to_pb(commit: CommitReport) -> pb.CommitReport:
         moves=commit.moves,
         done=commit.done,
         detail=commit.detail,
+        risk=commit.risk,
     )
 
 
@@ -88,6 +89,7 @@ def _commit_from_pb(message: pb.CommitReport) -> CommitReport:
         message.moves,
         message.done,
         message.detail,
+        risk=message.risk,
     )
 
 

@@ -504,6 +504,7 @@ class CommitReport(_message.Message):
     MOVES_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    RISK_FIELD_NUMBER: _builtins.int
     window_opened_unix_s: _builtins.float
     window_until_unix_s: _builtins.float
     commanded_unix_s: _builtins.float
@@ -514,6 +515,8 @@ class CommitReport(_message.Message):
     moves: _builtins.int
     done: _builtins.bool
     detail: _builtins.str
+    risk: _builtins.float
+    """At most, that some rank was to break the window: what each rank risks, added up."""
     def __init__(
         self,
         *,
@@ -525,10 +528,11 @@ class CommitReport(_message.Message):
         moves: _builtins.int = ...,
         done: _builtins.bool = ...,
         detail: _builtins.str = ...,
+        risk: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commanded_unix_s", b"commanded_unix_s", "detail", b"detail", "done", b"done", "moves", b"moves", "needed_s", b"needed_s", "usable_unix_s", b"usable_unix_s", "window_opened_unix_s", b"window_opened_unix_s", "window_until_unix_s", b"window_until_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commanded_unix_s", b"commanded_unix_s", "detail", b"detail", "done", b"done", "moves", b"moves", "needed_s", b"needed_s", "risk", b"risk", "usable_unix_s", b"usable_unix_s", "window_opened_unix_s", b"window_opened_unix_s", "window_until_unix_s", b"window_until_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -197,3 +197,42 @@ async def test_a_name_that_one_job_has_announced_needs_no_job(site: House, one: 
     nobodys = train("second", (8, 11), (12, 15))
     site.coordinator.expect(nobodys)
     assert site.coordinator.announce("second", job="one").intent == nobodys  # what nobody has to himself is for all
+
+
+async def test_a_job_that_never_announced_is_waited_for_where_its_servers_say_where_it_sends(
+    site: House, one: Agent
+) -> None:
+    silent = site.agent("train0/s3", range(2), "silent")  # a server of the PoD
+    site.agent("away", range(2), "elsewhere")
+    site.agent("gen0/s0", range(2), "engine")
+    await site.pass_time(0.5)
+    silent.busy("silent")
+    one.quiet(5.0, "one")
+    period = site.coordinator.expect(FIRST)
+    await site.pass_time(0.5)
+    assert period.report.state is PeriodState.WAITING
+    assert "train0/s3" in period.report.detail
+    assert any(note.endswith("over which circuits they send: elsewhere") for note in period.report.notes)
+    silent.quiet(5.0, "silent")
+    one.quiet(5.0, "one")
+    assert (await site.over(period, 1.0)).state is PeriodState.COMMITTED
+
+
+async def test_a_window_that_is_riskier_than_allowed_is_not_taken(tmp_path: Path) -> None:
+    for most_risk, code in ((0.005, "no_window"), (0.01, "committed")):
+        folder = tmp_path / code
+        folder.mkdir()
+        async with house(folder, rules=Rules(within_s=1.0, most_risk=most_risk)) as site:
+            agent = site.agent("a", range(8), "one")
+            await site.pass_time(0.5)
+            agent.quiet(5.0, "one")  # at a risk of 1 %
+            period = site.coordinator.expect(FIRST)
+            for _ in range(3):
+                await site.pass_time(0.4)
+                agent.quiet(5.0, "one")
+            report = await site.over(period, 2.0)
+            assert report.code == code
+            if code == "committed":
+                assert {commit.risk for commit in report.commits} == {0.01}
+            else:
+                assert "window_risky" in report.detail

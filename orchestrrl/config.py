@@ -534,8 +534,8 @@ ocs:
 
 # Circuits follow what periods announce, inside windows without collectives, see docs/fabric.md. There is none by
 # default; `site` is a file of `orchestrrl fabric generate`, and every switch in it must be in `ocs`:
-# {site: site.yaml, quantile: 0.05, most_risk: 1.0, margin_s: 0.005, within_s: 30.0, boundary_within_s: 60.0, min_fraction: 0.5,
-#  max_moves_per_stage: 1024, route_s: 0.0, routers: [], model: qwen2.5-14b, first_fleet_gpu: 0,
+# {site: site.yaml, quantile: 0.05, most_risk: 1.0, margin_s: 0.005, within_s: 30.0, boundary_within_s: 60.0,
+#  min_fraction: 0.5, max_moves_per_stage: 1024, route_s: 0.0, routers: [], model: qwen2.5-14b, first_fleet_gpu: 0,
 #  tokens_per_period: 1000000.0}
 # Packets follow circuits where `routers` has every ToR, else its router must follow links by itself, within `route_s`:
 # {tor: train0/r0, driver: iproute, options: {prefix: [ssh, tor1]}, address: 192.0.2.1, prefixes: [10.0.1.0/24],

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ocs_drivers.errors import DriverError
 from orchestrrl.box import shows
 from orchestrrl.box.cycle import cycle
 from orchestrrl.box.enter import end_with_input
@@ -85,6 +86,6 @@ if __name__ == "__main__":
     Path("/run/netns").mkdir()
     try:
         asyncio.run(main(json.loads(sys.argv[1])))
-    except OrchestrRLError as error:
+    except (OrchestrRLError, DriverError) as error:
         say(failed=str(error))
         os._exit(1)

@@ -17,7 +17,7 @@ from planner.fabric.light import interfaces_at, links_up
 from planner.fabric.model import EndpointId, PortPair, port_pair
 from planner.fabric.topology import Role, Tier
 
-SETTLING_S = 0.5  # until TCP has found the rate
+SETTLING_S = 1.0  # until TCP has found the rate
 TRANSFER_WINDOW_BYTES = 32_768  # of which Linux makes twice as much
 
 
@@ -121,6 +121,7 @@ async def transfer_through_changes(box: Box, changes: int) -> dict[str, Any]:
                         "state": str(report.state),
                         "detail": report.detail,
                         "stages": report.stages_done,
+                        "circuits": len(circuits_of(box, one, other)),
                         "moves": sum(commit.moves for commit in report.commits),
                         "took_s": sum(commit.usable_s - commit.commanded_s for commit in report.commits),
                         "longest_pause_s": flow.longest_pause_s(since_s, until_s),

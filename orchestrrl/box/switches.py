@@ -17,6 +17,15 @@ from planner.fabric.topology import Site, Switch
 GRPC = "grpc"
 # Each switch speaks the next of these, in the order of the site's file.
 PROTOCOLS = ("scpi", "tl1-polatis", "restconf")
+# What a driver needs to be told beside where its device is.
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "gnmi": {"tls": False},
+    "gnmi-openconfig": {"tls": False, "model": "openconfig"},
+    "netconf": {"password": "root", "verify_host_key": False},  # the emulator's own
+    "tl1-calient": {"dialect": "calient"},
+    "tl1-glimmerglass": {"dialect": "glimmerglass"},
+    "tl1-polatis": {"dialect": "polatis"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,7 @@ async def _start(switch: Switch, protocol: str) -> BoxSwitch:
     front = Front(ingress_ports=ports, egress_ports=ports, reconfiguration_s=switch.device.reconfiguration_s)
     emulator = make_emulator(protocol, front)
     address = await emulator.start()
-    driver, _, dialect = protocol.partition("-")
-    options = {"address": address} | ({"dialect": dialect} if dialect else {})
+    # No protocol tells how fast mirrors are, so that a driver has to be told.
+    options = {"address": address, "reconfiguration_s": switch.device.reconfiguration_s, **OPTIONS.get(protocol, {})}
+    driver = protocol.partition("-")[0]
     return BoxSwitch(switch.id, protocol, emulator.device.glass, driver, options, emulator.stop)

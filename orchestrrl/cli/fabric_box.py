@@ -152,11 +152,12 @@ def _transition(found: dict[str, Any]) -> None:
     one, other = found["tors"]
     print_table(
         f"One transfer from {one} to {other} while circuits change (mirrors: {duration(found['device_delay_s'])})",
-        ("circuits of", "became", "moves", "took", "longest pause", "sent again", "Mbit/s"),
+        ("circuits of", "became", "between them", "moves", "took", "longest pause", "sent again", "Mbit/s"),
         (
             (
                 row["period"],
                 row["state"],
+                row["circuits"],
                 row["moves"],
                 duration(row["took_s"]),
                 duration(row["longest_pause_s"]),

@@ -27,3 +27,8 @@ def fabric_group(app: typer.Typer) -> typer.Typer:
 def ocs_group(app: typer.Typer) -> typer.Typer:
     """`orchestrrl ocs`."""
     return group(app, "ocs", "Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON)
+
+
+def sync_group(app: typer.Typer) -> typer.Typer:
+    """`orchestrrl sync`."""
+    return group(app, "sync", "How new weights reach every engine.", RUNNING_DAEMON)

@@ -5,7 +5,7 @@ from typing import Any
 import typer
 
 from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.groups import RUNNING_DAEMON, fabric_group, group
+from orchestrrl.cli.groups import RUNNING_DAEMON, fabric_group, group, sync_group
 from orchestrrl.cli.output import JsonFlag, print_json, stdout
 from orchestrrl.cli.plan import Reason, TimeToLive
 from orchestrrl.cli.status import pause_words
@@ -58,4 +58,4 @@ def _set(part: Part, paused: bool, reason: str, ttl_s: float, daemon: str, as_js
 def register(app: typer.Typer) -> None:
     _add(group(app, "balancer", "Pause and resume moves of the fast loop.", RUNNING_DAEMON), Part.BALANCER)
     _add(fabric_group(app), Part.FABRIC)
-    _add(group(app, "sync", "Pause and resume weight syncs.", RUNNING_DAEMON), Part.SYNC)
+    _add(sync_group(app), Part.SYNC)

@@ -1,0 +1,261 @@
+"""What no plan can beat, and what sending everything straight from its holders takes at best. Pure.
+
+Both are fluid: circuits and waves are not counted in wholes. The bound looks at what each part must carry whatever the
+plan: receivers' NICs; into each pod and ToR every shard that is needed and not held there, once; out of the holders
+every shard at least once, spread as well as can be (a linear program); circuits at both ends of every crossing.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from planner.sync_tree.model import BITS, Floats, Ints, Shard, SyncProblem, Unreachable
+
+_SOLVERS_ROUNDING = 1 - 1e-6  # it may miss its limits by 1e-7: a bound must not
+
+
+def lower_bound_s(problem: SyncProblem) -> float:
+    """Raises Unreachable where no plan exists."""
+    needed = [shard for shard in problem.shards if shard.receivers]
+    bounds = [
+        _received_s(problem, needed),
+        _pods_s(problem, needed),
+        _tors_s(problem, needed),
+        _holders_s(problem, needed),
+        _relayed_s(problem, needed),
+    ]
+    return max(bounds)
+
+
+def naive_s(problem: SyncProblem) -> float:
+    """Every receiver straight from a holder, within the same limits, with the best spreading over holders."""
+    needed = [shard for shard in problem.shards if shard.receivers]
+    program = _Program(problem)
+    fixed = _Fixed(problem)
+    for shards in _by(needed, lambda shard: (shard.holders, shard.receivers)):
+        gigabits = sum(shard.bytes for shard in shards) * BITS
+        _naive_group(problem, program, fixed, shards[0], gigabits)
+    return max(_received_s(problem, needed), fixed.seconds(), program.seconds(fixed))
+
+
+def _received_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
+    gigabits = np.zeros(len(problem.endpoints))
+    for shard in shards:
+        gigabits[list(shard.receivers)] += shard.bytes * BITS
+    return float((gigabits / problem.nic_gbps).max(initial=0.0))
+
+
+def _pods_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
+    """A pod's circuits carry in what is needed and not held there, and out what is held there alone."""
+    carried = np.zeros(len(problem.pods))
+    crossing, useful = 0.0, set()
+    for shard in shards:
+        held, needed = _places(problem.pod, shard)
+        useful |= held | needed
+        gigabits = shard.bytes * BITS
+        crossing += gigabits * len(needed - held)
+        carried[list(needed - held)] += gigabits
+        if len(held) == 1 and needed - held:
+            carried[list(held)] += gigabits
+    capacity = _boundary_gbps(problem)
+    everywhere = float(capacity[sorted(useful)].sum())
+    # Each crossing takes a circuit's worth at both of its ends, wherever relays are put.
+    return max(_seconds(carried, capacity, problem.pods, "PoD"), 2 * crossing / everywhere if crossing else 0.0)
+
+
+def _tors_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
+    into, out = np.zeros(len(problem.tors)), np.zeros(len(problem.tors))
+    for shard in shards:
+        held, needed = _places(problem.tor, shard)
+        into[list(needed - held)] += shard.bytes * BITS
+        if len(held) == 1 and needed - held:
+            out[list(held)] += shard.bytes * BITS
+    both = (_seconds(load, problem.tor_gbps, problem.tors, "ToR") for load in (into, out))
+    return max(both)
+
+
+def _holders_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
+    """Each shard leaves its holders at least once: by their NICs, and by their ToRs and pods where nobody inside needs
+    it."""
+    program = _Program(problem)
+    for group in _by(shards, lambda shard: (shard.holders, *_away(problem, shard))):
+        gigabits = sum(shard.bytes for shard in group) * BITS
+        needed_pods, needed_tors = _away(problem, group[0])
+        shares = []
+        for holder in group[0].holders:
+            limits = [("out", holder)]
+            if problem.tor[holder] not in needed_tors:
+                limits.append(("tor_out", int(problem.tor[holder])))
+            if problem.pod[holder] not in needed_pods:
+                limits.append(("pod", int(problem.pod[holder])))
+            shares.append(limits)
+        program.spread(gigabits, shares)
+    return program.seconds()
+
+
+def _relayed_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
+    """Every delivery is sent by somebody who holds or receives something."""
+    total, senders = 0.0, set()
+    for shard in shards:
+        total += shard.bytes * BITS * len(shard.receivers)
+        senders |= {*shard.holders, *shard.receivers}
+    return total / float(problem.nic_gbps[sorted(senders)].sum()) if total else 0.0
+
+
+def _naive_group(problem: SyncProblem, program: "_Program", fixed: "_Fixed", shard: Shard, gigabits: float) -> None:
+    """Where no holder is in the receiver's pod, the way in is the same from every holder."""
+    held_pods = {int(problem.pod[holder]) for holder in shard.holders}
+    remote = 0
+    for receiver in shard.receivers:
+        pod, tor = int(problem.pod[receiver]), int(problem.tor[receiver])
+        if pod in held_pods:
+            program.spread(gigabits, [_naive_way(problem, holder, receiver) for holder in shard.holders])
+        else:
+            remote += 1
+            fixed.pod[pod] += gigabits
+            fixed.tor_in[tor] += gigabits
+    if remote:
+        ways = [
+            [("out", holder), ("tor_out", int(problem.tor[holder])), ("pod", int(problem.pod[holder]))]
+            for holder in shard.holders
+        ]
+        program.spread(gigabits * remote, ways)
+
+
+def _naive_way(problem: SyncProblem, holder: int, receiver: int) -> list[tuple[str, int]]:
+    limits = [("out", holder)]
+    if problem.tor[holder] != problem.tor[receiver]:
+        limits += [("tor_out", int(problem.tor[holder])), ("tor_in", int(problem.tor[receiver]))]
+    if problem.pod[holder] != problem.pod[receiver]:
+        limits += [("pod", int(problem.pod[holder])), ("pod", int(problem.pod[receiver]))]
+    return limits
+
+
+@dataclass
+class _Fixed:
+    """Loads that are the same however things are spread, gigabits."""
+
+    problem: SyncProblem
+
+    def __post_init__(self) -> None:
+        self.pod = np.zeros(len(self.problem.pods))
+        self.tor_in = np.zeros(len(self.problem.tors))
+
+    def seconds(self) -> float:
+        problem = self.problem
+        capacity = _boundary_gbps(problem)
+        return max(
+            _seconds(self.pod, capacity, problem.pods, "PoD"),
+            _seconds(self.tor_in, problem.tor_gbps, problem.tors, "ToR"),
+        )
+
+
+class _Program:
+    """The least time in which amounts can be spread over alternatives, each of which loads some limits."""
+
+    def __init__(self, problem: SyncProblem) -> None:
+        self._problem = problem
+        self._amounts: defaultdict[tuple[tuple[tuple[str, int], ...], ...], float] = defaultdict(float)
+
+    def spread(self, gigabits: float, ways: list[list[tuple[str, int]]]) -> None:
+        """Alternatives without capacity are no alternatives."""
+        open_ways = {tuple(way) for way in ways if all(self._capacity(limit) > 0 for limit in way)}
+        if not open_ways:
+            raise Unreachable("a shard cannot leave its holders: they have no circuits")
+        self._amounts[tuple(sorted(open_ways))] += gigabits
+
+    def seconds(self, fixed: _Fixed | None = None) -> float:
+        alone: defaultdict[tuple[str, int], float] = defaultdict(float)  # what has one way only needs no program
+        for ways, gigabits in self._amounts.items():
+            if len(ways) == 1:
+                for limit in ways[0]:
+                    alone[limit] += gigabits
+        if fixed is not None:
+            for pod, gigabits in enumerate(fixed.pod):
+                alone["pod", pod] += float(gigabits)
+            for tor, gigabits in enumerate(fixed.tor_in):
+                alone["tor_in", tor] += float(gigabits)
+        floor_s = max((load / self._capacity(limit) for limit, load in alone.items() if load), default=0.0)
+        several = {ways: gigabits for ways, gigabits in self._amounts.items() if len(ways) > 1}
+        return max(floor_s, self._solve(several, alone)) if several else floor_s
+
+    def _solve(
+        self,
+        several: dict[tuple[tuple[tuple[str, int], ...], ...], float],
+        alone: dict[tuple[str, int], float],
+    ) -> float:
+        limits = sorted({limit for ways in several for way in ways for limit in way})
+        row_of = {limit: row for row, limit in enumerate(limits)}
+        rows, columns, values, sums = [], [], [], []
+        column = 1  # 0 is the time
+        for number, (ways, gigabits) in enumerate(several.items()):
+            for way in ways:
+                sums.append((number, column))
+                for limit in way:
+                    rows.append(row_of[limit])
+                    columns.append(column)
+                    values.append(gigabits / self._capacity(limit))
+                column += 1
+        rows += range(len(limits))
+        columns += [0] * len(limits)
+        values += [-1.0] * len(limits)
+        above = _sparse(rows, columns, values, (len(limits), column))
+        whole = _sparse(
+            [row for row, _ in sums], [place for _, place in sums], [1.0] * len(sums), (len(several), column)
+        )
+        right = [-alone.get(limit, 0.0) / self._capacity(limit) for limit in limits]
+        costs = np.zeros(column)
+        costs[0] = 1.0
+        solved = linprog(costs, A_ub=above, b_ub=right, A_eq=whole, b_eq=np.ones(len(several)), method="highs")
+        if not solved.success or solved.x is None:
+            raise ArithmeticError(f"the bound's linear program failed: {solved.message}")
+        return float(solved.x[0]) * _SOLVERS_ROUNDING
+
+    def _capacity(self, limit: tuple[str, int]) -> float:
+        kind, number = limit
+        problem = self._problem
+        if kind == "out":
+            return float(problem.nic_gbps[number])
+        if kind == "pod":
+            return float(problem.boundary_circuits[number] * problem.link_gbps)
+        return float(problem.tor_gbps[number])
+
+
+def _seconds(gigabits: Floats, capacity_gbps: Floats, names: tuple[str, ...], kind: str) -> float:
+    used = np.flatnonzero(gigabits)
+    for number in used[capacity_gbps[used] <= 0]:
+        raise Unreachable(f"{kind} {names[number]} has no circuits, and shards have to pass it")
+    return float((gigabits[used] / capacity_gbps[used]).max(initial=0.0))
+
+
+def _boundary_gbps(problem: SyncProblem) -> Floats:
+    return np.asarray(problem.boundary_circuits * problem.link_gbps, dtype=np.float64)
+
+
+def _places(of: Ints, shard: Shard) -> tuple[set[int], set[int]]:
+    """Where it is held and where it is needed, in pods or ToRs."""
+    return set(of[list(shard.holders)].tolist()), set(of[list(shard.receivers)].tolist())
+
+
+def _away(problem: SyncProblem, shard: Shard) -> tuple[frozenset[int], frozenset[int]]:
+    """Pods and ToRs in which somebody needs it."""
+    receivers = list(shard.receivers)
+    return frozenset(problem.pod[receivers].tolist()), frozenset(problem.tor[receivers].tolist())
+
+
+def _sparse(rows: list[int], columns: list[int], values: list[float], shape: tuple[int, int]) -> Any:
+    places = (np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64))
+    return coo_array((np.array(values, dtype=np.float64), places), shape=shape).tocsr()
+
+
+def _by(shards: Iterable[Shard], key: Callable[[Shard], Hashable]) -> Iterator[list[Shard]]:
+    """Shards with the same key together."""
+    groups: dict[Hashable, list[Shard]] = {}
+    for shard in shards:
+        groups.setdefault(key(shard), []).append(shard)
+    return iter(groups.values())

@@ -1,0 +1,105 @@
+"""The vocabulary of weight sync: who holds which shards, who needs them, and the waves of edges that carry them.
+
+Ids are kept once; everything else names pods, ToRs, endpoints and shards by their place in these tuples.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+BITS = 8e-9  # gigabits of a byte
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One part of the weights. A receiver that holds it already needs nothing."""
+
+    id: str
+    bytes: int
+    holders: tuple[int, ...]  # endpoints
+    receivers: tuple[int, ...]  # endpoints, none of them a holder
+
+    def __post_init__(self) -> None:
+        if self.bytes < 1:
+            raise ValueError(f"bytes must be >= 1, got {self.bytes}")
+        if self.receivers and not self.holders:
+            raise ValueError(f"shard {self.id} has receivers and no holder")
+        if both := set(self.holders) & set(self.receivers):
+            raise ValueError(f"endpoints {sorted(both)} hold shard {self.id} and are to receive it")
+
+
+@dataclass(frozen=True, slots=True)
+class SyncProblem:
+    """A site at one moment. Circuits leaving a pod plus those arriving stay within `boundary_circuits`; what leaves a
+    ToR, and what enters it, each stay within `tor_gbps`; what an endpoint sends, and what it receives, within
+    `nic_gbps`."""
+
+    link_gbps: float
+    pods: tuple[str, ...]
+    boundary_circuits: Ints  # [pod]
+    tors: tuple[str, ...]
+    tor_gbps: Floats  # [ToR], its circuits upwards times the link's rate
+    endpoints: tuple[str, ...]
+    pod: Ints  # [endpoint]
+    tor: Ints  # [endpoint]
+    nic_gbps: Floats  # [endpoint]
+    shards: tuple[Shard, ...]
+    seeds_per_pod: int
+    chunk_bytes: int
+    hop_latency_s: float
+
+    def __post_init__(self) -> None:
+        if not self.link_gbps > 0:
+            raise ValueError(f"link_gbps must be > 0, got {self.link_gbps}")
+        if self.seeds_per_pod < 1:
+            raise ValueError(f"seeds_per_pod must be >= 1, got {self.seeds_per_pod}")
+        if self.chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be >= 1, got {self.chunk_bytes}")
+        if not self.hop_latency_s >= 0:
+            raise ValueError(f"hop_latency_s must be >= 0, got {self.hop_latency_s}")
+        if len(self.nic_gbps) and not (self.nic_gbps > 0).all():
+            raise ValueError(f"nic_gbps must be > 0, got {self.nic_gbps.min()}")
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """What runs at once in one wave, one edge at each place of the columns."""
+
+    shard: Ints
+    offset: Ints  # bytes into the shard
+    bytes: Ints
+    src: Ints  # endpoint
+    dst: Ints  # endpoint
+    circuits: Ints  # 0 inside a pod (phase B), >= 1 between pods (phase A)
+    rate_gbps: Floats
+    above: Ints  # edges above it in this wave: the chunks that it waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    seconds: float
+    edges: Edges
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPlan:
+    """`estimate_s` is the model's time of exactly these waves; no plan can take less than `lower_bound_s`; `naive_s` is
+    the best that every receiver straight from a holder could do."""
+
+    waves: tuple[Wave, ...]
+    estimate_s: float
+    lower_bound_s: float
+    naive_s: float
+
+
+class Unreachable(ValueError):
+    """No plan can carry what is asked for: there is no way into or out of a pod or a ToR that it has to pass."""
+
+
+def edge_seconds(problem: SyncProblem, edges: Edges) -> Floats:
+    """Each edge's time: its bytes at its rate, after one chunk and one hop for each edge above it."""
+    chunk_s = problem.chunk_bytes * BITS / edges.rate_gbps
+    return edges.bytes * BITS / edges.rate_gbps + edges.above * (chunk_s + problem.hop_latency_s)

@@ -1,0 +1,493 @@
+"""Waves: which pieces run at once, how they cross between pods (phase A), and at what rates everything runs. Pure.
+
+A wave is filled one piece and one pod at a time: whoever has least to receive in it yet and most left is next; as long
+as the wave delivers no less per second for it. A piece crosses into each pod once, to a seed; from a holder, or on from
+a pod that has it, so that a pod's circuits serve both ways. What finds no circuit, or only senders that would hold up
+the wave, waits for a later one. All edges of a wave end together, but for what edges above them delay.
+"""
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.sync_tree.fanout import LocalPiece, LocalPod, LocalTree, spread
+from planner.sync_tree.model import BITS, Edges, Floats, Ints, SyncProblem, Unreachable, Wave, edge_seconds
+
+_LESS = 1 - 1e-9  # what rounding may cost
+_LOOK_AHEAD = 6  # pieces that a pod may choose from
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What is tried."""
+
+    piece_bytes: int  # shards are cut into equal pieces of at most this
+    crossing: int  # pieces that are to enter a pod at once: circuits beyond them are for relaying
+    stripes: int  # trees that each piece has inside a pod, for equal parts of it
+    together: int  # pieces that an endpoint receives at once, where circuits suffice
+
+
+@dataclass(slots=True)
+class Piece:
+    shard: int
+    offset: int
+    bytes: int
+    missing: dict[int, Ints]  # [pod] -> the receivers there, which have nothing of it yet
+    groups: dict[int, int]  # [pod] -> the group that misses it, or did
+    family: int  # of all that go to the same receivers
+    sources: dict[int, Ints]  # [pod] -> who has it there at the start of the wave
+
+    @property
+    def gigabits(self) -> float:
+        return self.bytes * BITS
+
+
+@dataclass(slots=True)
+class Crossing:
+    piece: Piece
+    src: int
+    dst: int
+    circuits: int = 1
+
+
+@dataclass(slots=True)
+class Load:
+    """What a wave takes of everything, in seconds, and the circuits that it leaves."""
+
+    sent_s: Floats  # [endpoint]
+    received_s: Floats  # [endpoint]
+    seeded_s: Floats  # [endpoint], what it is the seed of: it will send that on
+    group_sent: Floats  # [group], gigabits that its receivers send: inside the pod, and to others
+    tor_out_s: Floats  # [ToR]
+    tor_in_s: Floats  # [ToR]
+    circuits: Ints  # [pod], left
+    relaying: Ints  # [pod], of these, may leave for other pods
+
+
+@dataclass(slots=True)
+class Group:
+    """Pieces that the same receivers of a pod miss, in order."""
+
+    pod: int
+    receivers: Ints
+    pieces: list[Piece] = field(default_factory=list)
+    left: float = 0.0  # bytes
+
+
+@dataclass(slots=True)
+class _Wave:
+    """One in the making."""
+
+    load: Load
+    floor_s: float = 0.0  # what it takes as far as is known
+    delivered: float = 0.0  # bytes
+    crossings: list[Crossing] = field(default_factory=list)
+    filled: dict[int, list[Piece]] = field(default_factory=dict)  # [pod]
+    # Edges from pods that need nothing: their circuits are shared by families and pieces, which else spread by relays.
+    roots: Counter[int] = field(default_factory=Counter)  # [piece]
+    family_roots: Counter[int] = field(default_factory=Counter)  # [family]
+    seeds: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # [piece][pod], and the pods above it
+
+
+def waves(problem: SyncProblem, style: Style) -> Iterator[Wave]:
+    """Raises Unreachable where something is missing that no wave can bring."""
+    filling = _Filling(problem, style)
+    while filling.left:
+        yield filling.wave()
+
+
+class _Filling:
+    def __init__(self, problem: SyncProblem, style: Style) -> None:
+        self._problem = problem
+        self._style = style
+        self._members = [np.flatnonzero(problem.pod == pod) for pod in range(len(problem.pods))]
+        self._place = np.zeros(len(problem.endpoints), dtype=np.int64)  # [endpoint], inside its pod
+        for members in self._members:
+            self._place[members] = np.arange(len(members))
+        self._groups = _grouped(problem, style)
+        lengths = [len(group.receivers) for group in self._groups]
+        self._starts = np.cumsum([0, *lengths[:-1]])
+        self._everyone = np.concatenate([group.receivers for group in self._groups] or [np.zeros(0, dtype=np.int64)])
+        self._group_gbps = [float(problem.nic_gbps[group.receivers].sum()) for group in self._groups]
+        self._turn = 0
+
+    @property
+    def left(self) -> bool:
+        return any(group.pieces for group in self._groups)
+
+    def wave(self) -> Wave:
+        making = _Wave(self._new_load())
+        self._fill(making)
+        if not making.filled:
+            raise Unreachable("shards are missing in PoDs that no circuit leads to")
+        _equalise(self._problem, making.crossings, making.load.circuits)
+        edges = self._edges(making)
+        for pod, pieces in making.filled.items():
+            for piece in pieces:
+                receivers = piece.missing.pop(pod)
+                old = piece.sources.get(pod)
+                piece.sources[pod] = receivers if old is None else np.concatenate([old, receivers])
+        for group in self._groups:
+            group.pieces = [piece for piece in group.pieces if group.pod in piece.missing]
+            group.left = sum(piece.bytes for piece in group.pieces)
+        return Wave(float(edge_seconds(self._problem, edges).max()), edges)
+
+    def _new_load(self) -> Load:
+        problem = self._problem
+        wanting = np.zeros(len(problem.pods), dtype=np.int64)
+        for group in self._groups:
+            wanting[group.pod] += sum(group.pod not in piece.sources for piece in group.pieces)
+        reserved = np.minimum(wanting, self._style.crossing)
+        ends, tors = len(problem.endpoints), len(problem.tors)
+        circuits = problem.boundary_circuits.copy()
+        relaying = np.maximum(0, circuits - reserved)
+        return Load(
+            sent_s=np.zeros(ends),
+            received_s=np.zeros(ends),
+            seeded_s=np.zeros(ends),
+            group_sent=np.zeros(len(self._groups)),
+            tor_out_s=np.zeros(tors),
+            tor_in_s=np.zeros(tors),
+            circuits=circuits,
+            relaying=relaying,
+        )
+
+    def _fill(self, making: _Wave) -> None:
+        most_roots = self._most_roots(making.load)
+        refused = np.array([not group.pieces for group in self._groups])
+        taken: list[set[int]] = [set() for _ in self._groups]  # pieces of each group that are in the wave
+        while not refused.all():
+            number = self._next_group(making.load, refused)
+            group = self._groups[number]
+            candidates = [piece for piece in group.pieces if id(piece) not in taken[number]][:_LOOK_AHEAD]
+            piece = self._take(making, group, candidates, most_roots)
+            if piece is None:
+                refused[number] = True
+            else:
+                taken[number].add(id(piece))
+                self._turn += 1
+
+    def _most_roots(self, load: Load) -> tuple[int, int]:
+        """Of a piece, and of all pieces of a family, in one wave."""
+        needed = {group.pod for group in self._groups if group.pieces}
+        free = [pod for pod in range(len(self._problem.pods)) if pod not in needed]
+        circuits = int(load.circuits[free].sum())
+        families = {piece.family for group in self._groups for piece in group.pieces[:1]}
+        return max(1, circuits // max(1, self._style.crossing)), max(1, circuits // max(1, len(families)))
+
+    def _next_group(self, load: Load, refused: "np.typing.NDArray[np.bool_]") -> int:
+        most_s = np.maximum.reduceat(load.received_s[self._everyone], self._starts)
+        most_s[refused] = np.inf
+        least = np.flatnonzero(most_s <= most_s.min() / _LESS)
+        return int(max(least, key=lambda number: (self._groups[number].left, -number)))
+
+    def _take(
+        self, making: _Wave, group: Group, candidates: Sequence[Piece], most_roots: tuple[int, int]
+    ) -> Piece | None:
+        """The one of the candidates that disturbs the wave least is in it then; None: none can be."""
+        load = making.load
+        best: tuple[tuple[float, ...], Piece, int, int] | None = None
+        for order, piece in enumerate(candidates):
+            after_s = self._received_s(load, group, piece)
+            floor_s = max(making.floor_s, after_s if making.delivered else after_s * self._style.together)
+            amount = piece.bytes * len(group.receivers)
+            if (making.delivered + amount) * making.floor_s < making.delivered * floor_s * _LESS:
+                continue
+            if group.pod in piece.sources:
+                return self._booked(making, group, piece, floor_s)
+            if load.circuits[group.pod] <= 0:
+                continue
+            for rank, sender, above in self._ways(making, piece, floor_s, most_roots):
+                if rank[0] > 0 and making.delivered:
+                    continue
+                if best is None or (*rank, order) < best[0]:
+                    best = (*rank, order), piece, sender, above
+        if best is None:
+            return None
+        _, piece, sender, above = best
+        self._cross(making, group, piece, sender, above)
+        after_s = self._received_s(load, group, piece)
+        floor_s = max(making.floor_s, after_s if making.delivered else after_s * self._style.together)
+        return self._booked(making, group, piece, floor_s)
+
+    def _received_s(self, load: Load, group: Group, piece: Piece) -> float:
+        nic_gbps = self._problem.nic_gbps[group.receivers]
+        return float((load.received_s[group.receivers] + piece.gigabits / nic_gbps).max())
+
+    def _booked(self, making: _Wave, group: Group, piece: Piece, floor_s: float) -> Piece:
+        problem, load, pod = self._problem, making.load, group.pod
+        load.received_s[group.receivers] += piece.gigabits / problem.nic_gbps[group.receivers]
+        there = set(problem.tor[piece.sources[pod]].tolist()) if pod in piece.sources else set()
+        for tor in set(problem.tor[group.receivers].tolist()) - there:
+            if problem.tor_gbps[tor] > 0:
+                load.tor_in_s[tor] += piece.gigabits / problem.tor_gbps[tor]
+        making.floor_s = max(floor_s, float(load.tor_in_s.max(initial=0.0)))
+        making.delivered += piece.bytes * len(group.receivers)
+        sent_inside = len(group.receivers) - (pod not in piece.sources)
+        load.group_sent[piece.groups[pod]] += sent_inside * piece.gigabits
+        making.filled.setdefault(pod, []).append(piece)
+        return piece
+
+    def _ways(
+        self, making: _Wave, piece: Piece, floor_s: float, most_roots: tuple[int, int]
+    ) -> Iterator[tuple[tuple[float, ...], int, int]]:
+        """Senders for a piece into another pod: how they rank, who they are, and the pods above."""
+        load = making.load
+        most, most_of_family = most_roots
+        is_rooted = making.roots[id(piece)] >= most or making.family_roots[piece.family] >= most_of_family
+        for pod, ends in piece.sources.items():
+            if load.relaying[pod] > 0 and load.circuits[pod] > 0:
+                if is_rooted and pod not in piece.groups:
+                    continue
+                yield self._rank(load, piece, self._least_busy(load, piece, ends), 0, floor_s)
+        for pod, (seed, above) in making.seeds.get(id(piece), {}).items():
+            if load.relaying[pod] > 0 and load.circuits[pod] > 0:
+                yield self._rank(load, piece, seed, above, floor_s)
+                if (
+                    self._style.stripes > 1
+                ):  # others have it in parts, none of which comes as fast as it would have to go
+                    continue
+                # Whoever has it from the seed: later, but the seed may have its hands full with its own pod.
+                other = self._least_busy(load, piece, piece.missing[pod])
+                yield self._rank(load, piece, other, above + 1, floor_s)
+
+    def _rank(
+        self, load: Load, piece: Piece, sender: int, above: int, floor_s: float
+    ) -> tuple[tuple[float, ...], int, int]:
+        after_s = self._after_sending_s(load, piece, sender)
+        return (
+            (max(0.0, after_s - floor_s / _LESS), above, -int(load.relaying[self._pod(sender)]), after_s),
+            sender,
+            above,
+        )
+
+    def _cross(self, making: _Wave, group: Group, piece: Piece, sender: int, above: int) -> None:
+        seed = self._least_busy(making.load, piece, group.receivers)
+        self._send(making.load, piece, sender, seed)
+        making.load.seeded_s[seed] += piece.gigabits / self._problem.nic_gbps[seed]
+        making.crossings.append(Crossing(piece, sender, seed))
+        making.seeds.setdefault(id(piece), {})[group.pod] = seed, above + 1
+        if self._pod(sender) not in piece.groups:
+            making.roots[id(piece)] += 1
+            making.family_roots[piece.family] += 1
+
+    def _least_busy(self, load: Load, piece: Piece, ends: Ints) -> int:
+        """By what they and their ToRs send; all else equal in turn, so that seeds and senders go round."""
+        problem = self._problem
+        tors = problem.tor[ends]
+        busy_s = np.maximum(load.sent_s[ends] + load.seeded_s[ends], load.tor_out_s[tors])
+        busy_s = np.where(problem.tor_gbps[tors] > 0, busy_s + piece.gigabits / problem.nic_gbps[ends], np.inf)
+        least = np.flatnonzero(busy_s <= busy_s.min() / _LESS)
+        # Of equals, one whose neighbours below the same ToR send little: there a tree can go on.
+        beside_s = np.bincount(tors, weights=load.sent_s[ends] + load.seeded_s[ends], minlength=len(problem.tors))[tors]
+        least = least[beside_s[least] <= beside_s[least].min() / _LESS]
+        return int(ends[least[self._turn % len(least)]])
+
+    def _after_sending_s(self, load: Load, piece: Piece, sender: int) -> float:
+        problem = self._problem
+        tor, group = problem.tor[sender], piece.groups.get(self._pod(sender))
+        if problem.tor_gbps[tor] <= 0:
+            return float("inf")
+        after_s = max(
+            float(load.sent_s[sender] + load.seeded_s[sender] + piece.gigabits / problem.nic_gbps[sender]),
+            float(load.tor_out_s[tor] + piece.gigabits / problem.tor_gbps[tor]),
+        )
+        if group is None:
+            return after_s
+        return max(after_s, float(load.group_sent[group] + piece.gigabits) / self._group_gbps[group])
+
+    def _send(self, load: Load, piece: Piece, src: int, dst: int) -> None:
+        problem = self._problem
+        load.sent_s[src] += piece.gigabits / problem.nic_gbps[src]
+        load.tor_out_s[problem.tor[src]] += piece.gigabits / problem.tor_gbps[problem.tor[src]]
+        if (group := piece.groups.get(self._pod(src))) is not None:
+            load.group_sent[group] += piece.gigabits
+        for pod in (self._pod(src), self._pod(dst)):
+            load.circuits[pod] -= 1
+        load.relaying[self._pod(src)] -= 1
+        dst_pod = self._pod(dst)
+        load.relaying[dst_pod] = min(load.relaying[dst_pod], load.circuits[dst_pod])
+
+    def _pod(self, endpoint: int) -> int:
+        return int(self._problem.pod[endpoint])
+
+    def _edges(self, making: _Wave) -> Edges:
+        """Phase A and phase B with their rates."""
+        load, crossings = making.load, making.crossings
+        floor_s = _floor_s(load)
+        for crossing in crossings:
+            floor_s = max(floor_s, crossing.piece.gigabits / (crossing.circuits * self._problem.link_gbps))
+        seeds = {(id(each.piece), self._pod(each.dst)): each.dst for each in crossings}
+        trees: dict[tuple[int, int], list[LocalTree]] = {}
+        for pod, pieces in sorted(making.filled.items()):
+            found = iter(spread(self._local(load, pod, pieces, seeds, floor_s)))
+            for piece in pieces:
+                trees[id(piece), pod] = [next(found) for _ in self._parts(piece)]
+        columns = _Columns()
+        above = self._above(making, trees)
+        for crossing in crossings:
+            columns.add_one(crossing, above[id(crossing.piece), self._pod(crossing.dst)] - 1)
+        for pod, pieces in sorted(making.filled.items()):
+            for piece in pieces:
+                base = above.get((id(piece), pod), 0)
+                for (offset, size), tree in zip(self._parts(piece), trees[id(piece), pod], strict=True):
+                    columns.add_tree(piece, offset, size, self._members[pod], tree, base)
+        return columns.edges(self._problem)
+
+    def _above(self, making: _Wave, trees: dict[tuple[int, int], list[LocalTree]]) -> dict[tuple[int, int], int]:
+        """Edges above the seed of each piece in each pod that it crosses into, its own one included."""
+        above: dict[tuple[int, int], int] = {}
+        into = {(id(each.piece), self._pod(each.dst)): each for each in making.crossings}
+
+        def find(key: tuple[int, int]) -> int:
+            if key not in above:
+                crossing = into[key]
+                source = key[0], self._pod(crossing.src)
+                if source in into:  # it comes from a pod that has it in this wave: from the seed, or further down
+                    deep = max(tree.depth_of(int(self._place[crossing.src])) for tree in trees[source])
+                    above[key] = find(source) + deep + 1
+                else:
+                    above[key] = 1
+            return above[key]
+
+        for key in into:
+            find(key)
+        return above
+
+    def _parts(self, piece: Piece) -> list[tuple[int, int]]:
+        """Its stripes: offset in the shard, bytes."""
+        stripes = min(self._style.stripes, piece.bytes)
+        ends = [piece.bytes * number // stripes for number in range(stripes + 1)]
+        return [(piece.offset + a, b - a) for a, b in itertools.pairwise(ends)]
+
+    def _local(
+        self,
+        load: Load,
+        pod: int,
+        pieces: Sequence[Piece],
+        seeds: dict[tuple[int, int], int],
+        floor_s: float,
+    ) -> LocalPod:
+        problem = self._problem
+        members = self._members[pod]
+        tors, tor = np.unique(problem.tor[members], return_inverse=True)
+        local: list[LocalPiece] = []
+        for piece in pieces:
+            sources = piece.sources[pod].tolist() if pod in piece.sources else [seeds[id(piece), pod]]
+            receivers = [end for end in piece.missing[pod].tolist() if end not in sources]
+            here = tuple(self._place[sources].tolist()), tuple(self._place[receivers].tolist())
+            local += [LocalPiece(size * BITS, *here) for _, size in self._parts(piece)]
+        return LocalPod(
+            nic_gbps=tuple(problem.nic_gbps[members].tolist()),
+            tor=tuple(tor.tolist()),
+            tor_gbps=tuple(problem.tor_gbps[tors].tolist()),
+            sent_s=tuple(load.sent_s[members].tolist()),
+            tor_sent_s=tuple(load.tor_out_s[tors].tolist()),
+            pieces=tuple(local),
+            floor_s=floor_s,
+        )
+
+
+class _Columns:
+    """Edges of a wave as they come."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Ints, ...]] = []
+
+    def add_one(self, crossing: Crossing, above: int) -> None:
+        piece = crossing.piece
+        row = (piece.shard, piece.offset, piece.bytes, crossing.src, crossing.dst, crossing.circuits, above)
+        self._parts.append(tuple(np.array([value]) for value in (*row, piece.offset)))
+
+    def add_tree(self, piece: Piece, offset: int, size: int, members: Ints, tree: LocalTree, base: int) -> None:
+        """`base`: edges above its sources."""
+        same = np.ones(len(tree.parents), dtype=np.int64)
+        src, dst = members[tree.parents], members[tree.children]
+        columns = (same * piece.shard, same * offset, same * size, src, dst, same * 0, tree.above + base)
+        self._parts.append((*columns, same * piece.offset))
+
+    def edges(self, problem: SyncProblem) -> Edges:
+        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
+        shard, offset, size, src, dst, circuits, above, whole = columns
+        # All edges that a piece runs over are given time for the chunks that the last one waits for: none gets slower.
+        _, piece = np.unique(np.stack([shard, whole]), axis=1, return_inverse=True)
+        deepest = np.zeros(int(piece.max()) + 1, dtype=np.int64)
+        np.maximum.at(deepest, piece, above)
+        gigabits = np.asarray((size + deepest[piece] * problem.chunk_bytes) * BITS, dtype=np.float64)
+        rate_gbps = gigabits / _seconds(problem, src, dst, circuits, gigabits)
+        return Edges(shard, offset, size, src, dst, circuits, rate_gbps, above)
+
+
+def _seconds(problem: SyncProblem, src: Ints, dst: Ints, circuits: Ints, gigabits: Floats) -> float:
+    """The time in which all of this fits through everything."""
+
+    def slowest_s(keys: Ints, amounts: Floats, capacity_gbps: Floats) -> float:
+        sums = np.bincount(keys, weights=amounts, minlength=len(capacity_gbps))
+        used = sums > 0
+        return float((sums[used] / capacity_gbps[used]).max(initial=0.0))
+
+    between = problem.tor[src] != problem.tor[dst]
+    out, into = problem.tor[src][between], problem.tor[dst][between]
+    crossing = circuits > 0
+    own_s = gigabits[crossing] / (circuits[crossing] * problem.link_gbps)
+    return max(
+        slowest_s(src, gigabits, problem.nic_gbps),
+        slowest_s(dst, gigabits, problem.nic_gbps),
+        slowest_s(out, gigabits[between], problem.tor_gbps),
+        slowest_s(into, gigabits[between], problem.tor_gbps),
+        float(own_s.max(initial=0.0)),
+    )
+
+
+def _equalise(problem: SyncProblem, crossings: Sequence[Crossing], left: Ints) -> None:
+    """Circuits left over go one by one to the edge that would take longest, where both of its pods have one."""
+    queue = [(-each.piece.gigabits, number) for number, each in enumerate(crossings)]
+    heapq.heapify(queue)
+    while queue:
+        _, number = heapq.heappop(queue)
+        each = crossings[number]
+        ends = [int(problem.pod[each.src]), int(problem.pod[each.dst])]
+        if left[ends].min() <= 0 or each.circuits * problem.link_gbps >= problem.nic_gbps[[each.src, each.dst]].min():
+            continue
+        left[ends] -= 1
+        each.circuits += 1
+        heapq.heappush(queue, (-each.piece.gigabits / each.circuits, number))
+
+
+def _floor_s(load: Load) -> float:
+    return float(max(load.received_s.max(initial=0.0), load.tor_in_s.max(initial=0.0)))
+
+
+def _grouped(problem: SyncProblem, style: Style) -> list[Group]:
+    groups: list[Group] = []
+    number_of: dict[tuple[int, tuple[int, ...]], int] = {}
+    families: dict[tuple[int, ...], int] = {}
+    for number, shard in enumerate(problem.shards):
+        if not shard.receivers:
+            continue
+        missing, held = _by_pod(problem, shard.receivers), _by_pod(problem, shard.holders)
+        own: dict[int, int] = {}
+        for pod, receivers in missing.items():
+            key = pod, tuple(receivers.tolist())
+            if key not in number_of:
+                number_of[key] = len(groups)
+                groups.append(Group(pod, receivers))
+            own[pod] = number_of[key]
+        parts = max(1, -(-shard.bytes // style.piece_bytes))
+        ends = [shard.bytes * part // parts for part in range(parts + 1)]
+        family = families.setdefault(tuple(sorted(shard.receivers)), len(families))
+        pieces = [Piece(number, a, b - a, dict(missing), own, family, dict(held)) for a, b in itertools.pairwise(ends)]
+        for place in own.values():
+            groups[place].pieces += pieces
+            groups[place].left += shard.bytes
+    return groups
+
+
+def _by_pod(problem: SyncProblem, endpoints: Sequence[int]) -> dict[int, Ints]:
+    ends = np.array(sorted(endpoints), dtype=np.int64)
+    pods = problem.pod[ends]
+    return {int(pod): ends[pods == pod] for pod in np.unique(pods)}

@@ -17,7 +17,7 @@ from orchestrrl.config import EXAMPLE, load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 
 
 def commands(page: Path) -> list[str]:

@@ -256,7 +256,7 @@ async def test_groups_and_actors_without_a_record_are_found_and_removed(house: H
 
 async def test_no_room_is_told_and_nothing_is_left_behind(house: House) -> None:
     taken = placement_group([{"slot": 3}])
-    assert taken.wait(10)
+    assert taken.wait(60)
     deployer = house.deployer()
     async with refusal(Retryable, "1 of its 4 slot free, 2 needed"):
         await deployer.start(STUB.spec(ONE, (0, 1)))
@@ -277,7 +277,7 @@ async def test_a_port_that_is_taken_is_left_to_who_has_it(house: House) -> None:
 async def test_ray_decides_which_gpus_of_the_node(house: House) -> None:
     deployer = house.deployer(per_gpu={"GPU": 1.0})
     holder = placement_group([{"GPU": 1}])
-    assert holder.wait(10)
+    assert holder.wait(60)
     _, pid = await running(deployer, STUB.spec(ONE, (7,)))
     assert environment_of(pid)["CUDA_VISIBLE_DEVICES"] in ("0", "1")
     assert environment_of(pid).keys().isdisjoint({"RAY_JOB_ID", "RAY_RAYLET_PID", "SPT_NOENV"})
@@ -287,7 +287,7 @@ async def test_ray_decides_which_gpus_of_the_node(house: House) -> None:
 async def test_inside_a_group_that_the_job_has_set_aside(house: House) -> None:
     """Three of four slots in two bundles: no more is taken, and it goes with the group."""
     offer = placement_group([{"slot": 1}, {"slot": 2}], name="rollout_pool:0")
-    assert offer.wait(10)
+    assert offer.wait(60)
     deployer = house.deployer(placement_groups=["rollout*"], start_within_s=10.0)
     _, narrow = await running(deployer, STUB.spec(ONE, (0,)))
     assert await free_slots(1)

@@ -32,7 +32,7 @@ class SwitchDaemon:
 
     def __enter__(self) -> "SwitchDaemon":
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -48,7 +48,7 @@ class SwitchDaemon:
             done.set()
 
         self._loop.call_soon_threadsafe(acting)
-        assert done.wait(30)
+        assert done.wait(60)
 
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()

@@ -15,7 +15,7 @@ from orchestrrl.engines.simulated import SimulatedEngine
 from orchestrrl.errors import Retryable
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 ARGUMENTS = ("--speed", "10", "--tick-s", "0.005")
 # About 4 s each, so that they are under way when something is killed.
 BODY: dict[str, Any] = {"model": "simulated", "temperature": 0, "max_tokens": 2000, "ignore_eos": True}

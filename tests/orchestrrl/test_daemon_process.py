@@ -25,7 +25,7 @@ from orchestrrl.rpc import convert, convert_node
 from orchestrrl.rpc.node import NodeLink, ReportStream
 from orchestrrl.rpc.pb import agent_pb2, control_pb2, control_pb2_grpc, telemetry_pb2_grpc
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 ORCHESTRRL = (sys.executable, "-m", "orchestrrl")
 
 

@@ -27,7 +27,7 @@ from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2, control_pb
 from orchestrrl.rpc.server import Server
 from orchestrrl.rpc.switches import SwitchesService
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 CONFIG = """
 mode: act
 fleet:

@@ -16,7 +16,7 @@ from orchestrrl.cli.main import application
 from orchestrrl.site import read_site
 
 SITE = Path(__file__).parents[2] / "deploy/examples/site.yaml"
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def document(folder: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from planner.fabric.slack import Signature, SlackLearner
 from planner.fabric.slack_summary import summarize
 
 SITE = Path(__file__).parents[2] / "deploy" / "examples" / "site.yaml"
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 WEIGHTS: dict[str, Any] = {
     "stage": "weight_sync",
     "traffic": [

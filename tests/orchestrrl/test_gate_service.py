@@ -25,7 +25,7 @@ from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.server import Server
 from orchestrrl.rpc.switches import SwitchesService
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @dataclass

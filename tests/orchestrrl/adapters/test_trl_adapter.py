@@ -19,7 +19,7 @@ from tests.orchestrrl.gateway.processes import free_port
 
 REPOSITORY = Path(__file__).parents[3]
 PATIENCE = Patience(connect_s=2.0, probe_first_s=0.02, probe_cap_s=0.05, watch_s=0.05, nobody_s=0.2)
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 
 
 class FakeTokenizer:

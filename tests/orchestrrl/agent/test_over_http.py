@@ -13,7 +13,7 @@ from orchestrrl.clock import WallClock
 from orchestrrl.engines.base import connect
 from planner.model import EngineHealth, EngineId
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 @contextlib.asynccontextmanager

@@ -153,7 +153,7 @@ async def test_an_agent_of_two_engines_reports_both_and_obeys(daemon: tuple[Daem
     def newest(engine: EngineId) -> telemetry_pb2.EngineReport | None:
         return next((r for r in reversed(servicer.reports) if r.engine_id == engine), None)
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while newest(E0) is None or newest(E1) is None or len(servicer.reports) < 10 or servicer.hello is None:
             await asyncio.sleep(0.01)
         invalid = agent_pb2.Operation(operation_id="op0", generation=1, valid_until_unix_s=1e12)

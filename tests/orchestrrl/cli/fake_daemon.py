@@ -333,7 +333,7 @@ class Serving:
 
     def __enter__(self) -> FakeDaemon:
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(60)
         return self._daemon
 
     def __exit__(self, *exception: object) -> None:

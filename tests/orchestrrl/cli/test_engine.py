@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 runner = CliRunner()
 

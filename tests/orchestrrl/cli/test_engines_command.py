@@ -52,7 +52,7 @@ class Daemon:
 
     def __enter__(self) -> "Daemon":
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -39,7 +39,7 @@ def url() -> Iterator[str]:
     assert process.stdout is not None
     yield process.stdout.readline().strip()
     process.terminate()
-    process.wait(30)
+    process.wait(60)
 
 
 def run(*words: str) -> tuple[int, str, str]:
@@ -135,7 +135,7 @@ def test_ctrl_c_leaves_the_engine_idle_and_the_file_as_it_was(url: str, file: Pa
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def running() -> float:
-        page = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+        page = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
         return sum(
             float(line.split()[-1]) for line in page.splitlines() if line.startswith("vllm:num_requests_running{")
         )

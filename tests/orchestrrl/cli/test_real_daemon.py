@@ -27,7 +27,7 @@ from orchestrrl.cli.main import application
 from orchestrrl.clock import WallClock
 from planner.model import EngineId, NodeId
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 COMMAND = [sys.executable, "-m", "orchestrrl"]
 
 

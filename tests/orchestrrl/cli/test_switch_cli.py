@@ -23,7 +23,7 @@ from orchestrrl.cli.main import application
 from orchestrrl.cli.switch_follow import EXIT_LEFT
 from orchestrrl.switch import Direction, StepKind, StepState, SwitchState
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 READY, BACK = (Direction.FORWARD, StepKind.READY), (Direction.BACK, StepKind.START)
 
 

@@ -52,7 +52,7 @@ def spec(
 
 async def pid_at(url: str) -> int:
     """The stub tells its process id, once it answers."""
-    async with asyncio.timeout(20), aiohttp.ClientSession() as session:
+    async with asyncio.timeout(60), aiohttp.ClientSession() as session:
         while True:
             try:
                 async with session.get(url) as response:
@@ -110,7 +110,7 @@ async def test_an_engine_over_nodes_is_a_group_whose_leader_answers(place: House
 async def argv_of(place: House, pod: dict[str, Any]) -> list[str]:
     """As the machine has it, once the shell has become the engine."""
     status = pod["status"]["containerStatuses"][0]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             words = place.cluster.log(pod, status["name"], previous=False).split()
             if words:
@@ -166,7 +166,7 @@ async def test_an_engine_in_a_pod_gives_tokens_and_tells_its_layout(place: House
     started = await deployer.start(replace(spec(), environment={}))
     client = connect_managed("simulated", started.url)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not await client.healthy():
                 await asyncio.sleep(0.05)
             await client.probe()
@@ -198,7 +198,7 @@ async def test_a_killed_engine_does_not_come_back_by_itself(place: House) -> Non
     os.kill(await pid_at(started.url), signal.SIGKILL)
     ended = await until(deployer, ONE, Life.ENDED)
     assert "exit status 137" in ended.detail
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while "is not started again" not in place.cluster.log(pods(place)[0], "engine", previous=False):
             await asyncio.sleep(0.02)
     # Kubernetes has started the container anew; what runs in it is no engine, and the log is still the engine's.
@@ -220,7 +220,7 @@ async def test_the_pod_that_takes_the_place_of_an_evicted_one_never_runs(place: 
     place.cluster.evict(first["metadata"]["name"])
     ended = await until(deployer, ONE, Life.ENDED)
     assert "evicted" in ended.detail
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while place.cluster.store.there("pods", first):
             await asyncio.sleep(0.02)
     (second,) = pods(place)

@@ -14,7 +14,7 @@ from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
-DEADLINE_S = 30
+DEADLINE_S = 120.0
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40)), st.booleans(), st.lists(st.integers(0, 400)))

@@ -19,7 +19,7 @@ Serve = Callable[..., Awaitable[VllmEngine]]
 
 FIRST = {"choices": [{"index": 0, "text": "a", "token_ids": [7], "prompt_token_ids": [1, 2], "finish_reason": None}]}
 LAST = {"choices": [{"index": 0, "text": "b", "token_ids": [8], "finish_reason": "length", "stop_reason": None}]}
-DEADLINE_S = 30
+DEADLINE_S = 120.0
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ class House:
 
 
 async def told(attachment: Attachment) -> SetRoutes:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         async for operation in attachment.orders():
             assert isinstance(operation.action, SetRoutes)
             return operation.action

@@ -203,7 +203,7 @@ async def test_a_result_that_never_comes_is_seen_in_telemetry(house: House, happ
     assert task.done() is False or happened  # a report from before the expiry does not show that nothing happened
     house.gateway.report(house.state)
     house.settle()
-    result = await asyncio.wait_for(task, 5)
+    result = await asyncio.wait_for(task, 60)
     assert result.status is (OperationStatus.DONE if happened else OperationStatus.FAILED)
     assert [item.done for item in result.items] == [happened, happened]
 
@@ -216,7 +216,7 @@ async def test_what_a_node_cannot_tell_is_observed(house: House) -> None:
     await house.clock.advance(0.1)
     house.gateway.report(house.state)
     house.settle()
-    result = await asyncio.wait_for(task, 5)
+    result = await asyncio.wait_for(task, 60)
     assert result.status is OperationStatus.PARTIAL
     assert [(item.id, item.done, item.detail) for item in result.items] == [("a", True, ""), ("b", False, "is on e0")]
 
@@ -228,7 +228,7 @@ async def test_a_node_that_never_returns_leaves_an_unknown_outcome(house: House)
     assert not task.done()
     await house.clock.advance(1.0)
     house.settle()
-    assert (await asyncio.wait_for(task, 5)).status is OperationStatus.UNKNOWN
+    assert (await asyncio.wait_for(task, 60)).status is OperationStatus.UNKNOWN
 
 
 async def test_what_telemetry_cannot_show_is_unknown_and_said_so(house: House) -> None:
@@ -236,7 +236,7 @@ async def test_what_telemetry_cannot_show_is_unknown_and_said_so(house: House) -
     await house.clock.advance(VALID_S + 1)
     house.state.fold_engine(engine_report("e0", 1, sample(), agent=GATEWAY), house.clock.now_s())
     house.settle()
-    result = await asyncio.wait_for(task, 5)
+    result = await asyncio.wait_for(task, 60)
     assert (result.status, result.detail) == (
         OperationStatus.UNKNOWN,
         "no result came, and telemetry does not show the outcome of probe_engine",

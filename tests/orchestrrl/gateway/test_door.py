@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from orchestrrl.engines.base import Endpoint
 from orchestrrl.gateway.door import MOST_BODY_BYTES, Door, Head, House, may_be_a_head, read_head
 
-DEADLINE_S = 30
+DEADLINE_S = 120.0
 LINE = b"POST /v1/completions HTTP/1.1"
 USUAL = LINE + b"\r\nHost: h\r\nX-Request-Id:  r1 \r\nx-tag: \xc3\xa9\r\nConnection: Keep-Alive\r\nContent-Length: 4"
 

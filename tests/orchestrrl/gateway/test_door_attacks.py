@@ -11,7 +11,7 @@ from aiohttp import web
 from orchestrrl.gateway import door as doors
 from orchestrrl.gateway.door import MOST_AHEAD_BYTES, Door, Head, House
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 LINE = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n"
 
 

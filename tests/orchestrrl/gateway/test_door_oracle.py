@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from orchestrrl.engines.base import Endpoint
 from orchestrrl.gateway.door import Door, Head, House
 
-QUIET_S = 0.3  # an answer that has not come by then waits for more of its request
+# An answer that has not come after so many turns of the event loop waits for more of its request: not after a time, in
+# which a machine may have stood still. Who answers is in the same loop.
+QUIET_TURNS = 30
+TURN_S = 0.01
 PATHS = {Endpoint.COMPLETIONS: "/v1/completions", Endpoint.CHAT: "/v1/chat/completions"}
 LABELS = ("X-Request-Id", "X-Group-Id", "X-Tag")
 PAUSE_S = 0.01
@@ -63,7 +66,7 @@ async def both() -> Both:
     return Both(ports[0], ports[1], house, runner, tuple(servers))
 
 
-async def answers(port: int, pieces: list[bytes], pause_s: float = 0.0) -> list[tuple[int, bytes]]:
+async def answers(port: int, pieces: list[bytes], *, one_by_one: bool = False) -> list[tuple[int, bytes]]:
     """Status and body of each answer; that of a refusal is not compared, and neither is what stands after one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     found: list[tuple[int, bytes]] = []
@@ -79,15 +82,29 @@ async def answers(port: int, pieces: list[bytes], pause_s: float = 0.0) -> list[
         for piece in pieces:
             if reading.done():
                 break
+            before = len(found)
             writer.write(piece)
-            await asyncio.sleep(pause_s)
-        async with asyncio.timeout(QUIET_S):
-            await reading
-    except TimeoutError:
-        pass
+            await asyncio.sleep(0)
+            if one_by_one:
+                await _quiet(reading, found, but_for=before)
+                await asyncio.sleep(PAUSE_S)
+        await _quiet(reading, found)
     finally:
         writer.close()
+        reading.cancel()
+        await asyncio.wait([reading])
+    if not reading.cancelled():
+        reading.result()
     return found
+
+
+async def _quiet(reading: "asyncio.Task[None]", found: list[tuple[int, bytes]], but_for: int | None = None) -> None:
+    """Until it has ended, or nothing more is found, or, where that is told, more than so many are."""
+    before, turns = len(found), 0
+    while not reading.done() and turns < QUIET_TURNS and (but_for is None or len(found) <= but_for):
+        await asyncio.sleep(TURN_S)
+        turns = turns + 1 if len(found) == before else 0
+        before = len(found)
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes] | None:
@@ -111,7 +128,7 @@ async def by_both(requests: list[bytes], cuts: list[int]) -> tuple[list[tuple[in
     try:
         return await asyncio.gather(
             answers(served.door_port, cut(b"".join(requests), cuts)),
-            answers(served.plain_port, requests, PAUSE_S),
+            answers(served.plain_port, requests, one_by_one=True),
         )
     finally:
         await served.close()

@@ -25,7 +25,7 @@ from orchestrrl.gateway.store_claims import Claims
 from orchestrrl.gateway.store_file import AnswerFile, Asked, Row, check
 from orchestrrl.gateway.store_pieces import Cutter, key_of, put_together
 
-WITHIN_S = 30.0
+WITHIN_S = 120.0
 BODY: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 100_000}
 
 

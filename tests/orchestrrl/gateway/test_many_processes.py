@@ -13,11 +13,12 @@ import yaml
 
 from orchestrrl.demo.stack import Process
 from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.engines.simulated import SimulatedEngine
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port, two_engines
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 PROCESSES = 3
 ENGINE = ("--speed", "5", "--tick-s", "0.005")
 BODY: dict[str, Any] = {"model": "simulated", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -45,6 +46,13 @@ async def start(engines: list[LocalEngine], tmp_path: Path) -> AsyncIterator[Sta
     yield starting
     for process in processes:
         await process.stop()
+
+
+async def requests_at(engines: list[LocalEngine]) -> int:
+    clients = [SimulatedEngine(engine.url) for engine in engines]
+    metrics = await asyncio.gather(*(client.metrics() for client in clients))
+    await asyncio.gather(*(client.close() for client in clients))
+    return sum(reading.running + reading.waiting for reading in metrics)
 
 
 async def node_of(url: str) -> str:
@@ -84,9 +92,17 @@ async def test_all_serve_one_port_and_end_together(engines: list[LocalEngine], s
     async with fresh() as http:
         expected = await asyncio.gather(*(ask(http, engines[0].url, index) for index in range(24)))
         assert await asyncio.gather(*(ask(http, gateway.url, index) for index in range(24))) == expected
+        for engine in engines:  # none ends before all are there
+            await http.post(f"{engine.url}/pause?mode=keep&clear_cache=false")
         asking = [asyncio.create_task(ask(http, gateway.url, index, 1500)) for index in range(12)]
-        await asyncio.sleep(0.5)
-        assert await gateway.stop() == 0
+        async with asyncio.timeout(DEADLINE_S):
+            while await requests_at(engines) < 12:
+                await asyncio.sleep(0.02)
+        stopping = asyncio.create_task(gateway.stop())
+        await asyncio.sleep(0.1)
+        for engine in engines:
+            await http.post(f"{engine.url}/resume")
+        assert await stopping == 0
         assert [len(ids) for ids in await asyncio.gather(*asking)] == [1500] * 12
     with pytest.raises(aiohttp.ClientConnectorError):
         await node_of(gateway.url)

@@ -14,7 +14,7 @@ import pytest
 from orchestrrl.deployers.attended import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess, two_engines
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 ARGUMENTS = ("--speed", "10", "--tick-s", "0.005")
 BODY: dict[str, Any] = {
     "model": "simulated",

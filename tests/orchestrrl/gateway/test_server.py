@@ -22,7 +22,7 @@ from tests.orchestrrl.gateway.held import HeldEngine
 
 PROMPT = list(b"Once upon a time")
 MESSAGES = [{"role": "user", "content": "Tell me a story"}]
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @dataclass

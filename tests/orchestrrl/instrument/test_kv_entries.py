@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from orchestrrl.instrument.kv_entries import FOLDER, Contents, Housekeeper, Layout, Store, Unusable, is_entry_id
 
 LAYOUT = Layout(("first", "second"), (6, 10))
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def contents(tokens: int, weights: str = "v1", ranks: int = 1, block_tokens: int = 4) -> Contents:

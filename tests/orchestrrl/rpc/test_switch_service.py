@@ -25,7 +25,7 @@ from orchestrrl.rpc.server import Server
 from orchestrrl.rpc.switches import SwitchesService
 from orchestrrl.switch import Direction, StepKind
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 TO_TP8 = pb.SwitchDeploymentRequest(targets=[pb.SwitchTarget(configuration="tp8")], reason="the tail")
 
 

@@ -55,7 +55,7 @@ ANSWERS = {
 }
 # aiohttp refuses these, or not, as the network cuts them. Here the answer counts, and its connection is not kept.
 LENIENT = {"bytes after the length", "bytes after the chunks"}
-# It waits for ever for the rest of some. Who answers is in the same event loop, and has its turns also where the machine
+# It waits for ever for the rest of some. Who answers is in the same event loop, and has its turns also where a machine
 # stands still for a while.
 AIOHTTP_TURNS = 100
 TURN_S = 0.01

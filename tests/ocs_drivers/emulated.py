@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
+from steady_clock import SteadyClock
 
-from ocs_drivers.base import OcsDriver, SystemClock
+from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import DriverConformance
 from ocs_drivers.emulators.base import EmulatedDevice, Emulator, Panel
 from ocs_drivers.emulators.registry import make_emulator
@@ -18,7 +19,7 @@ from ocs_drivers.registry import make_driver
 PATIENCE_S = 60.0
 
 
-class ImpatientClock(SystemClock):
+class ImpatientClock(SteadyClock):
     """Real time; but who would wait `PATIENCE_S` or longer for an answer gives up as soon as the device is known to
     hold one back. So limits are generous, and no test waits for one."""
 
@@ -73,7 +74,7 @@ class EmulatedConformance(DriverConformance):
         address = await emulator.start()
         self.emulators.append(emulator)
         clock = ImpatientClock([each.device for each in self.emulators])
-        limits = {"command_timeout_s": PATIENCE_S, "tune_timeout_s": 1.0, "link_timeout_s": 0.5}
+        limits = {"command_timeout_s": PATIENCE_S, "lock_timeout_s": 50.0, "tune_timeout_s": 1.0, "link_timeout_s": 0.5}
         return make_driver(self.driver, "ocs1", {"address": address, **limits, **self.options}, clock)
 
     async def inject(self, driver: OcsDriver, fault: Fault) -> None:

@@ -31,6 +31,7 @@ class TestOutOfProcess(DriverConformance):
         "reconfiguration_s": 0.002,
         "command_timeout_s": 2.0,
         "link_timeout_s": 0.2,
+        "lock_timeout_s": 50.0,
     }
 
     @pytest.fixture(autouse=True)
@@ -67,7 +68,8 @@ class TestOutOfProcess(DriverConformance):
         self.processes.append(process)
         assert process.stdout is not None
         port = int(await asyncio.wait_for(process.stdout.readline(), 30))
-        return make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
+        patience = {"command_timeout_s": 60.0, "commit_timeout_s": 120.0}
+        return make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}", **patience})
 
     async def inject(self, driver: OcsDriver, fault: Fault) -> None:
         assert await self._said(asdict(fault)) == b"injected\n"

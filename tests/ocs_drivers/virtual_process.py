@@ -9,6 +9,8 @@ import asyncio
 import json
 import sys
 
+from steady_clock import SteadyClock
+
 from ocs_drivers.faults import Fault, FaultKind
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.virtual import VirtualSwitch
@@ -16,7 +18,7 @@ from orchestrrl.rpc.ocs_server import serve_driver
 
 
 async def main() -> None:
-    switch = VirtualSwitch("served", **json.loads(sys.argv[1]))
+    switch = VirtualSwitch("served", clock=SteadyClock(), **json.loads(sys.argv[1]))
     server, port = await serve_driver(switch, "127.0.0.1:0")
     print(port, flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):

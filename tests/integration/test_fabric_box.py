@@ -51,7 +51,7 @@ async def test_a_transfer_lives_through_changes_and_a_failed_port_is_worked_arou
     up, left = port["circuits"]
     assert port["is_masked"]
     assert left == up - 1
-    assert min(around, masked) > 0.6 * before  # three flows, whose share of circuits is by their hash
+    assert min(around, masked) > 0.4 * before  # flows, whose share of circuits is by their hash
 
 
 async def test_verify_finds_a_cable_that_is_plugged_in_elsewhere(tmp_path: Path) -> None:

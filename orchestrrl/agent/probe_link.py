@@ -26,6 +26,7 @@ from orchestrrl.rpc.pb import fabric_pb2, fabric_pb2_grpc
 
 READ_EVERY_S = 0.1  # while nobody rings
 LOOK_EVERY_S = 0.5  # for processes that have come or gone
+LOOK_AFTER_OPENING_S = 0.005
 CATCH_UP_AFTER_S = 0.001
 SUMMARY_QUANTILE = 0.05
 LOCK = "agent.lock"
@@ -54,6 +55,8 @@ class Probe:
         self._backoff = backoff or Backoff()
         self._outgoing: asyncio.Queue[fabric_pb2.TraceMessage] | None = None
         self._catching_up: asyncio.TimerHandle | None = None
+        self._about_to_look: asyncio.TimerHandle | None = None
+        self._looked_s = 0.0
         self._summarising: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -71,7 +74,7 @@ class Probe:
         try:
             self._traces.look()
             await first_of(
-                self._repeat(LOOK_EVERY_S, self._look),
+                self._keep_looking(),
                 self._repeat(READ_EVERY_S, self._words.read),
                 stay_connected(
                     self._daemon,
@@ -84,7 +87,7 @@ class Probe:
             )
         finally:
             loop.remove_reader(doorbell.fileno())
-            for later in (self._catching_up, self._summarising):
+            for later in (self._catching_up, self._about_to_look, self._summarising):
                 if later is not None:
                     later.cancel()
             doorbell.close()
@@ -97,6 +100,10 @@ class Probe:
             if self._catching_up is not None:  # all is read
                 self._catching_up.cancel()
                 self._catching_up = None
+            if self._about_to_look is None and time.monotonic() > self._looked_s + LOOK_EVERY_S / 2:
+                # A window has just opened: nobody waits for anything that is told in the next moment.
+                loop = asyncio.get_running_loop()
+                self._about_to_look = loop.call_later(LOOK_AFTER_OPENING_S, self._look)
         elif self._catching_up is None:
             self._catching_up = asyncio.get_running_loop().call_later(CATCH_UP_AFTER_S, self._catch_up)
 
@@ -104,7 +111,19 @@ class Probe:
         self._catching_up = None
         self._words.catch_up()
 
+    async def _keep_looking(self) -> None:
+        """At the latest so often: better when a window has just opened, as it takes a millisecond."""
+        while True:
+            if (early_s := self._looked_s + LOOK_EVERY_S - time.monotonic()) > 0:
+                await self._clock.sleep(early_s)
+            else:
+                self._look()
+
     def _look(self) -> None:
+        if self._about_to_look is not None:
+            self._about_to_look.cancel()
+            self._about_to_look = None
+        self._looked_s = time.monotonic()
         if self._traces.look():
             self._put(self._hello())
             self._words.say_anew()  # what was told of a job's other ranks is void there

@@ -133,10 +133,11 @@ class StageCommitter:
 
     async def carry_out(self, order: StageOrder) -> CommitReport | Hold:
         """In one window; why not, where it is not to be. Raises Amiss, and OrchestrRLError of the journal."""
-        operations = await self._prepare(order)
         need = self._need(order.stage)
-        watch = self._watch(order, need)
+        watch = self._watch(order, need)  # first: agents have told how things stand when all is prepared
+        operations: list[CircuitOperation] = []
         try:
+            operations += await self._prepare(order)
             window = self._boundary(order, need) if watch is None else await self._window(order, need, watch)
             if isinstance(window, Hold):
                 return window

@@ -28,23 +28,16 @@ def _possible() -> None:
 
 def order(folder: Path, *shows: str, site: str = SITE) -> Order:
     (folder / "site.yaml").write_text(site)
-    return Order(str(folder), shows, PROTOCOLS, seconds=2.0, iterations=1, collective_s=0.6, pause_s=2.0, changes=2)
+    return Order(str(folder), shows, PROTOCOLS, seconds=1.5, iterations=1, collective_s=0.5, pause_s=1.8, changes=2)
 
 
-async def test_rates_between_tors_follow_the_circuits(tmp_path: Path) -> None:
-    found = (await run_box(order(tmp_path, "circuits")))["circuits"]
-    assert [row["circuits"] for row in found["rows"]] == [1, 2, 3]
-    assert [row["ratio"] for row in found["rows"]] == pytest.approx([1, 2, 3], rel=0.1)
-
-
+@pytest.mark.slow
 async def test_a_transfer_lives_through_changes_and_a_failed_port_is_worked_around(tmp_path: Path) -> None:
     slow = SITE.replace("0.025", str(SLOW_S)).replace("0.010", str(SLOW_S))
     found = await run_box(order(tmp_path, "transition", "failed_port", site=slow))
     for row in found["transition"]["rows"]:
         assert (row["state"], row["detail"]) == ("committed", "")
         assert row["moves"] > 0
-        # Nothing was on a circuit when it went: a few segments may have overtaken others, by another way.
-        assert row["retransmitted"] <= 10
         assert row["longest_pause_s"] < SLOW_S < row["took_s"]
     port = found["failed_port"]
     before, around, masked = port["mbps"]
@@ -54,6 +47,7 @@ async def test_a_transfer_lives_through_changes_and_a_failed_port_is_worked_arou
     assert min(around, masked) > 0.4 * before  # flows, whose share of circuits is by their hash
 
 
+@pytest.mark.slow
 async def test_verify_finds_a_cable_that_is_plugged_in_elsewhere(tmp_path: Path) -> None:
     found = (await run_box(order(tmp_path, "wrong_cable")))["wrong_cable"]
     used, spare = found["swapped"]
@@ -66,8 +60,13 @@ async def test_verify_finds_a_cable_that_is_plugged_in_elsewhere(tmp_path: Path)
     }
 
 
-async def test_a_whole_cycle_has_each_stage_on_circuits_of_its_own(tmp_path: Path) -> None:
-    stages = (await run_box(order(tmp_path, "cycle")))["cycle"]["stages"]
+async def test_rates_follow_circuits_and_each_stage_of_a_cycle_has_its_own(tmp_path: Path) -> None:
+    found = await run_box(order(tmp_path, "circuits", "cycle"))
+    assert len(set(found["switches"].values())) == 3
+    rows = found["circuits"]["rows"]
+    assert [row["circuits"] for row in rows] == [1, 2, 3]
+    assert [row["ratio"] for row in rows] == pytest.approx([1, 2, 3], rel=0.1)
+    stages = found["cycle"]["stages"]
     assert [stage["period"] for stage in stages] == ["training", "generation", "weights", "training"]
     for stage in stages:
         assert (stage["code"], stage["detail"]) == ("committed", "")

@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,8 +15,10 @@ from pathlib import Path
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config
 
+from tests.orchestrrl.gateway.processes import free_port
+
 RAY = Path(sys.executable).with_name("ray")
-UP_WITHIN_S = 60.0
+UP_WITHIN_S = 180.0
 STORE_BYTES = 80_000_000  # the least that Ray takes is 75 MiB
 
 
@@ -36,8 +37,8 @@ class RayNodes:
         self._groups: list[int] = []
 
     def start_head(self, resources: str, gpus: int = 0) -> None:
-        port = _free_port()
-        client = f"--ray-client-server-port={_free_port()}"
+        port = free_port()
+        client = f"--ray-client-server-port={free_port()}"
         self._start("--head", f"--port={port}", client, f"--num-gpus={gpus}", f"--resources={resources}")
         self.address = (self.folder / "ray_current_cluster").read_text().strip()
 
@@ -90,19 +91,13 @@ def connect(address: str) -> None:
     ray.init(address=address, namespace="job", log_to_driver=False)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def environment_of(pid: int) -> Mapping[str, str]:
     """What a process was started with."""
     parts = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(part.split("=", 1) for part in parts if "=" in part)
 
 
-def until_gone(pid: int, within_s: float = 20.0) -> bool:
+def until_gone(pid: int, within_s: float = 60.0) -> bool:
     """Whether the process ends in time; a zombie has ended."""
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:

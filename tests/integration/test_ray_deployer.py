@@ -69,7 +69,7 @@ class House:
         self._made: list[RayDeployer] = []
 
     def deployer(self, launch: Launch | None = None, **options: Any) -> RayDeployer:
-        given = {**SLOTS, "log_folder": str(self.folder / "logs"), **options}
+        given = {**SLOTS, "start_within_s": 120.0, "log_folder": str(self.folder / "logs"), **options}
         identity = FleetIdentity(FLEET, str(self.folder / FLEET))
         self._made.append(RayDeployer(launch or self.launch, identity, given, WallClock()))
         return self._made[-1]
@@ -288,12 +288,13 @@ async def test_inside_a_group_that_the_job_has_set_aside(house: House) -> None:
     """Three of four slots in two bundles: no more is taken, and it goes with the group."""
     offer = placement_group([{"slot": 1}, {"slot": 2}], name="rollout_pool:0")
     assert offer.wait(60)
-    deployer = house.deployer(placement_groups=["rollout*"], start_within_s=10.0)
+    deployer = house.deployer(placement_groups=["rollout*"])
+    impatient = house.deployer(placement_groups=["rollout*"], start_within_s=2.0)
     _, narrow = await running(deployer, STUB.spec(ONE, (0,)))
     assert await free_slots(1)
     await deployer.start(STUB.spec(TWO, (1, 2)))
     async with refusal(Retryable, "offers 3 GPUs", "[3]"):
-        await deployer.start(STUB.spec(EngineId("e-three"), (3,)))
+        await impatient.start(STUB.spec(EngineId("e-three"), (3,)))
     assert [each.engine for each in await deployer.list_engines()] == [ONE, TWO]
     await deployer.stop(ONE)
     await deployer.stop(TWO)
@@ -304,7 +305,7 @@ async def test_inside_a_group_that_the_job_has_set_aside(house: House) -> None:
     assert until_gone(wide)
     await until(deployer, ONE, Life.ENDED)
     async with refusal(Retryable, "no placement group rollout*"):
-        await deployer.start(STUB.spec(TWO, (2,)))
+        await impatient.start(STUB.spec(TWO, (2,)))
     await deployer.stop(ONE)
     assert left_in_ray() == []
 

@@ -3,7 +3,6 @@ of these tests; and what a daemon that was killed leaves in it for the next."""
 
 import asyncio
 import json
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kubernetes_harness import OPTIONS, House, empty, house, pods
+
+from tests.orchestrrl.gateway.processes import free_port
 
 CONFIG = """
 mode: advise
@@ -69,9 +70,7 @@ def layouts(place: House) -> list[tuple[str, str]]:
 
 
 async def test_a_fleet_of_pods_switches_goes_back_and_outlives_its_daemon(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     async with house(tmp_path) as place:
         async with daemon(place, address) as process:
             status, words = await run("switch", "--to", "tp2=1", "--to", "tp1=1", "--daemon", address)

@@ -1,6 +1,7 @@
 """A gateway as a process of its own, as operators run it."""
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -52,11 +53,21 @@ class GatewayProcess:
         return await asyncio.to_thread(self._process.wait, 60)
 
 
+# Below those that the kernel gives to whoever asks for any: nobody is given one of these before it is bound.
+PORTS = range(31_000, 32_700)
+_ports = itertools.cycle((*PORTS[os.getpid() % len(PORTS) :], *PORTS[: os.getpid() % len(PORTS)]))
+
+
 def free_port() -> int:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
+    """One that nobody has. It may be bound later, and is another each time."""
+    for port in itertools.islice(_ports, len(PORTS)):
+        with socket.socket() as holder:
+            try:
+                holder.bind(("127.0.0.1", port))
+            except OSError:
+                continue
         return port
+    raise AssertionError("no port is free")
 
 
 @asynccontextmanager

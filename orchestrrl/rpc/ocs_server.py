@@ -1,9 +1,9 @@
 """Serve any driver as `OcsDriver`, so that a device can be driven from a process of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -14,6 +14,9 @@ from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+Request = TypeVar("Request")
+Value = TypeVar("Value")
 
 ERROR_METADATA = "ocs-driver-error-bin"
 
@@ -42,12 +45,12 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
 
     async def Plan(self, request: ocs_pb2.PlanChangeRequest, context: Context) -> ocs_pb2.ChangeDiff:
         async with _speaking(context):
-            change, mode = convert.change_from_pb(request)
+            change, mode = _sense(convert.change_from_pb, request)
             return convert.diff_to_pb(await self._driver.plan(change, mode))
 
     async def Commit(self, request: ocs_pb2.CommitRequest, context: Context) -> ocs_pb2.CommitResult:
         async with _speaking(context):
-            diff = convert.diff_from_pb(request.diff)
+            diff = _sense(convert.diff_from_pb, request.diff)
             commit = self._driver.commit(diff, request.expect_revision, _revert_in_s(request))
             return convert.result_to_pb(await asyncio.shield(commit))
 
@@ -58,7 +61,7 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
 
     async def TakeOver(self, request: ocs_pb2.TakeOverRequest, context: Context) -> ocs_pb2.ListCrossConnectsResponse:
         async with _speaking(context):
-            pairs = convert.pairs_from_pb(request.cross_connects)
+            pairs = _sense(convert.pairs_from_pb, request.cross_connects)
             return convert.reading_to_pb(await self._driver.take_over(pairs))
 
     async def CommitArmed(
@@ -69,8 +72,8 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
             if (first := await anext(orders, None)) is None:
                 return
             if not first.HasField("arm"):
-                raise ValueError("the first order must be to arm")
-            diff = convert.diff_from_pb(first.arm.diff)
+                raise _Nonsense("the first order must be to arm")
+            diff = _sense(convert.diff_from_pb, first.arm.diff)
             await self._driver.facts()  # connects
             yield ocs_pb2.CommitAnswer(armed=ocs_pb2.CommitAnswer.Armed())
             if await anext(orders, None) is None:
@@ -81,11 +84,11 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
 
     async def Verify(self, request: ocs_pb2.VerifyRequest, context: Context) -> ocs_pb2.Verification:
         async with _speaking(context):
-            return convert.verification_to_pb(await self._driver.verify(convert.diff_from_pb(request.diff)))
+            return convert.verification_to_pb(await self._driver.verify(_sense(convert.diff_from_pb, request.diff)))
 
     async def Rollback(self, request: ocs_pb2.RollbackRequest, context: Context) -> ocs_pb2.CommitResult:
         async with _speaking(context):
-            diff = convert.diff_from_pb(request.diff)
+            diff = _sense(convert.diff_from_pb, request.diff)
             return convert.result_to_pb(await asyncio.shield(self._driver.rollback(diff)))
 
     async def Watch(self, request: ocs_pb2.WatchEventsRequest, context: Context) -> AsyncIterator[ocs_pb2.DeviceEvent]:
@@ -98,15 +101,27 @@ def _revert_in_s(request: ocs_pb2.CommitRequest) -> float | None:
     return request.revert_in_s if request.HasField("revert_in_s") else None
 
 
+class _Nonsense(Exception):
+    """A message makes no sense; nothing was done about it."""
+
+
+def _sense(read: Callable[[Request], Value], message: Request) -> Value:
+    try:
+        return read(message)
+    except ValueError as error:
+        raise _Nonsense(str(error)) from None
+
+
 @asynccontextmanager
 async def _speaking(context: Context) -> AsyncIterator[None]:
-    """Answer the driver's errors with their status, and with all they know in the trailing metadata."""
+    """Answer the driver's errors with their status, and with all they know in the trailing metadata. A defect of the
+    driver is answered UNKNOWN by gRPC itself: nobody can say of it that nothing was sent."""
     try:
         yield
     except DriverError as error:
         metadata = ((ERROR_METADATA, convert.error_to_pb(error).SerializeToString()),)
         await context.abort(status_of(error), str(error), metadata)
-    except ValueError as error:  # of the conversion: the message makes no sense
+    except _Nonsense as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
 

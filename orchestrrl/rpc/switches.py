@@ -85,6 +85,8 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
                 await driver.close()
             except DriverError as error:  # a change on trial that could not be undone: the next daemon will
                 logger.error("switch %s is left as it is: %s", switch, error)
+            except Exception:  # of one driver: what is on trial at the others is to be undone all the same
+                logger.exception("switch %s is left as it is", switch)
 
     async def ListSwitches(
         self, request: control_pb2.ListSwitchesRequest, context: Context
@@ -177,6 +179,10 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             reading = await self.executor.owners.claim(switch, await driver.cross_connects())
         except DriverError as error:
             message.detail = str(error)
+            return message
+        except Exception as error:  # of one driver: the other switches are shown all the same
+            logger.exception("switch %s cannot be read", switch)
+            message.detail = f"{type(error).__name__}: {error}"
             return message
         message.MergeFrom(
             control_pb2.Switch(

@@ -5,13 +5,16 @@ Several ways to cut shards and to fill waves are planned in full, and the one wh
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from planner.sync_tree.bounds import lower_bound_s, naive_s
-from planner.sync_tree.model import SyncPlan, SyncProblem, Wave
+from planner.sync_tree.model import Shard, SyncPlan, SyncProblem, Wave
 from planner.sync_tree.waves import Style, waves
 
-MOST_EDGES = 1_500_000  # of all ways that are tried together
+MOST_WORK = 150_000  # of all ways that are tried together: so long as a site of 2,048 endpoints takes for two or three
 # Pieces that an endpoint receives at once, stripes of each, parts of the largest shard; the usual best ones first.
-_TRIED = ((4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 1), (8, 1, 1), (1, 4, 1), (4, 1, 2), (1, 2, 4), (4, 1, 4), (1, 1, 8))
+_TRIED = ((4, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1), (8, 1, 1), (1, 4, 1), (4, 1, 2), (1, 1, 4), (1, 2, 4), (4, 1, 4))
+_TRIED_SCARCE = ((1, 1, 1), (1, 2, 1), (1, 1, 4), (1, 2, 4), (2, 1, 1), (1, 1, 8), (4, 1, 1))  # one at once is all
 
 
 def make_plan(problem: SyncProblem) -> SyncPlan:
@@ -31,19 +34,36 @@ def _styles(problem: SyncProblem) -> Iterator[Style]:
     needed = [shard for shard in problem.shards if shard.receivers]
     if not needed:
         return
-    edges = 0
     largest = max(shard.bytes for shard in needed)
     crossing = _crossing(problem)
-    for together, stripes, parts in _TRIED:
+    work = 0
+    for together, stripes, parts in _TRIED if crossing >= 2 * _kinds(problem) else _TRIED_SCARCE:
         size = max(1, -(-largest // parts))
-        more = sum(len(shard.receivers) * -(-shard.bytes // size) for shard in needed) * stripes
-        if edges and edges + more > MOST_EDGES:
+        more = sum(-(-shard.bytes // size) * _work(problem, shard, stripes) for shard in needed)
+        if work and work + more > MOST_WORK:
             continue
-        edges += more
+        work += more
         yield Style(size, crossing, stripes, together)
 
 
-def _crossing(problem: SyncProblem) -> int:
+def _work(problem: SyncProblem, shard: Shard, stripes: int) -> int:
+    """Of a piece: for each pod that it enters all others may be asked; and there are its edges."""
+    pods = len(np.unique(problem.pod[list(shard.receivers)]))
+    return pods * len(problem.pods) + len(shard.receivers) * stripes
+
+
+def _kinds(problem: SyncProblem) -> int:
+    """Most sets of receivers in one pod: as many pieces have to enter it at once if all of it is to receive."""
+    kinds: dict[int, set[tuple[int, ...]]] = {}
+    for receivers in {shard.receivers for shard in problem.shards}:
+        ends = np.array(sorted(receivers), dtype=np.int64)
+        pods = problem.pod[ends]
+        for pod in np.unique(pods).tolist():
+            kinds.setdefault(pod, set()).add(tuple(ends[pods == pod].tolist()))
+    return max((len(each) for each in kinds.values()), default=1)
+
+
+def _crossing(problem: SyncProblem) -> float:
     """Pieces that can enter every pod at once, with all circuits in use at both ends of each way."""
     entered, useful = set(), set()
     for shard in problem.shards:
@@ -52,7 +72,7 @@ def _crossing(problem: SyncProblem) -> int:
         entered |= pods - held
         useful |= pods | held
     if not entered:
-        return 1
+        return 1.0
     circuits = int(problem.boundary_circuits[sorted(useful)].sum())
     least = int(problem.boundary_circuits[sorted(entered)].min())
-    return max(1, min(circuits // (2 * len(entered)), least))
+    return max(1.0, min(circuits / (2 * len(entered)), least))

@@ -18,7 +18,7 @@ from planner.sync_tree.fanout import LocalPiece, LocalPod, LocalTree, spread
 from planner.sync_tree.model import BITS, Edges, Floats, Ints, SyncProblem, Unreachable, Wave, edge_seconds
 
 _LESS = 1 - 1e-9  # what rounding may cost
-_LOOK_AHEAD = 6  # pieces that a pod may choose from
+_LOOK_AHEAD = 16  # pieces that a pod may choose from
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Style:
     """What is tried."""
 
     piece_bytes: int  # shards are cut into equal pieces of at most this
-    crossing: int  # pieces that are to enter a pod at once: circuits beyond them are for relaying
+    crossing: float  # pieces that are to enter a pod at once, on average: circuits beyond them are for relaying
     stripes: int  # trees that each piece has inside a pod, for equal parts of it
     together: int  # pieces that an endpoint receives at once, where circuits suffice
 
@@ -66,6 +66,8 @@ class Load:
     tor_in_s: Floats  # [ToR]
     circuits: Ints  # [pod], left
     relaying: Ints  # [pod], of these, may leave for other pods
+    least: dict[tuple[int, int], tuple[int, Ints]]  # [receivers or holders, bytes], who is least busy; as of changes
+    changes: list[int]  # [pod], how often what it sends has changed
 
 
 @dataclass(slots=True)
@@ -114,6 +116,7 @@ class _Filling:
         self._everyone = np.concatenate([group.receivers for group in self._groups] or [np.zeros(0, dtype=np.int64)])
         self._group_gbps = [float(problem.nic_gbps[group.receivers].sum()) for group in self._groups]
         self._turn = 0
+        self._waves = 0
 
     @property
     def left(self) -> bool:
@@ -122,6 +125,7 @@ class _Filling:
     def wave(self) -> Wave:
         making = _Wave(self._new_load())
         self._fill(making)
+        self._waves += 1
         if not making.filled:
             raise Unreachable("shards are missing in PoDs that no circuit leads to")
         _equalise(self._problem, making.crossings, making.load.circuits)
@@ -141,7 +145,10 @@ class _Filling:
         wanting = np.zeros(len(problem.pods), dtype=np.int64)
         for group in self._groups:
             wanting[group.pod] += sum(group.pod not in piece.sources for piece in group.pieces)
-        reserved = np.minimum(wanting, self._style.crossing)
+        # Pods take turns in having one more where the average is not whole.
+        turns = np.arange(len(wanting)) + self._waves
+        crossing = np.floor((turns + 1) * self._style.crossing) - np.floor(turns * self._style.crossing)
+        reserved = np.minimum(wanting, np.maximum(1, crossing.astype(np.int64)))
         ends, tors = len(problem.endpoints), len(problem.tors)
         circuits = problem.boundary_circuits.copy()
         relaying = np.maximum(0, circuits - reserved)
@@ -154,6 +161,8 @@ class _Filling:
             tor_in_s=np.zeros(tors),
             circuits=circuits,
             relaying=relaying,
+            least={},
+            changes=[0] * len(problem.pods),
         )
 
     def _fill(self, making: _Wave) -> None:
@@ -177,7 +186,7 @@ class _Filling:
         free = [pod for pod in range(len(self._problem.pods)) if pod not in needed]
         circuits = int(load.circuits[free].sum())
         families = {piece.family for group in self._groups for piece in group.pieces[:1]}
-        return max(1, circuits // max(1, self._style.crossing)), max(1, circuits // max(1, len(families)))
+        return max(1, int(circuits / self._style.crossing)), max(1, circuits // max(1, len(families)))
 
     def _next_group(self, load: Load, refused: "np.typing.NDArray[np.bool_]") -> int:
         most_s = np.maximum.reduceat(load.received_s[self._everyone], self._starts)
@@ -197,6 +206,8 @@ class _Filling:
             amount = piece.bytes * len(group.receivers)
             if (making.delivered + amount) * making.floor_s < making.delivered * floor_s * _LESS:
                 continue
+            if making.delivered and not self._can_spread(load, group, piece, floor_s):
+                continue
             if group.pod in piece.sources:
                 return self._booked(making, group, piece, floor_s)
             if load.circuits[group.pod] <= 0:
@@ -214,6 +225,15 @@ class _Filling:
         floor_s = max(making.floor_s, after_s if making.delivered else after_s * self._style.together)
         return self._booked(making, group, piece, floor_s)
 
+    def _can_spread(self, load: Load, group: Group, piece: Piece, floor_s: float) -> bool:
+        """Whether its receivers can send it to each other beside what they send already."""
+        number = piece.groups[group.pod]
+        inside = self._sent_inside(group, piece) * piece.gigabits
+        return not inside or load.group_sent[number] + inside <= floor_s * self._group_gbps[number] / _LESS
+
+    def _sent_inside(self, group: Group, piece: Piece) -> int:
+        return len(group.receivers) - (group.pod not in piece.sources)
+
     def _received_s(self, load: Load, group: Group, piece: Piece) -> float:
         nic_gbps = self._problem.nic_gbps[group.receivers]
         return float((load.received_s[group.receivers] + piece.gigabits / nic_gbps).max())
@@ -227,8 +247,7 @@ class _Filling:
                 load.tor_in_s[tor] += piece.gigabits / problem.tor_gbps[tor]
         making.floor_s = max(floor_s, float(load.tor_in_s.max(initial=0.0)))
         making.delivered += piece.bytes * len(group.receivers)
-        sent_inside = len(group.receivers) - (pod not in piece.sources)
-        load.group_sent[piece.groups[pod]] += sent_inside * piece.gigabits
+        load.group_sent[piece.groups[pod]] += self._sent_inside(group, piece) * piece.gigabits
         making.filled.setdefault(pod, []).append(piece)
         return piece
 
@@ -243,7 +262,7 @@ class _Filling:
             if load.relaying[pod] > 0 and load.circuits[pod] > 0:
                 if is_rooted and pod not in piece.groups:
                     continue
-                yield self._rank(load, piece, self._least_busy(load, piece, ends), 0, floor_s)
+                yield self._rank(load, piece, self._least_busy(load, piece, ends, pod), 0, floor_s)
         for pod, (seed, above) in making.seeds.get(id(piece), {}).items():
             if load.relaying[pod] > 0 and load.circuits[pod] > 0:
                 yield self._rank(load, piece, seed, above, floor_s)
@@ -252,7 +271,7 @@ class _Filling:
                 ):  # others have it in parts, none of which comes as fast as it would have to go
                     continue
                 # Whoever has it from the seed: later, but the seed may have its hands full with its own pod.
-                other = self._least_busy(load, piece, piece.missing[pod])
+                other = self._least_busy(load, piece, piece.missing[pod], pod)
                 yield self._rank(load, piece, other, above + 1, floor_s)
 
     def _rank(
@@ -266,26 +285,34 @@ class _Filling:
         )
 
     def _cross(self, making: _Wave, group: Group, piece: Piece, sender: int, above: int) -> None:
-        seed = self._least_busy(making.load, piece, group.receivers)
+        seed = self._least_busy(making.load, piece, group.receivers, group.pod)
         self._send(making.load, piece, sender, seed)
         making.load.seeded_s[seed] += piece.gigabits / self._problem.nic_gbps[seed]
+        making.load.changes[group.pod] += 1
         making.crossings.append(Crossing(piece, sender, seed))
         making.seeds.setdefault(id(piece), {})[group.pod] = seed, above + 1
         if self._pod(sender) not in piece.groups:
             making.roots[id(piece)] += 1
             making.family_roots[piece.family] += 1
 
-    def _least_busy(self, load: Load, piece: Piece, ends: Ints) -> int:
-        """By what they and their ToRs send; all else equal in turn, so that seeds and senders go round."""
+    def _least_busy(self, load: Load, piece: Piece, ends: Ints, pod: int) -> int:
+        """Of these in a pod, by what they and their ToRs send; all else equal in turn, so that senders go round."""
+        key = id(ends), piece.bytes
+        known = load.least.get(key)
+        if known is None or known[0] != load.changes[pod]:
+            known = load.least[key] = load.changes[pod], self._least(load, piece, ends)
+        return int(known[1][self._turn % len(known[1])])
+
+    def _least(self, load: Load, piece: Piece, ends: Ints) -> Ints:
         problem = self._problem
         tors = problem.tor[ends]
-        busy_s = np.maximum(load.sent_s[ends] + load.seeded_s[ends], load.tor_out_s[tors])
+        sent_s = load.sent_s[ends] + load.seeded_s[ends]
+        busy_s = np.maximum(sent_s, load.tor_out_s[tors])
         busy_s = np.where(problem.tor_gbps[tors] > 0, busy_s + piece.gigabits / problem.nic_gbps[ends], np.inf)
         least = np.flatnonzero(busy_s <= busy_s.min() / _LESS)
         # Of equals, one whose neighbours below the same ToR send little: there a tree can go on.
-        beside_s = np.bincount(tors, weights=load.sent_s[ends] + load.seeded_s[ends], minlength=len(problem.tors))[tors]
-        least = least[beside_s[least] <= beside_s[least].min() / _LESS]
-        return int(ends[least[self._turn % len(least)]])
+        beside_s = np.bincount(tors, weights=sent_s)[tors[least]]
+        return ends[least[beside_s <= beside_s.min() / _LESS]]
 
     def _after_sending_s(self, load: Load, piece: Piece, sender: int) -> float:
         problem = self._problem
@@ -309,6 +336,7 @@ class _Filling:
         for pod in (self._pod(src), self._pod(dst)):
             load.circuits[pod] -= 1
         load.relaying[self._pod(src)] -= 1
+        load.changes[self._pod(src)] += 1
         dst_pod = self._pod(dst)
         load.relaying[dst_pod] = min(load.relaying[dst_pod], load.circuits[dst_pod])
 
@@ -466,10 +494,10 @@ def _grouped(problem: SyncProblem, style: Style) -> list[Group]:
     groups: list[Group] = []
     number_of: dict[tuple[int, tuple[int, ...]], int] = {}
     families: dict[tuple[int, ...], int] = {}
-    for number, shard in enumerate(problem.shards):
-        if not shard.receivers:
-            continue
-        missing, held = _by_pod(problem, shard.receivers), _by_pod(problem, shard.holders)
+    same: dict[tuple[int, ...], Ints] = {}  # one array for the same endpoints: what is known of it is known of all
+    for number in _in_turn(problem):
+        shard = problem.shards[number]
+        missing, held = _by_pod(problem, shard.receivers, same), _by_pod(problem, shard.holders, same)
         own: dict[int, int] = {}
         for pod, receivers in missing.items():
             key = pod, tuple(receivers.tolist())
@@ -487,7 +515,20 @@ def _grouped(problem: SyncProblem, style: Style) -> list[Group]:
     return groups
 
 
-def _by_pod(problem: SyncProblem, endpoints: Sequence[int]) -> dict[int, Ints]:
+def _in_turn(problem: SyncProblem) -> list[int]:
+    """Shards that are needed; those that are held in other pods alternate, so that all of these send all the time."""
+    counts: Counter[frozenset[int]] = Counter()
+    order: list[tuple[int, int]] = []
+    for number, shard in enumerate(problem.shards):
+        if shard.receivers:
+            held = frozenset(problem.pod[list(shard.holders)].tolist())
+            order.append((counts[held], number))
+            counts[held] += 1
+    return [number for _, number in sorted(order)]
+
+
+def _by_pod(problem: SyncProblem, endpoints: Sequence[int], same: dict[tuple[int, ...], Ints]) -> dict[int, Ints]:
     ends = np.array(sorted(endpoints), dtype=np.int64)
     pods = problem.pod[ends]
-    return {int(pod): ends[pods == pod] for pod in np.unique(pods)}
+    parts = {int(pod): ends[pods == pod] for pod in np.unique(pods)}
+    return {pod: same.setdefault(tuple(part.tolist()), part) for pod, part in parts.items()}

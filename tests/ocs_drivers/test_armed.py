@@ -1,7 +1,7 @@
 """Commits that are made ready ahead, over gRPC: the same promises, and nothing is done before the word."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
@@ -50,7 +50,19 @@ class TestArmed(DriverConformance):
             await switch.close()
 
     async def make_driver(self) -> OcsDriver:
-        switch = VirtualSwitch("lab1", **self.options)
+        return await self._made({})
+
+    async def make_big(self, ports: int) -> OcsDriver:
+        return await self._made({"ports": 2 * ports})
+
+    async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
+        self.served[-1][0].glass.add(pairs)
+
+    async def setters(self, driver: OcsDriver) -> Sequence[str]:
+        return self.served[-1][0].wire.setters
+
+    async def _made(self, more: dict[str, Any]) -> OcsDriver:
+        switch = VirtualSwitch("lab1", **{**self.options, **more})
         server, port = await serve_driver(switch, "127.0.0.1:0")
         self.served.append((switch, server))
         return ArmedSwitch("lab1", target=f"127.0.0.1:{port}")

@@ -202,7 +202,7 @@ class _Filling:
         best: tuple[tuple[float, ...], Piece, int, int] | None = None
         for order, piece in enumerate(candidates):
             after_s = self._received_s(load, group, piece)
-            floor_s = max(making.floor_s, after_s if making.delivered else after_s * self._style.together)
+            floor_s = self._floor_s(making, group, piece, after_s)
             amount = piece.bytes * len(group.receivers)
             if (making.delivered + amount) * making.floor_s < making.delivered * floor_s * _LESS:
                 continue
@@ -221,9 +221,14 @@ class _Filling:
             return None
         _, piece, sender, above = best
         self._cross(making, group, piece, sender, above)
-        after_s = self._received_s(load, group, piece)
-        floor_s = max(making.floor_s, after_s if making.delivered else after_s * self._style.together)
+        floor_s = self._floor_s(making, group, piece, self._received_s(load, group, piece))
         return self._booked(making, group, piece, floor_s)
+
+    def _floor_s(self, making: _Wave, group: Group, piece: Piece, received_s: float) -> float:
+        own_s = received_s if making.delivered else received_s * self._style.together
+        if group.pod not in piece.sources:  # over one circuit, where NICs are faster
+            own_s = max(own_s, piece.gigabits / self._problem.link_gbps)
+        return max(making.floor_s, own_s)
 
     def _can_spread(self, load: Load, group: Group, piece: Piece, floor_s: float) -> bool:
         """Whether its receivers can send it to each other beside what they send already."""
@@ -312,7 +317,8 @@ class _Filling:
         least = np.flatnonzero(busy_s <= busy_s.min() / _LESS)
         # Of equals, one whose neighbours below the same ToR send little: there a tree can go on.
         beside_s = np.bincount(tors, weights=sent_s)[tors[least]]
-        return ends[least[beside_s <= beside_s.min() / _LESS]]
+        freest: Ints = ends[least[beside_s <= beside_s.min() / _LESS]]
+        return freest
 
     def _after_sending_s(self, load: Load, piece: Piece, sender: int) -> float:
         problem = self._problem

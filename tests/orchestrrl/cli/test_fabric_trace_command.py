@@ -14,8 +14,8 @@ from orchestrrl.traces import Collective, Iteration, Mark
 class Recorded:
     """Two ranks of a job, with a pause of 0.1 s after each collective."""
 
-    def __init__(self, rings: Path, job: str = "trainer", iterations: int = 12) -> None:
-        self.now_ns = 10**12
+    def __init__(self, rings: Path, job: str = "trainer", iterations: int = 12, since_ns: int = 10**12) -> None:
+        self.now_ns = since_ns
         self.writers = [Writer(rings, job=job, capacity=256, clock_ns=lambda: self.now_ns) for _ in range(2)]
         for rank, writer in enumerate(self.writers):
             writer.place(rank, 2)
@@ -60,7 +60,7 @@ def test_a_trace_is_what_the_rings_hold(tmp_path: Path) -> None:
 
 def test_of_a_rank_that_was_started_again_the_newest_counts(tmp_path: Path) -> None:
     old = Recorded(tmp_path, iterations=3)
-    new = Recorded(tmp_path, iterations=5)
+    new = Recorded(tmp_path, iterations=5, since_ns=old.now_ns)
     target = tmp_path / "trace.jsonl"
     assert run(target, "--rings", tmp_path)[0] == 0
     assert len([each for each in read_traces([target]) if isinstance(each, Collective)]) == 10

@@ -223,7 +223,7 @@ def test_what_is_no_problem_at_all(text: str | bytes) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     result = CliRunner().invoke(application("plan"), ["plan", "solve", str(tmp_path / "absent.json")])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "absent.json" in result.stderr
+    assert "absent.json" in "".join(result.stderr.split())  # wherever a long path is broken
 
 
 JUNK = st.recursive(

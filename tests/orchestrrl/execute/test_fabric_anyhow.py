@@ -115,7 +115,7 @@ class Life:
                 site.word.pin(sorted(one), "", 0.0)
             case "override":
                 intent = INTENTS[str(one)]
-                if site.coordinator._book.get(intent.period) is not None:
+                if site.coordinator._book.get(intent.period, intent.job) is not None:
                     site.coordinator.override(intent.period, "", 0.0)
             case "release":
                 site.word.release("")

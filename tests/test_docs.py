@@ -31,14 +31,14 @@ class House:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ports = {str(port): str(free_port()) for port in (7070, 8000, 8001, 8002)}
+        self.ports = {str(port): str(free_port()) for port in (5025, 7070, 8000, 8001, 8002)}
         self.background: list[subprocess.Popen[bytes]] = []
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         # The commands name no daemon: they mean the default address, which is another one here.
         self.environment = {**os.environ, "PATH": path, "ORCHESTRRL_DAEMON": f"127.0.0.1:{self.ports['7070']}"}
 
     def here(self, text: str) -> str:
-        return re.sub(r"\b(7070|800[012])\b", lambda port: self.ports[port[0]], text)
+        return re.sub(r"\b(5025|7070|800[012])\b", lambda port: self.ports[port[0]], text)
 
     def start(self, command: str) -> None:
         out = (self.folder / f"{len(self.background)}.out").open("wb")

@@ -95,7 +95,7 @@ def _holders_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
                 limits.append(("pod", int(problem.pod[holder])))
             shares.append(limits)
         program.spread(gigabits, shares)
-    return program.seconds()
+    return program.seconds() * _SOLVERS_ROUNDING
 
 
 def _relayed_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
@@ -214,7 +214,7 @@ class _Program:
         solved = linprog(costs, A_ub=above, b_ub=right, A_eq=whole, b_eq=np.ones(len(several)), method="highs")
         if not solved.success or solved.x is None:
             raise ArithmeticError(f"the bound's linear program failed: {solved.message}")
-        return float(solved.x[0]) * _SOLVERS_ROUNDING
+        return float(solved.x[0])
 
     def _capacity(self, limit: tuple[str, int]) -> float:
         kind, number = limit

@@ -4,6 +4,7 @@ Several ways to cut shards and to fill waves are planned in full, and the one wh
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +20,7 @@ _TRIED_SCARCE = ((1, 1, 1), (1, 2, 1), (1, 1, 4), (1, 2, 4), (2, 1, 1), (1, 1, 8
 
 def make_plan(problem: SyncProblem) -> SyncPlan:
     """Raises Unreachable where no plan exists."""
+    problem = _with_islands(problem)
     bound_s = lower_bound_s(problem)
     best: tuple[Wave, ...] = ()
     best_s = float("inf")
@@ -27,7 +29,22 @@ def make_plan(problem: SyncProblem) -> SyncPlan:
         seconds = sum(wave.seconds for wave in found)
         if seconds < best_s:
             best, best_s = found, seconds
-    return SyncPlan(best, best_s if best else 0.0, bound_s, naive_s(problem))
+    return SyncPlan(best, best_s if best else 0.0, bound_s, max(bound_s, naive_s(problem)))
+
+
+def _with_islands(problem: SyncProblem) -> SyncProblem:
+    """A ToR without circuits is as a pod of its own that has none: nothing enters it, and nothing leaves it."""
+    islands = np.flatnonzero(problem.tor_gbps <= 0)
+    if not len(islands):
+        return problem
+    pod_of = {int(tor): len(problem.pods) + number for number, tor in enumerate(islands)}
+    pods = [pod_of.get(tor, pod) for tor, pod in zip(problem.tor.tolist(), problem.pod.tolist(), strict=True)]
+    return replace(
+        problem,
+        pods=(*problem.pods, *(f"(ToR {problem.tors[tor]})" for tor in islands)),
+        boundary_circuits=np.concatenate([problem.boundary_circuits, np.zeros(len(islands), dtype=np.int64)]),
+        pod=np.array(pods, dtype=np.int64),
+    )
 
 
 def _styles(problem: SyncProblem) -> Iterator[Style]:

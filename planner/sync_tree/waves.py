@@ -123,8 +123,11 @@ class _Filling:
         return any(group.pieces for group in self._groups)
 
     def wave(self) -> Wave:
-        making = _Wave(self._new_load())
+        making = _Wave(self._new_load(self._style.crossing))
         self._fill(making)
+        if not making.filled:  # each pod waits for something and keeps its circuits for that
+            making = _Wave(self._new_load(0.0))
+            self._fill(making)
         self._waves += 1
         if not making.filled:
             raise Unreachable("shards are missing in PoDs that no circuit leads to")
@@ -140,15 +143,16 @@ class _Filling:
             group.left = sum(piece.bytes for piece in group.pieces)
         return Wave(float(edge_seconds(self._problem, edges).max()), edges)
 
-    def _new_load(self) -> Load:
+    def _new_load(self, average: float) -> Load:
+        """`average`: circuits that a pod keeps for what it has to receive."""
         problem = self._problem
         wanting = np.zeros(len(problem.pods), dtype=np.int64)
         for group in self._groups:
             wanting[group.pod] += sum(group.pod not in piece.sources for piece in group.pieces)
         # Pods take turns in having one more where the average is not whole.
         turns = np.arange(len(wanting)) + self._waves
-        crossing = np.floor((turns + 1) * self._style.crossing) - np.floor(turns * self._style.crossing)
-        reserved = np.minimum(wanting, np.maximum(1, crossing.astype(np.int64)))
+        kept = np.floor((turns + 1) * average) - np.floor(turns * average)
+        reserved = np.minimum(wanting, kept.astype(np.int64))
         ends, tors = len(problem.endpoints), len(problem.tors)
         circuits = problem.boundary_circuits.copy()
         relaying = np.maximum(0, circuits - reserved)

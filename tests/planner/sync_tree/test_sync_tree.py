@@ -1,0 +1,185 @@
+"""Weight sync: whatever the site, the plan does what the contract says; on regular ones it is near what can be."""
+
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+from sync_checker import check
+from sync_sites import answer_of, irregular, problem_of, regular
+
+from planner.sync_tree.bounds import lower_bound_s, naive_s
+from planner.sync_tree.model import SyncPlan, Unreachable
+from planner.sync_tree.plan import make_plan
+
+Document = dict[str, Any]
+seeds = st.integers(0, 2**32)
+
+
+def planned(document: Document) -> SyncPlan:
+    problem = problem_of(document)
+    plan = make_plan(problem)
+    check(document, answer_of(problem, plan))
+    return plan
+
+
+@given(seeds)
+@settings(max_examples=150)
+def test_any_plan_does_what_the_contract_says_and_there_is_one_where_there_is_a_way(seed: int) -> None:
+    document = irregular(random.Random(seed))
+    if has_way(document):
+        planned(document)
+    else:
+        with pytest.raises(Unreachable):
+            make_plan(problem_of(document))
+
+
+def has_way(document: Document) -> bool:
+    """Copies spread step by step: each receiver is reached by somebody who has it and may send to it."""
+    circuits = {pod["id"]: pod["boundary_circuits"] for pod in document["pods"]}
+    ends = {end["id"]: end for end in document["endpoints"]}
+
+    def may_send(src: str, dst: str) -> bool:
+        one, other = ends[src], ends[dst]
+        if one["pod"] != other["pod"] and not (circuits[one["pod"]] and circuits[other["pod"]]):
+            return False
+        tors = document["tor_circuits"]
+        return bool(one["tor"] == other["tor"] or (tors[one["tor"]] and tors[other["tor"]]))
+
+    for shard in document["shards"]:
+        have, missing = set(shard["holders"]), set(shard["receivers"]) - set(shard["holders"])
+        while missing:
+            reached = {dst for dst in missing if any(may_send(src, dst) for src in have)}
+            if not reached:
+                return False
+            have |= reached
+            missing -= reached
+    return True
+
+
+@given(seeds)
+@settings(max_examples=60)
+def test_naive_is_what_an_independent_linear_program_finds(seed: int) -> None:
+    document = irregular(random.Random(seed))
+    expected_s = directly_s(document)
+    if expected_s is None:
+        return
+    assert naive_s(problem_of(document)) == pytest.approx(expected_s, rel=1e-5, abs=1e-15)
+    assert lower_bound_s(problem_of(document)) <= expected_s * (1 + 1e-6)
+
+
+def directly_s(document: Document) -> float | None:
+    """One variable for each holder of each shard of each receiver, and the time. None: not every way is open."""
+    ends = {end["id"]: end for end in document["endpoints"]}
+    capacity: dict[tuple[str, str], float] = {}
+    for end in document["endpoints"]:
+        capacity["out", end["id"]] = capacity["in", end["id"]] = end["nic_gbps"]
+    for tor, count in document["tor_circuits"].items():
+        capacity["tor out", tor] = capacity["tor in", tor] = count * document["link_gbps"]
+    for pod in document["pods"]:
+        capacity["pod", pod["id"]] = pod["boundary_circuits"] * document["link_gbps"]
+    row = {limit: number for number, limit in enumerate(capacity)}
+    columns: list[np.ndarray[Any, Any]] = []
+    sums: list[int] = []  # [column], the delivery that it is a part of
+    deliveries = 0
+    for shard in document["shards"]:
+        for receiver in sorted(set(shard["receivers"]) - set(shard["holders"])):
+            for holder in shard["holders"]:
+                src, dst = ends[holder], ends[receiver]
+                used = [("out", holder), ("in", receiver)]
+                if src["tor"] != dst["tor"]:
+                    used += [("tor out", src["tor"]), ("tor in", dst["tor"])]
+                if src["pod"] != dst["pod"]:
+                    used += [("pod", src["pod"]), ("pod", dst["pod"])]
+                if any(not capacity[limit] for limit in used):
+                    return None
+                column = np.zeros(len(row))
+                column[[row[limit] for limit in used]] = shard["bytes"] * 8
+                columns.append(column)
+                sums.append(deliveries)
+            deliveries += 1
+    if not columns:
+        return 0.0
+    scale = max(float(column.max()) for column in columns)
+    uses = np.array(columns).T / scale
+    whole = np.zeros((deliveries, len(columns) + 1))
+    whole[sums, np.arange(len(columns))] = 1.0
+    limits = np.hstack([uses, -np.array(list(capacity.values()))[:, None]])
+    costs = np.zeros(len(columns) + 1)
+    costs[-1] = 1.0
+    found = linprog(costs, A_ub=limits, b_ub=np.zeros(len(row)), A_eq=whole, b_eq=np.ones(deliveries))
+    assert found.x is not None
+    return float(found.x[-1]) * scale / 1e9
+
+
+@pytest.mark.parametrize(
+    ("site", "most"),
+    [
+        ({"tp": 1}, 1.1),
+        ({"tp": 4, "shards": 64}, 1.35),
+        ({"tp": 8, "shards": 64}, 1.35),
+        ({"tp": 8}, 1.3),
+        ({"tp": 32, "circuits": 2}, 1.3),
+        ({"tp": 1, "nic_gbps": 400.0}, 1.1),
+        ({"tp": 4, "shards": 32, "chunk_bytes": 1 << 20}, 1.2),
+        ({"train": 1, "gen": 2, "size": 8, "tp": 1, "shards": 1, "total": 4e9, "circuits": 4}, 1.1),
+        ({"train": 4, "gen": 4, "size": 16, "tp": 2, "shards": 48, "total": 30e9, "circuits": 16}, 1.1),
+    ],
+    ids=lambda value: "-".join(f"{name}={each}" for name, each in value.items()) if isinstance(value, dict) else None,
+)
+def test_regular_sites_are_near_the_bound(site: Document, most: float) -> None:
+    plan = planned(regular(**site))
+    assert plan.estimate_s <= most * plan.lower_bound_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "site", [{"tp": 8, "shards": 64}, {"tp": 4, "shards": 64, "circuits": 16}, {"tp": 1, "shards": 32, "circuits": 16}]
+)
+def test_large_sites_are_near_the_bound(site: Document) -> None:
+    plan = make_plan(problem_of(regular(8, 24, 64, holders=8, **site)))
+    assert plan.estimate_s <= 1.35 * plan.lower_bound_s
+
+
+def test_nothing_to_send_is_no_wave() -> None:
+    for shards in ([], [{"id": "s", "bytes": 9, "holders": ["gen0-00"], "receivers": ["gen0-00"]}]):
+        plan = planned(regular(shards=1) | {"shards": shards})
+        assert (plan.waves, plan.estimate_s, plan.lower_bound_s, plan.naive_s) == ((), 0.0, 0.0, 0.0)
+
+
+def test_what_a_pod_holds_needs_no_circuit() -> None:
+    site = regular(1, 1, 8, shards=1, circuits=0)
+    names = [end["id"] for end in site["endpoints"] if end["pod"] == "gen0"]
+    site["shards"] = [{"id": "s", "bytes": 10**9, "holders": names[:1], "receivers": names}]
+    assert not any(wave.edges.circuits.any() for wave in planned(site).waves)
+
+
+def test_many_small_shards_beside_a_large_one() -> None:
+    site = regular(1, 2, 8, tp=2, shards=40, total=2e8)
+    site["shards"].append({**site["shards"][0], "id": "embedding", "bytes": 2_000_000_000})
+    planned(site)
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "77"])
+def test_the_same_problem_has_the_same_plan_in_any_process(hash_seed: str) -> None:
+    told = "from sync_sites import *; from planner.sync_tree.plan import make_plan; import hashlib, json\n"
+    told += "p = problem_of(regular(1, 3, 8, tp=2))\n"
+    told += "print(hashlib.sha256(json.dumps(answer_of(p, make_plan(p))).encode()).hexdigest())"
+    paths = os.pathsep.join([os.path.dirname(__file__), os.getcwd()])
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", told],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", hash_seed)
+    ]
+    assert found[0] == found[1]

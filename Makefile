@@ -6,6 +6,8 @@ UV_VERSION := 0.13.8
 # Options for pip, for a mirror or a local folder of wheels.
 PIP_ARGS ?=
 FUZZ_ROUNDS ?= 3
+# Processes for the tests that touch nothing.
+TEST_WORKERS ?= 2
 
 BIN := .venv/bin
 PIP_INSTALL = python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -54,14 +56,35 @@ demo: $(VENV_STAMP)  ## one generation step without and with OrchestrRL (ENGINE=
 fabric-box: $(VENV_STAMP)  ## a site in network namespaces, its circuits switched under real TCP (Linux; root or user namespaces)
 	@$(BIN)/orchestrrl fabric box
 
+# Tests that decide and touch nothing: no process, no socket, no time that passes. They run side by side; all others would
+# be in each other's way, and run one after the other. What is not named here is one of those.
+TESTS := tests/orchestrrl
+PURE := tests/balancer \
+  $(filter-out %/test_watching.py,$(wildcard $(TESTS)/execute/test_*.py)) \
+  $(wildcard $(TESTS)/gateway/test_expected*.py $(TESTS)/gateway/test_relay*.py) \
+  $(addprefix $(TESTS)/gateway/test_,gate_closes.py gate_properties.py gateway_any_order.py handing.py ledger.py \
+    movable.py policy_versions.py queue.py routing.py store_pieces.py) \
+  $(wildcard $(TESTS)/test_daemon_gate*.py $(TESTS)/test_fabric_in*.py $(TESTS)/test_state*.py) \
+  $(addprefix $(TESTS)/test_,convert.py daemon_loops.py daemon_policy.py enrolment.py fast_packing.py gate_state.py \
+    live_profile.py moves_without_preemption.py outlook.py plans.py roster.py site.py step_lengths.py switch_steps.py) \
+  tests/planner tests/sim
+
+# $(call tests,MARKED): the failures of both halves are told.
+define tests
+	@status=0; \
+	$(BIN)/python -m pytest -m "$(1)" -n $(TEST_WORKERS) --dist loadfile $(PURE) || status=1; \
+	$(BIN)/python -m pytest -m "$(1)" $(PURE:%=--ignore=%) || status=1; \
+	exit $$status
+endef
+
 test: $(DEV_STAMP) $(VLLM_STAMP)  ## every test but the slow ones, those against real vLLM included
-	@$(BIN)/python -m pytest -m "not slow"
+	$(call tests,not slow)
 
 test-slow: $(DEV_STAMP) $(VLLM_STAMP)  ## the slow tests: trainers, and KV between real vLLM servers
 	@$(BIN)/python -m pytest -m slow
 
 test-fast: $(DEV_STAMP)  ## the tests that need no vLLM
-	@$(BIN)/python -m pytest -m "not vllm and not slow"
+	$(call tests,not vllm and not slow)
 
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## only the tests against real vLLM
 	@$(BIN)/python -m pytest -m vllm

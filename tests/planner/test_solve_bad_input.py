@@ -220,10 +220,11 @@ def test_what_is_no_problem_at_all(text: str | bytes) -> None:
     faults_of(text)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    result = CliRunner().invoke(application("plan"), ["plan", "solve", str(tmp_path / "absent.json")])
+def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # of a long path, the words show the beginning
+    result = CliRunner().invoke(application("plan"), ["plan", "solve", "absent.json"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "absent.json" in "".join(result.stderr.split())  # wherever a long path is broken
+    assert "absent.json" in result.stderr
 
 
 JUNK = st.recursive(

@@ -24,6 +24,7 @@ from orchestrrl.bench.sim import sim_step
 from orchestrrl.bench.slack import slack
 from orchestrrl.bench.solve import solver
 from orchestrrl.bench.startup import import_cli
+from orchestrrl.bench.sync_plan import sync_plan
 from orchestrrl.bench.ticks import balancer_tick, fast_tick, plan_tick
 from orchestrrl.errors import ProblemFaults
 
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "fabric_allocate": lambda _: fabric_allocate(),
     "fabric_place": lambda _: fabric_place(),
     "fabric_transition": lambda _: fabric_transition(),
+    "sync_plan": lambda _: sync_plan(),
     "sim_step": lambda _: sim_step(),
     "routing": lambda _: routing(),
     "recorder": lambda _: recorder(),

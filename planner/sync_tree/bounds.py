@@ -201,6 +201,9 @@ class _Program:
                     columns.append(column)
                     values.append(gigabits / self._capacity(limit))
                 column += 1
+        right = [-alone.get(limit, 0.0) / self._capacity(limit) for limit in limits]
+        unit_s = max(*values, -min(right))  # the solver's tolerances are absolute
+        values = [value / unit_s for value in values]
         rows += range(len(limits))
         columns += [0] * len(limits)
         values += [-1.0] * len(limits)
@@ -208,13 +211,13 @@ class _Program:
         whole = _sparse(
             [row for row, _ in sums], [place for _, place in sums], [1.0] * len(sums), (len(several), column)
         )
-        right = [-alone.get(limit, 0.0) / self._capacity(limit) for limit in limits]
         costs = np.zeros(column)
         costs[0] = 1.0
-        solved = linprog(costs, A_ub=above, b_ub=right, A_eq=whole, b_eq=np.ones(len(several)), method="highs")
+        at_most = np.array(right) / unit_s
+        solved = linprog(costs, A_ub=above, b_ub=at_most, A_eq=whole, b_eq=np.ones(len(several)), method="highs")
         if not solved.success or solved.x is None:
             raise ArithmeticError(f"the bound's linear program failed: {solved.message}")
-        return float(solved.x[0])
+        return float(solved.x[0]) * unit_s
 
     def _capacity(self, limit: tuple[str, int]) -> float:
         kind, number = limit

@@ -1,0 +1,231 @@
+"""`orchestrrl sync plan` as a process sees it; how good its plans are is tested with the planner's."""
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from orchestrrl.cli.main import application
+
+CONTRACT_EXAMPLE = Path(__file__).parents[4] / "shared" / "contracts" / "sync_problem.json"
+
+
+def problem(**changed: Any) -> dict[str, Any]:
+    return {
+        "link_gbps": 200,
+        "pods": [
+            {"id": "train", "role": "train", "boundary_circuits": 1},
+            {"id": "gen", "role": "gen", "boundary_circuits": 1},
+        ],
+        "endpoints": [
+            {"id": "t0", "pod": "train", "tor": "train-tor", "nic_gbps": 200},
+            {"id": "g0", "pod": "gen", "tor": "gen-tor", "nic_gbps": 200},
+            {"id": "g1", "pod": "gen", "tor": "gen-tor", "nic_gbps": 200},
+        ],
+        "tor_circuits": {"train-tor": 1, "gen-tor": 1},
+        "shards": [{"id": "all", "bytes": 25_000_000_000, "holders": ["t0"], "receivers": ["g0", "g1"]}],
+        "seeds_per_pod": 1,
+        "chunk_bytes": 25_000_000,
+        "hop_latency_s": 0.001,
+        **changed,
+    }
+
+
+def run(*arguments: str, document: object | None = None) -> Result:
+    text = None if document is None else json.dumps(document)
+    return CliRunner().invoke(application("sync"), ["sync", "plan", *arguments], input=text)
+
+
+def answer(**changed: Any) -> dict[str, Any]:
+    result = run("-", "--json", document=problem(**changed))
+    assert (result.exit_code, result.stderr) == (0, "")
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert found.pop("solve_s") > 0
+    return found
+
+
+def test_json_is_the_result_object_alone() -> None:
+    found = answer()
+    (wave,) = found["waves"]
+    crossing, inside = wave["edges"]
+    whole = {"shard": "all", "offset": 0, "bytes": 25_000_000_000}
+    rate_gbps = crossing.pop("rate_gbps")
+    assert {*crossing.items()} >= {*whole.items(), ("src", "t0"), ("phase", "A"), ("circuits", 1)}
+    assert {*inside.items()} >= {*whole.items(), ("src", crossing["dst"]), ("phase", "B"), ("circuits", 0)}
+    assert inside.pop("rate_gbps") <= rate_gbps <= 200
+    assert wave["seconds"] == found["estimate_s"] == pytest.approx(1.002, rel=1e-6)  # one chunk and one hop more
+    assert (found["lower_bound_s"], found["naive_s"]) == (pytest.approx(1.0), pytest.approx(2.0))
+
+
+def test_without_json_it_is_a_table_for_people() -> None:
+    result = run("-", document=problem())
+    assert result.exit_code == 0
+    for words in ("1 waves of 2 edges", "1.00 times the bound", "2.0 times as long"):
+        assert words in " ".join(result.stdout.split())
+
+
+def test_nothing_to_send_is_said() -> None:
+    assert answer(shards=[]) == {"waves": [], "estimate_s": 0.0, "lower_bound_s": 0.0, "naive_s": 0.0}
+    assert "Nothing to send" in run("-", document=problem(shards=[])).stdout
+    assert answer(pods=[], endpoints=[], tor_circuits={}, shards=[])["waves"] == []
+
+
+def test_who_holds_it_already_receives_nothing() -> None:
+    held = [{"id": "all", "bytes": 9, "holders": ["t0", "g0"], "receivers": ["t0", "g0", "g1"]}]
+    (wave,) = answer(shards=held)["waves"]
+    assert {(edge["src"], edge["dst"]) for edge in wave["edges"]} == {("g0", "g1")}
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"tor_circuits": {"train-tor": 1, "gen-tor": 0}}, "gen-tor"),
+        ({"tor_circuits": {"train-tor": 0, "gen-tor": 1}}, "train-tor"),
+        (
+            {
+                "pods": [
+                    {"id": "train", "role": "train", "boundary_circuits": 1},
+                    {"id": "gen", "role": "gen", "boundary_circuits": 0},
+                ]
+            },
+            "gen",
+        ),
+    ],
+)
+def test_what_cannot_be_reached_is_infeasible(changed: dict[str, Any], named: str) -> None:
+    result = run("-", "--json", document=problem(**changed))
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "infeasible" in result.stderr
+    assert named in result.stderr
+
+
+def test_every_fault_comes_at_once_and_nothing_else() -> None:
+    faulty = problem(
+        link_gbps=0,
+        pods=[
+            {"id": "train", "role": "learner", "boundary_circuits": -1},
+            {"id": "train", "role": "gen", "boundary_circuits": 1.5},
+        ],
+        endpoints=[
+            {"id": "t0", "pod": "nowhere", "tor": "train-tor", "nic_gbps": 0},
+            {"id": "t0", "pod": "train", "tor": "unknown", "nic_gbps": 200},
+        ],
+        tor_circuits={"train-tor": -1},
+        shards=[
+            {"id": "a", "bytes": 0, "holders": [], "receivers": ["t0", "t0", "t9"]},
+            {"id": "a", "bytes": True, "holders": ["t8"], "receivers": []},
+        ],
+        seeds_per_pod=0,
+        chunk_bytes=0,
+        hop_latency_s=-1,
+        colour="red",
+    )
+    result = run("-", "--json", document=faulty)
+    assert (result.exit_code, result.stdout) == (2, "")
+    faults = result.stderr.splitlines()
+    assert {fault.partition(":")[0] for fault in faults} == {
+        "link_gbps",
+        "pods[0].role",
+        "pods[0].boundary_circuits",
+        "pods[1].id",
+        "pods[1].boundary_circuits",
+        "endpoints[0].pod",
+        "endpoints[0].nic_gbps",
+        "endpoints[1].id",
+        "endpoints[1].tor",
+        "tor_circuits.train-tor",
+        "shards[0].bytes",
+        "shards[0].holders",
+        "shards[0].receivers[1]",
+        "shards[0].receivers[2]",
+        "shards[1].id",
+        "shards[1].bytes",
+        "shards[1].holders[0]",
+        "seeds_per_pod",
+        "chunk_bytes",
+        "hop_latency_s",
+        "colour",
+    }
+    assert all(", got " in fault for fault in faults)
+    assert len(faults) == len(set(faults))
+
+
+def test_a_tor_is_in_one_pod() -> None:
+    ends = problem()["endpoints"]
+    ends[2]["tor"] = "train-tor"
+    result = run("-", document=problem(endpoints=ends))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("endpoints[2].tor: is in PoD")
+
+
+@pytest.mark.parametrize("document", [[], 7, None, "x", {"pods": 3, "endpoints": [7], "shards": [[]]}])
+def test_what_has_no_shape_is_a_fault_not_a_traceback(document: object) -> None:
+    result = run("-", document=document)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_wrong_in_it_is_told_or_planned(seed: int) -> None:
+    rng = random.Random(seed)
+    document: Any = problem()
+    for _ in range(rng.randint(1, 3)):
+        spoil(document, rng)
+    result = run("-", "--json", document=document)
+    assert result.exit_code in (0, 2, 3), result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.stderr
+    if result.exit_code == 2:
+        assert result.stderr
+        assert all(": " in line for line in result.stderr.splitlines())
+
+
+def spoil(document: Any, rng: random.Random) -> None:
+    """Somewhere in it something else, or nothing."""
+    at = document
+    while True:
+        keys = sorted(at) if isinstance(at, dict) else list(range(len(at)))
+        if not keys:
+            return
+        key = rng.choice(keys)
+        if isinstance(at[key], dict | list) and rng.random() < 0.8:
+            at = at[key]
+            continue
+        others: list[Any] = [None, 0, -1, 1.5, 1e300, 2**70, "", "t0", [], {}, [None], True, float("nan"), float("inf")]
+        if rng.random() < 0.2:
+            del at[key]
+        elif rng.random() < 0.2 and isinstance(at, list):
+            at.append(copy.deepcopy(at[key]))
+        else:
+            at[key] = rng.choice(others)
+        return
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "1e31"])
+def test_sizes_that_are_no_sizes_are_faults(number: str) -> None:
+    text = json.dumps(problem()).replace('"bytes": 25000000000', f'"bytes": {number}')
+    result = CliRunner().invoke(application("sync"), ["sync", "plan", "-"], input=text)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "shards[0].bytes" in result.stderr
+
+
+@pytest.mark.shared
+def test_the_contracts_example() -> None:
+    if not CONTRACT_EXAMPLE.exists():
+        pytest.skip(f"{CONTRACT_EXAMPLE} is not there: the contract's examples are kept beside the repository")
+    found = json.loads(run(str(CONTRACT_EXAMPLE), "--json").stdout)
+    assert found["lower_bound_s"] == pytest.approx(0.588)
+    assert found["estimate_s"] <= 1.05 * found["lower_bound_s"]
+    assert found["naive_s"] == pytest.approx(2.352)
+
+
+def test_the_example_is_a_problem_in_which_trees_pay() -> None:
+    shown = run("--print-example")
+    assert shown.exit_code == 0
+    solved = json.loads(run("-", "--json", document=json.loads(shown.output)).output)
+    assert solved["lower_bound_s"] <= solved["estimate_s"] <= 1.35 * solved["lower_bound_s"]
+    assert solved["naive_s"] > 2 * solved["estimate_s"]

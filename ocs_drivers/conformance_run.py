@@ -197,6 +197,7 @@ class LabConformance(DriverConformance):
         return tuple(normal(pair) for pair in self._pairs[:count])
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
+        await driver.close()  # the device may allow one session; it connects again when it is needed
         async with self._another() as other:
             result = await conformance.carry_out(other, tuple(pairs))
             assert result.done, f"another driver of the same device could not connect {pairs}: {result}"

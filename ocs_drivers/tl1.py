@@ -251,7 +251,7 @@ class Tl1Switch(SwitchDriver):
         stated = Stated(
             BootBehaviour(boot),
             family.reconfiguration_s if reconfiguration_s is None else reconfiguration_s,
-            group or DEFAULT_GROUP,
+            group,
             tuple(port_names),
             port_power,
             line_limit,
@@ -280,9 +280,6 @@ class Family:
     reconfiguration_s: float
     make: Callable[[Stated], Dialect]
 
-
-# "SYSTEM" is what Calient's own REST interface files connections under.
-DEFAULT_GROUP = "SYSTEM"
 
 # Delays: of Calient and Polatis, the paper's table 2; of Glimmerglass unverified.
 DIALECTS = {

@@ -10,7 +10,8 @@ hand; that ALW-MSG undoes INH-MSG; reports on connections (a line with a connect
 the natural order of the port names never changes: it is what numbers the ports, so a change of the list is an error.
 Pin it by the option `port_names`.
 
-A connection that is provisioned and not lit is none: no light passes. If it is ours and in the way, it is deleted.
+A connection that is provisioned and not lit is none: no light passes. If it is ours and in the way, it is deleted: that
+is one that we provisioned, or any of the group that option `group` says is ours. SYSTEM, the default, is everybody's.
 A 2WAY connection is shown as the two one-way ones that it is made of, and cannot be removed by halves.
 """
 
@@ -34,6 +35,9 @@ from ocs_drivers.model import (
 )
 from ocs_drivers.tl1_framing import fields, measured, quote
 from ocs_drivers.tl1_session import Denied, Session
+
+# What Calient's own REST interface files connections under.
+SHARED_GROUP = "SYSTEM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,12 @@ class Calient:
     def __init__(
         self, boot: BootBehaviour, reconfiguration_s: float, group: str, port_names: Sequence[str] = ()
     ) -> None:
+        """`group` "": the one that all share."""
         self._boot = boot
         self._reconfiguration_s = reconfiguration_s
-        self._group = group
+        self._group = group or SHARED_GROUP
+        self._is_group_ours = self._group != SHARED_GROUP
+        self._provisioned: set[str] = set()  # by us, and not seen to be gone
         self._pinned = tuple(port_names)
         self._names: dict[int, str] = dict(enumerate(port_names, 1))
         self._numbers: dict[str, int] = {name: number for number, name in self._names.items()}
@@ -132,11 +139,11 @@ class Calient:
         ports, name = f"{quote(source)},{quote(destination)}", _name(source, destination)
         provision = f"ENT-CRS::{ports}:<ctag>::{quote(self._group)},1WAY;"
         try:
-            await session.ask(provision, is_setter=True)
+            await self._provision(session, provision, f"{source}>{destination}")
         except Denied:
             if not await self._make_way(session, source, destination):
                 raise
-            await session.ask(provision, is_setter=True)
+            await self._provision(session, provision, f"{source}>{destination}")
         try:
             await session.ask(f"ACT-CRS::{ports}:<ctag>::{name},{quote(self._group)};", is_setter=True)
         except Denied:
@@ -174,6 +181,17 @@ class Calient:
             return EventKind.PORT, self._numbers[address[0]], None
         return EventKind.ALARM, None, None
 
+    async def _provision(self, session: Session, command: str, name: str) -> None:
+        may_have_taken = True
+        try:
+            await session.ask(command, is_setter=True)
+        except (Denied, Retryable):
+            may_have_taken = False
+            raise
+        finally:
+            if may_have_taken:
+                self._provisioned.add(name)
+
     async def _connections(self, session: Session) -> list[_Connection]:
         lines = (await session.ask("RTRV-CRS:::<ctag>::ALL;")).lines
         return [_Connection.parse(line) for line in lines if "SRCPORT=" in line.upper()]
@@ -192,6 +210,7 @@ class Calient:
             connection
             for connection in await self._connections(session)
             if connection.group == self._group
+            and (self._is_group_ours or connection.name in self._provisioned)
             and not connection.is_lit
             and not connection.is_two_way
             and (connection.source == source or connection.destination == destination)

@@ -290,6 +290,18 @@ async def test_calient_what_a_cut_off_change_left_provisioned_is_cleared_away() 
         assert script.received[2].endswith('::"old; one";')
 
 
+async def test_calient_what_others_have_provisioned_stays() -> None:
+    """The group that is there from the start is everybody's: it does not say that a connection is ours."""
+    says = {**CALIENT_SAYS, "ENT-CRS": "DENY SROF Invalid Connection"}
+    says["RTRV-CRS"] = str(says["RTRV-CRS"]).replace("LAB", "SYSTEM")
+    async with scripted(says, dialect="calient") as (script, driver):
+        await driver.cross_connects()
+        script.received.clear()
+        with pytest.raises(Permanent, match="Invalid Connection"):
+            await driver._wire.add([CrossConnect(4, 3)])
+        assert [command.split(":")[0] for command in script.received] == ["ENT-CRS", "RTRV-CRS"]
+
+
 async def test_calient_other_ports_than_before_are_an_error() -> None:
     async with scripted(dict(CALIENT_SAYS), dialect="calient") as (script, driver):
         await driver.facts()

@@ -278,7 +278,9 @@ class SwitchDriver:
                 await self._command(command, partial(setter, batch), is_setter=True)
             except DriverError as error:
                 progress.went_wrong(batch, str(error))
-                if not isinstance(error, OutcomeUnknown) or not await self._took(action, batch):
+                if isinstance(error, Retryable):  # nothing of it took
+                    return
+                if not await self._took(action, batch) or not isinstance(error, OutcomeUnknown):
                     return
             progress.commanded(batch, self._clock.now_s())
 
@@ -359,15 +361,29 @@ class SwitchDriver:
             queue.put_nowait(Event(self._clock.now_s(), EventKind.ALARM, text))
 
     async def _took(self, action: Action, pairs: Sequence[CrossConnect]) -> bool:
-        """After an unknown outcome: read the device, over a new session, before anything else is sent."""
-        present = (await self._read_after_setting()).cross_connects
-        return all((pair in present) is (action is Action.ADD) for pair in pairs)
+        """After an unknown outcome, or a refusal that a part may have escaped: read the device, over a new session,
+        before anything else is sent. A device that does not tell tuning from tuned may list a circuit only once it is
+        in place: what is not listed yet is given its time, as it would else be sent again, or come after all."""
+        is_late = action is Action.ADD and not self._wire.capabilities.tuned_state
+        rest_s = min(self._limits.tune_s or inf, 10 * (await self.facts()).reconfiguration_s)
+        until_s = self._clock.now_s() + (rest_s if is_late else 0.0)
+        while True:
+            present = (await self._read_after_setting()).cross_connects
+            took = all((pair in present) is (action is Action.ADD) for pair in pairs)
+            left_s = until_s - self._clock.now_s()
+            if took or left_s <= 0:
+                return took
+            await self._clock.sleep(min(await self._pause_s(), left_s))
+
+    async def _pause_s(self) -> float:
+        """Between two readings while something is waited for."""
+        return min(1.0, max(0.001, (await self.facts()).reconfiguration_s / 4))
 
     async def _settle(self, progress: Progress) -> Reading:
         """Read until every commanded circuit is in place, or its time is up."""
         facts = await self.facts()
         tune_s = self._limits.tune_s or max(1.0, 10 * facts.reconfiguration_s)
-        pause_s = min(1.0, max(0.001, facts.reconfiguration_s / 4))
+        pause_s = await self._pause_s()
         tuned_by_s = self._clock.now_s() + tune_s
         link_by_s = None
         while True:

@@ -22,7 +22,18 @@ from ocs_drivers.arming import Armed, Arming
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.diff import compare, remaining
 from ocs_drivers.errors import Conflict, DriverError, OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.model import Change, ChangeMode, CommitResult, CrossConnect, Diff, ItemResult, Reading, utc
+from ocs_drivers.model import (
+    Change,
+    ChangeMode,
+    CircuitState,
+    CommitResult,
+    CrossConnect,
+    Diff,
+    Facts,
+    ItemResult,
+    Reading,
+    utc,
+)
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError
 from orchestrrl.execute.circuit_owners import CircuitOwners
@@ -34,6 +45,8 @@ logger = logging.getLogger(__name__)
 VALID_S = 60.0
 # Pause between attempts to read a switch whose state is unknown.
 RETRY_S = 5.0
+# What a switch does not show is waited for so many times as long as it takes by its vendor's word.
+LATE_TIMES = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +89,7 @@ class CircuitExecutor:
         self._count = itertools.count(1)
         self._open: dict[str, CircuitOperation] = {}
         self._prepared: dict[str, CircuitOperation] = {}
+        self._not_seen_since_s: dict[str, float] = {}  # of open ones, none of which their switch shows
         self._armed: dict[str, Armed] = {}  # of those prepared, where the driver can
         self.defects = 0  # faults of ours that were met while settling
         self._unwanted: dict[str, CircuitOutcome] = {}  # abandoned, and the journal did not take it
@@ -103,9 +117,21 @@ class CircuitExecutor:
         async with self._turns[switch]:
             operation = await self._planned(switch, change, mode, VALID_S, expect_revision, revert_in_s)
             if operation.diff.empty:
-                return CircuitOutcome("", switch, True, "was so already", revision=operation.diff.revision)
+                return await self._as_it_is(switch, change)
             self._note(operation)
             return await self._carry_out(operation)
+
+    async def _as_it_is(self, switch: str, change: Change) -> CircuitOutcome:
+        """Of a change that is there without anything being sent. What is listed need not be in place."""
+        driver = self._switches[switch]
+        facts, reading = await driver.facts(), await driver.cross_connects()
+        states = {circuit.cross_connect: circuit.state for circuit in reading.circuits}
+        shown = [(pair, states.get(pair)) for pair in map(facts.normal, change.connect)]
+        amiss = [f"{pair} is there, and {state}" for pair, state in shown if state not in (None, CircuitState.TUNED)]
+        if not amiss:
+            return CircuitOutcome("", switch, True, "was so already", revision=reading.revision)
+        detail = f"{'; '.join(amiss)}: nothing was sent; disconnect it, then connect it again"
+        return CircuitOutcome("", switch, False, detail, revision=reading.revision)
 
     async def confirm(self, switch: str) -> CircuitOutcome:
         """Keep what is on trial there. Raises Conflict where nothing is, or it was undone; DriverError."""
@@ -312,6 +338,8 @@ class CircuitExecutor:
         driver, diff = self._switches[operation.switch], operation.diff
         facts = await driver.facts()
         reading = await self.owners.claim(operation.switch, await driver.cross_connects())
+        if not _is_begun(diff, reading.cross_connects) and await self._has_waited(operation, facts):
+            reading = await self.owners.claim(operation.switch, await driver.cross_connects())
         if not _is_begun(diff, reading.cross_connects):
             outcome = _outcome(operation, False, "was not begun; the switch is as it was", reading.revision)
             return self._close(outcome, gone=diff.add)
@@ -327,6 +355,19 @@ class CircuitExecutor:
             return await self._undo(operation, "was half done, and the order has expired", ())
         began_s = self._clock.now_s()
         return await self._finish(operation, await self._commit(operation, reading.revision), began_s)
+
+    async def _has_waited(self, operation: CircuitOperation, facts: Facts) -> bool:
+        """A device that does not tell tuning from tuned may list only what is in place: what it was told last may come
+        yet. Whether that was waited for; raises Retryable where it takes long."""
+        if (await self._switches[operation.switch].capabilities()).tuned_state:
+            return False
+        seen_s = self._not_seen_since_s.setdefault(operation.id, self._clock.now_s())
+        left_s = seen_s + LATE_TIMES * facts.reconfiguration_s - self._clock.now_s()
+        if left_s > RETRY_S:
+            message = f"nothing of {operation.id} is there, and for {left_s:.0f} s some of it may come yet"
+            raise Retryable(message, after_s=left_s, device=operation.switch)
+        await self._clock.sleep(left_s)
+        return left_s > 0
 
     async def _commit(self, operation: CircuitOperation, revision: int) -> CommitResult:
         driver = self._switches[operation.switch]
@@ -432,6 +473,7 @@ class CircuitExecutor:
             self.owners.ended(outcome.switch, gone)
         self._write(Kind.CIRCUITS_RESULT, outcome.operation, outcome_to_json(outcome))
         self._open.pop(outcome.operation, None)
+        self._not_seen_since_s.pop(outcome.operation, None)
         logger.info("circuits %s on %s: done=%s %s", outcome.operation, outcome.switch, outcome.done, outcome.detail)
         return outcome
 

@@ -1,20 +1,27 @@
 """What a network engineer must be able to rely on where drivers and daemon meet: odd devices, faults of drivers."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from ocs_drivers.driver import Limits, SwitchDriver
+from ocs_drivers.faults import Fault, FaultKind
 from ocs_drivers.model import (
+    Capabilities,
     Change,
+    ChangeMode,
+    Circuit,
+    CircuitState,
     CrossConnect,
     Diff,
 )
-from ocs_drivers.virtual import VirtualSwitch
+from ocs_drivers.virtual import VirtualSwitch, VirtualWire
 from orchestrrl.clock import VirtualClock, WallClock
-from orchestrrl.journal import Journal
+from orchestrrl.execute.circuits import CircuitExecutor, CircuitOperation, operation_to_json
+from orchestrrl.journal import Journal, Kind
 from orchestrrl.rpc.ocs_client import GrpcSwitch
 from orchestrrl.rpc.ocs_server import serve_driver
 from orchestrrl.rpc.pb import control_pb2
@@ -41,6 +48,67 @@ async def running(clock: VirtualClock, work: Any, step_s: float = 0.005) -> Any:
     while not task.done():
         await clock.advance(step_s)
     return task.result()
+
+
+class LateWire(VirtualWire):
+    """Of a device that lists a circuit once it is in place, and knows no other state."""
+
+    def __init__(self, switch: VirtualSwitch, clock: VirtualClock, *, bulk: bool = True) -> None:
+        super().__init__(switch.glass, clock, bulk=bulk)
+        self.capabilities = Capabilities(bulk=bulk)
+
+    async def read_circuits(self) -> Sequence[Circuit]:
+        shown = await super().read_circuits()
+        return [Circuit(each.cross_connect) for each in shown if each.state is CircuitState.TUNED]
+
+
+def late(clock: VirtualClock, *, bulk: bool = True, reconfiguration_s: float = 0.2) -> tuple[SwitchDriver, LateWire]:
+    device = VirtualSwitch("late", clock=clock, reconfiguration_s=reconfiguration_s)
+    wire = LateWire(device, clock, bulk=bulk)
+    return SwitchDriver("late", wire, clock=clock, limits=Limits(command_s=1.0, link_s=0.1)), wire
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+async def test_what_was_lost_on_the_way_and_is_listed_late_counts(
+    journal: Journal, clock: VirtualClock, bulk: bool
+) -> None:
+    """The connection breaks after the command was taken, while the mirrors still move."""
+    driver, wire = late(clock, bulk=bulk)
+    wire._glass.inject(Fault(FaultKind.DROP_CONNECTION))
+    executor = CircuitExecutor({"late": driver}, journal, clock)
+    outcome = await running(clock, executor.change("late", Change((ONE, TWO)), ChangeMode.SAFE))
+    assert outcome.done, outcome
+    assert sum("connect 1:17" in setter for setter in wire.setters) == 1, wire.setters
+
+
+async def test_what_an_earlier_daemon_commanded_last_may_come_yet(journal: Journal, clock: VirtualClock) -> None:
+    """It died with the command; the device shows nothing of it before the mirrors are in place."""
+    driver, wire = late(clock, reconfiguration_s=120.0)
+    diff = await running(clock, driver.plan(Change((ONE,))))
+    operation = CircuitOperation("circuits-0-1", "late", diff, clock.now_s() + 60.0)
+    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
+    wire._glass.add([ONE])
+    executor = CircuitExecutor({"late": driver}, journal, clock)
+    executor.recover()
+    await running(clock, executor.settle(), 1.0)
+    for _ in range(300):
+        await clock.advance(1.0)
+    await running(clock, executor.settle(), 1.0)
+    reading = await running(clock, driver.cross_connects())
+    results = [(entry.body["done"], entry.body["detail"]) for entry in journal.tail(9, (Kind.CIRCUITS_RESULT,))]
+    # Carried out, or undone; not: "was not begun", and then it is there.
+    assert (reading.cross_connects == {ONE}) is results[-1][0], results
+
+
+async def test_a_circuit_that_has_failed_is_not_so_already(journal: Journal, clock: VirtualClock) -> None:
+    switch = VirtualSwitch("s", clock=clock, link_timeout_s=0.1)
+    executor = CircuitExecutor({"s": switch}, journal, clock)
+    assert (await running(clock, executor.change("s", Change((ONE,)), ChangeMode.SAFE))).done
+    switch.glass.inject(Fault(FaultKind.FAIL_PORT, 17))
+    outcome = await running(clock, executor.change("s", Change((ONE,)), ChangeMode.SAFE))
+    assert not outcome.done
+    assert "1:17" in outcome.detail
+    assert "failed" in outcome.detail
 
 
 class Broken(VirtualSwitch):

@@ -15,6 +15,7 @@ from orchestrrl.deploying import switching_of
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.execute.fabric_found import FoundFleet
 from orchestrrl.execute.fabric_windows import QUANTILE, TraceHub
+from orchestrrl.execute.switch_events import SwitchEvents
 from orchestrrl.execute.watching import DeployedWatch
 from orchestrrl.fabric_routers import routing_of
 from orchestrrl.fabric_settings import fabric_of, gen_circuits_of, verifier_of
@@ -73,6 +74,7 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         announce(server.address)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(switches.run())
+            tasks.create_task(SwitchEvents(drivers, clock, partial(_on_news, plane)).run())
             tasks.create_task(run_loops(plane, clock))
             if switching is not None:
                 tasks.create_task(switching.tend())
@@ -84,6 +86,11 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
                 fleet = FoundFleet(plane, switching)
                 plane.before_resume = partial(plane.gen_circuits.after_sync, fleet)
                 tasks.create_task(plane.gen_circuits.tend(fleet))
+
+
+def _on_news(plane: ControlPlane, switch: str) -> None:
+    if plane.fabric is not None and switch in plane.fabric.site.switch:
+        plane.fabric.look_soon()
 
 
 def _with_mode(config: Config, mode: Mode | None) -> Config:

@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from orchestrrl.clock import Clock
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # at materialising, when the world has changed between looking and acting
 LOOK_EVERY_S = 10.0  # at the switches, while nothing else is to be done
+LOOK_AGAIN_S = 0.2  # after the last look, where a switch has told something since: it may have much to tell
 SUSPECT_S = 60.0  # a port at which nothing came up, whatever its switch says, is left out for so long
 LISTED = 8
 
@@ -107,6 +108,9 @@ class Coordinator:
         self._planning = asyncio.Lock()
         self._up: dict[tuple[str, Stage], str] = {}  # names of the periods whose circuits are up
         self._left: frozenset[PortPair] = frozenset()  # what was up when it was last seen to
+        self._seen_to = Failures()  # what had failed then
+        self._looked_s = -inf
+        self._is_told = False  # a switch has news
         self._suspects: dict[Port, float] = {}  # until when
         self._committer = StageCommitter(glass, circuits, windows, times, clock, self.rules, routing)
         self._recover()
@@ -212,7 +216,13 @@ class Coordinator:
 
     async def look(self) -> Glance:
         self.glance = await self._glass.look()
+        self._looked_s = self._clock.now_s()
         return self.glance
+
+    def look_soon(self) -> None:
+        """A switch has told something of itself: it is looked at before its turn."""
+        self._is_told = True
+        self._queue.news.set()
 
     # --- run
 
@@ -220,7 +230,7 @@ class Coordinator:
         """Never returns. A period that fails is told of and logged, and the next one has its turn."""
         try:
             await self.look()
-            self._left = self.glance.of_site
+            self._left, self._seen_to = self.glance.of_site, self.glance.failures
             while True:
                 period = await self._next()
                 self._active[period] = asyncio.ensure_future(self._safely(period))
@@ -242,22 +252,27 @@ class Coordinator:
                 self._active.pop(period).result()
             if (next_one := self._queue.take(self._active)) is not None:
                 return next_one
+            due_s = self._looked_s + (LOOK_AGAIN_S if self._is_told else LOOK_EVERY_S)
+            if not self._active and self._clock.now_s() >= due_s:
+                await self._look_after()
+                continue
+            pause_s = inf if self._active else due_s - self._clock.now_s()
             news = asyncio.ensure_future(self._queue.news.wait())
-            alarm = asyncio.ensure_future(self._clock.sleep(LOOK_EVERY_S))
+            alarm = asyncio.ensure_future(self._clock.sleep(min(pause_s, LOOK_EVERY_S)))
             try:
                 await asyncio.wait({news, alarm, *self._active.values()}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 news.cancel()
                 alarm.cancel()
-            if alarm.done() and not news.done() and not self._active:
-                await self._look_after()
 
     async def _look_after(self) -> None:
         """What was up and is not, or has a port that failed since, is to be replaced."""
-        before, glance = self.glance.failures, await self.look()
-        if self.glance.unread:
+        self._is_told = False
+        glance = await self.look()
+        if glance.unread:
             return  # what it has up is not known
-        failed = glance.failures.ports - before.ports
+        failed = glance.failures.ports - self._seen_to.ports
+        self._seen_to = glance.failures
         lost = {pair for pair in self._left if pair not in glance.of_site or not _ports([pair]).isdisjoint(failed)}
         self._left = glance.of_site
         if lost:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.errors import DriverError
-from ocs_drivers.model import Change, Connectivity, CrossConnect, Facts, PortStatus
+from ocs_drivers.model import Change, CircuitState, Connectivity, CrossConnect, Facts, PortStatus
 from orchestrrl.clock import Clock, WallClock
 from orchestrrl.execute.circuit_owners import CircuitOwners
 from planner.fabric.model import Cabling, OcsId, PortPair, port_pair
@@ -172,8 +172,9 @@ class Glass:
         if facts.connectivity is not Connectivity.ANY_TO_ANY:
             offset = facts.egress_ports.start - facts.ingress_ports.start
             broken = {port if port in facts.ingress_ports else port - offset for port in broken}
-        # What is up one way only holds its ports, whoever made it.
-        for each in odd:
+        # What is up one way only holds its ports, whoever made it; what has failed carries nothing, whatever its ports
+        # say of themselves.
+        for each in odd | {each.cross_connect for each in reading.circuits if each.state is CircuitState.FAILED}:
             broken |= {each.ingress_port, each.egress_port - (facts.egress_ports.start - facts.ingress_ports.start)}
         not_ours = {pair for pair in pairs if not reading.foreign.isdisjoint(device_pairs(facts, pair))}
         return pairs, odd, broken, not_ours

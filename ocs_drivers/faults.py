@@ -92,29 +92,35 @@ def parse_schedule(items: object) -> tuple[FaultSchedule, list[str]]:
         return FaultSchedule(), [f"faults: must be a list, got {items!r}"]
     schedule, faults = FaultSchedule(), []
     for index, item in enumerate(items):
-        try:
-            at_s, fault = _parse(item)
-        except ValueError as error:
-            faults.append(f"faults[{index}]: {error}")
-        else:
-            schedule = schedule.at(at_s).also(fault)
+        wrong: list[str] = []
+        due = _parse(item, wrong)
+        faults += [f"faults[{index}]: {each}" for each in wrong]
+        if due is not None:
+            schedule = schedule.at(due[0]).also(due[1])
     return schedule, faults
 
 
-def _parse(item: Any) -> tuple[float, Fault]:
+def _parse(item: Any, wrong: list[str]) -> tuple[float, Fault] | None:
     if not isinstance(item, Mapping):
-        raise ValueError(f"must be a mapping with at_s and kind, got {item!r}")
+        wrong.append(f"must be a mapping with at_s and kind, got {item!r}")
+        return None
     known = {"at_s", *(field.name for field in fields(Fault))}
     if unknown := sorted(str(name) for name in item if name not in known):
-        raise ValueError(f"unknown {', '.join(unknown)} (known: {', '.join(sorted(known))}), got {dict(item)!r}")
+        wrong.append(f"unknown {', '.join(unknown)} (known: {', '.join(sorted(known))}), got {dict(item)!r}")
     values = dict(item)
     at_s = values.pop("at_s", 0.0)
     if isinstance(at_s, bool) or not isinstance(at_s, int | float) or not at_s >= 0:
-        raise ValueError(f"at_s must be a number >= 0, got {at_s!r}")
+        wrong.append(f"at_s must be a number >= 0, got {at_s!r}")
     kind = values.pop("kind", None)
     if kind not in list(FaultKind):
-        raise ValueError(f"kind must be one of {', '.join(FaultKind)}, got {kind!r}")
+        wrong.append(f"kind must be one of {', '.join(FaultKind)}, got {kind!r}")
     for name, wanted in (("port", int), ("items", int), ("silent", bool), ("delay_s", int | float)):
         if name in values and (not isinstance(values[name], wanted) or (wanted is int and values[name] is True)):
-            raise ValueError(f"{name} has the wrong type, got {values[name]!r}")
-    return float(at_s), Fault(FaultKind(kind), **values)
+            wrong.append(f"{name} has the wrong type, got {values[name]!r}")
+    if wrong:
+        return None
+    try:
+        return float(at_s), Fault(FaultKind(kind), **values)
+    except ValueError as error:
+        wrong.append(str(error))
+        return None

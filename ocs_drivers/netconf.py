@@ -14,6 +14,7 @@ switched that on.
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, TypeVar
 
 import paramiko
@@ -248,7 +249,7 @@ class NetconfSwitch(SwitchDriver):
         known_hosts: str = "",
         host_key: str = "",
         verify_host_key: bool = True,
-        revision: str = "",
+        revision: str | date = "",
         size: str = "",
         power: bool = False,
         reconfiguration_s: float = 0.025,
@@ -267,6 +268,8 @@ class NetconfSwitch(SwitchDriver):
             options.add("password", "must be set, or key_file", password)
         options.flag("verify_host_key", verify_host_key)
         options.flag("power", power)
+        if isinstance(revision, date):  # as YAML reads it
+            revision = revision.isoformat()
         if options.text("revision", revision, may_be_empty=True) and revision and not yang.is_revision(revision):
             options.add("revision", "must be a date, as 2018-03-22", revision)
         if options.text("size", size, may_be_empty=True) and size and yang.parse_size(size) is None:

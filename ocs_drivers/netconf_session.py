@@ -105,8 +105,8 @@ class NetconfSession:
 
     def _connect(self) -> frozenset[str]:
         login = self._login
-        # Without a handler, paramiko's account of a connection that broke would go to standard error.
-        logging.getLogger("ncclient").addHandler(logging.NullHandler())
+        # Of a connection that broke, paramiko logs a traceback; the error that is raised says the same in a line.
+        logging.getLogger("ncclient.transport.ssh").setLevel(logging.CRITICAL)
         connection = socket.create_connection((login.host, login.port), timeout=self._limit_s)
         self._socket = connection
         if self._is_cut:

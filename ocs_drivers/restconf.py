@@ -24,6 +24,7 @@ this path (`yang_revision` says it otherwise). A public lab tool says that what 
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from datetime import date
 from enum import StrEnum
 from typing import TypeVar
 
@@ -261,7 +262,7 @@ class RestconfSwitch(SwitchDriver):
         password: str = "",
         root: str = "/api",
         size: str | None = None,
-        yang_revision: str | None = None,
+        yang_revision: str | date | None = None,
         change_with: str = ChangeWith.AUTO,
         power: bool = False,
         reconfiguration_s: float = RECONFIGURATION_S,
@@ -285,6 +286,8 @@ class RestconfSwitch(SwitchDriver):
             options.add("root", "must be a path from /", root)
         if size is not None and not (isinstance(size, str) and yang.parse_size(size)):
             options.add("size", "must be as 16x16, or 32xCC for any-to-any", size)
+        if isinstance(yang_revision, date):  # as YAML reads it
+            yang_revision = yang_revision.isoformat()
         if yang_revision is not None and not (isinstance(yang_revision, str) and yang.is_revision(yang_revision)):
             options.add("yang_revision", "must be a date as 2017-08-04", yang_revision)
         options.choice("change_with", change_with, ChangeWith)

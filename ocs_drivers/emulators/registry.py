@@ -1,6 +1,7 @@
 """Emulators by the name of their protocol. A name is `FAMILY` or `FAMILY-DIALECT`."""
 
 import inspect
+from datetime import date
 from importlib import import_module
 from typing import Any
 
@@ -45,6 +46,17 @@ def make_emulator(protocol: str, panel: Panel, clock: Clock | None = None, **qui
             for name, value in quirks.items()
             if name not in known
         ]
+        defaults = {parameter.name: parameter.default for parameter in parameters}
+        # YAML makes of 1.1 a number and of 2018-03-22 a date, where text is meant.
+        quirks = {
+            name: str(value) if isinstance(defaults.get(name), str) and isinstance(value, float | date) else value
+            for name, value in quirks.items()
+        }
+        faults += [
+            f"{parameter.name}: must be {_WORDS[type(parameter.default)]}, got {quirks[parameter.name]!r}"
+            for parameter in parameters
+            if parameter.name in quirks and not _is_alike(quirks[parameter.name], parameter.default)
+        ]
         if faults:
             raise InvalidOptions(faults)
     try:
@@ -52,6 +64,16 @@ def make_emulator(protocol: str, panel: Panel, clock: Clock | None = None, **qui
     except ValueError as error:
         raise InvalidOptions([str(error)]) from error
     return emulator
+
+
+_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def _is_alike(value: object, default: object) -> bool:
+    """Whether a value is of the kind of the default. One of another kind, such as None, says nothing."""
+    if type(default) not in _WORDS or type(value) is type(default):
+        return True
+    return isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
 
 
 def _factory(protocol: str) -> Any:

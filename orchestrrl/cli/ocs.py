@@ -41,6 +41,8 @@ _STATES = {
     ocs_pb2.CIRCUIT_STATE_FAILED: "failed",
 }
 
+_AFTER_RESTART = {"dark": "gone", "restore": "restored", "unknown": "not known"}
+
 Change = Callable[[ControlClient], Coroutine[Any, Any, control_pb2.SwitchChange]]
 
 
@@ -55,7 +57,7 @@ def list_switches(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = Fal
         print_json({"switches": [_summary(switch) for switch in switches]})
         return
     columns = ("switch", "driver", "vendor", "model", "ports", "circuits", "failed ports", "moves in", "state")
-    print_table("Optical circuit switches", columns, [_row(switch) for switch in switches])
+    print_table("Optical circuit switches", columns, [_row(switch) for switch in switches], left=("state",))
 
 
 def show_switch(switch: SwitchArgument, daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
@@ -72,7 +74,7 @@ def show_switch(switch: SwitchArgument, daemon: DaemonOption = DEFAULT_TARGET, a
     elif shown.reachable:
         _print_switch(shown)
     if not shown.reachable:
-        stderr.print(f"{switch} does not answer: {shown.detail}")
+        stderr.print(f"{switch} is {_why_not(shown)}", markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_FAILURE)
 
 
@@ -244,10 +246,12 @@ def _print_change(change: control_pb2.SwitchChange) -> None:
 
 
 def _print_switch(switch: control_pb2.Switch) -> None:
+    after_restart = _AFTER_RESTART.get(switch.boot_behaviour, switch.boot_behaviour)
     stdout.print(
         f"{switch.switch_id}: {switch.vendor} {switch.model}, serial {switch.serial}, software {switch.software}\n"
         f"{switch.connectivity}, ingress {_range(switch.ingress_ports)}, egress {_range(switch.egress_ports)}; "
-        f"moves in {duration(switch.reconfiguration_s)}; restarts {switch.boot_behaviour}; revision {switch.revision}"
+        f"moves in {duration(switch.reconfiguration_s)}; circuits after a restart: {after_restart}; "
+        f"revision {switch.revision}"
     )
     if switch.HasField("unconfirmed"):
         stdout.print(str(unconfirmed_from_pb(switch)))
@@ -264,7 +268,7 @@ def _print_switch(switch: control_pb2.Switch) -> None:
 
 def _row(switch: control_pb2.Switch) -> tuple[object, ...]:
     if not switch.reachable:
-        return (switch.switch_id, switch.driver, None, None, None, None, None, None, f"unreachable: {switch.detail}")
+        return (switch.switch_id, switch.driver, None, None, None, None, None, None, _why_not(switch))
     failed = sum(port.state == "failed" for port in switch.port_states)
     return (
         switch.switch_id,
@@ -277,6 +281,10 @@ def _row(switch: control_pb2.Switch) -> tuple[object, ...]:
         duration(switch.reconfiguration_s),
         "ok",
     )
+
+
+def _why_not(switch: control_pb2.Switch) -> str:
+    return f"unreachable: {switch.detail.removeprefix(f'{switch.switch_id}: ')}"
 
 
 def _summary(switch: control_pb2.Switch) -> dict[str, Any]:

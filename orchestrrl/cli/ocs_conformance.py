@@ -38,7 +38,9 @@ def conformance(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="One more of the driver's; repeat it. Values are those of YAML."),
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(metavar="TEST", help="This one only; repeat it.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="TEST", help="This one only, as the table names it; repeat it.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Check that a driver does with your switch what every driver must do.
@@ -72,13 +74,14 @@ def conformance(
     except ValueError as error:
         pairs = ()
         faults.append(f"--ports: {error}, got {ports!r}")
-    known = tests_of(LabConformance(partial(_made, driver, options), pairs))
-    faults += [f"--only: must be one of {', '.join(known)}, got {name!r}" for name in only or () if name not in known]
+    known = [_short(name) for name in tests_of(LabConformance(partial(_made, driver, options), pairs))]
+    chosen = [_short(name) for name in only or ()]
+    faults += [f"--only: must be one of {', '.join(known)}, got {name!r}" for name in chosen if name not in known]
     with reporting_errors():
         try:
             _made(driver, options)  # opens nothing
         except InvalidOptions as error:
-            faults += error.faults
+            faults += [_as_flag(fault) for fault in error.faults]
         if faults:
             raise ProblemFaults(faults)
     suite: LabConformance
@@ -95,8 +98,8 @@ def conformance(
     async def run() -> list[Outcome]:
         outcomes: list[Outcome] = []
         with stderr.status("the first test") as status:
-            async for outcome in run_suite(suite, only or ()):
-                status.update(f"{len(outcomes) + 1} of {len(only or known)}: after {outcome.name}")
+            async for outcome in run_suite(suite, [f"test_{name}" for name in chosen]):
+                status.update(f"{len(outcomes) + 1} of {len(chosen or known)}: after {_short(outcome.name)}")
                 outcomes.append(outcome)
         return outcomes
 
@@ -104,14 +107,14 @@ def conformance(
         outcomes = asyncio.run(run())
     except InvalidOptions as error:
         with reporting_errors():
-            raise ProblemFaults(error.faults) from error
+            raise ProblemFaults([_as_flag(fault) for fault in error.faults]) from error
     except DriverError as error:
         fail(str(error))
     counts = {state: sum(outcome.state is state for outcome in outcomes) for state in State}
     if as_json:
         print_json({"driver": driver, **counts, "tests": [asdict(outcome) for outcome in outcomes]})
     else:
-        rows = [(each.name.removeprefix("test_"), each.state, duration(each.took_s), each.detail) for each in outcomes]
+        rows = [(_short(each.name), each.state, duration(each.took_s), each.detail) for each in outcomes]
         title = f"{driver}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
         print_table(title, ("test", "", "took", "why"), rows, left=("", "why"))
     if counts[State.FAILED]:
@@ -120,6 +123,25 @@ def conformance(
 
 def register(app: typer.Typer) -> None:
     ocs_group(app).command("conformance")(conformance)
+
+
+def _short(name: str) -> str:
+    """A test as people call it."""
+    return name.removeprefix("test_")
+
+
+def _as_flag(fault: str) -> str:
+    """A fault of the driver's options, by what was typed."""
+    for path, flag in (
+        ("options.address:", "--address:"),
+        ("options.target:", "--address:"),
+        ("options.", "--option "),
+        ("driver:", "--driver:"),
+        ("ports:", "--ports:"),
+    ):
+        if fault.startswith(path):
+            return flag + fault.removeprefix(path)
+    return fault
 
 
 def _made(driver: str, options: dict[str, Any]) -> OcsDriver:

@@ -1,5 +1,6 @@
 """`orchestrrl ocs emulate`: a switch that speaks a protocol of real ones, to try drivers, sites and faults on."""
 
+import os
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -119,7 +120,7 @@ async def _serve(emulator: Emulator, protocol: str, host: str, port: int) -> Non
     try:
         address = await emulator.start(host, port)
     except OSError as error:
-        raise Permanent(f"cannot listen on {host}:{port}: {error}") from error
+        raise Permanent(f"cannot listen on {host}:{port}: {_reason(error)}") from error
     try:
         facts = emulator.device.facts
         device = f"{facts.vendor} {facts.model}, {_sides(facts)}, moves in {duration(facts.reconfiguration_s)}"
@@ -128,6 +129,11 @@ async def _serve(emulator: Emulator, protocol: str, host: str, port: int) -> Non
         await _show(emulator.device)
     finally:
         await emulator.stop()
+
+
+def _reason(error: OSError) -> str:
+    """Of a failed bind, without the address that is said already."""
+    return os.strerror(error.errno) if error.errno is not None and error.filename is None else str(error)
 
 
 async def _show(device: EmulatedDevice) -> None:

@@ -142,8 +142,22 @@ def test_the_command_prints_a_table_and_json() -> None:
 def test_the_command_names_every_fault_of_its_input() -> None:
     result = conformance("--driver", "grpc", "--ports", "1:2", "--option", "x", "--only", "test_all")
     assert result.exit_code == 2
-    for fault in ("--ports: must have at least 4", "--option: must be NAME=VALUE", "--only: must be one of", "target"):
+    for fault in (
+        "--ports: must have at least 4",
+        "--option: must be NAME=VALUE",
+        "--only: must be one of",
+        "--address: is missing",
+    ):
         assert fault in result.stderr
+    unknown = conformance("--driver", "scpi", "--ports", "1-4:5-8", "--option", "adress=192.0.2.1")
+    assert unknown.exit_code == 2
+    assert [fault.partition(":")[0] for fault in unknown.stderr.splitlines()] == ["--option adress", "--address"]
+
+
+def test_a_test_goes_by_the_name_that_the_table_shows() -> None:
+    result = conformance("--driver", "virtual", "--ports", "1-4:17-20", "--only", "plan_sends_nothing")
+    assert result.exit_code == 0, result.output
+    assert "virtual: 1 passed" in result.stdout
 
 
 def test_the_command_runs_against_a_process_and_fails_by_its_exit_status() -> None:

@@ -89,3 +89,9 @@ def test_the_example_has_every_driver_and_is_sound() -> None:
     assert sorted({switch.driver for switch in switches}) == OURS
     for switch in switches:
         make_driver(switch.driver, switch.id, switch.options)
+
+
+def test_a_date_as_yaml_reads_it_is_a_revision() -> None:
+    options = yaml.safe_load("{address: 192.0.2.1, yang_revision: 2017-08-04}")
+    make_driver("restconf", "one", options)
+    make_driver("netconf", "one", yaml.safe_load("{address: 192.0.2.1, password: x, revision: 2017-08-04}"))

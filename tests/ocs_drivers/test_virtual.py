@@ -139,4 +139,4 @@ def test_a_schedule_reads_as_it_is_written() -> None:
     ]
     plain = [{"at_s": 12, "kind": "fail_port", "port": 7}, {"at_s": 3, "kind": "drop_connection"}]
     assert parse_schedule(plain)[0].due == schedule.due[:1] + schedule.due[2:]
-    assert len(parse_schedule([{"at_s": -1}, {"kind": "fail_port"}, "x", {"kind": "restart", "prot": 1}])[1]) == 4
+    assert len(parse_schedule([{"at_s": -1}, {"kind": "fail_port"}, "x", {"kind": "restart", "prot": 1}])[1]) == 5

@@ -164,3 +164,31 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 2
     assert result.stderr.endswith("which is not installed: pip install 'orchestrrl[netconf]'\n")
     assert result.stderr.startswith("--protocol: netconf needs ")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "quirk", "fault"),
+    [
+        ("calient_rest", "bulk_s=abc", "--quirk bulk_s: must be a number, got 'abc'"),
+        ("calient_rest", "sessions=true", "--quirk sessions: must be a whole number, got True"),
+        ("restconf", "any_to_any=maybe", "--quirk any_to_any: must be true or false, got 'maybe'"),
+        ("netconf", "base=[1]", "--quirk base: must be text, got [1]"),
+    ],
+)
+def test_a_quirk_is_of_the_kind_of_its_default(protocol: str, quirk: str, fault: str) -> None:
+    refused = CliRunner().invoke(application(), ["ocs", "emulate", "--protocol", protocol, "--quirk", quirk])
+    assert (refused.exit_code, refused.stderr.strip()) == (2, fault)
+
+
+def test_text_that_yaml_takes_for_something_else_is_text() -> None:
+    quirks = yaml.safe_load("{revision: 2017-08-04, base: 1.0}")
+    make_emulator("netconf", Panel(), **quirks)
+
+
+def test_every_fault_of_one_scheduled_fault_is_told(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.yaml"
+    faults.write_text("- {at_s: x, kind: fail_prt, items: true}\n")
+    refused = CliRunner().invoke(application(), ["ocs", "emulate", "--faults", str(faults)])
+    assert refused.exit_code == 2
+    told = refused.stderr.splitlines()
+    assert [line.split()[1] for line in told] == ["at_s", "kind", "items"], refused.stderr

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from orchestrrl.cli.groups import fabric_group
-from orchestrrl.cli.output import EXIT_MALFORMED, fail, print_lines, reporting_errors
+from orchestrrl.cli.output import EXIT_MALFORMED, JsonFlag, fail, print_json, print_lines, reporting_errors
 
 
 def trace(
@@ -15,6 +15,7 @@ def trace(
         Path | None, typer.Option(help="Where recorders write. Default: as theirs.", metavar="FOLDER")
     ] = None,
     job: Annotated[str | None, typer.Option("--job", help="Whose ranks; needed where there are several.")] = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Write the collectives and marks that this host's recorders still remember into a trace.
 
@@ -41,6 +42,10 @@ def trace(
             write_trace(found.events, target)
         except OSError as error:
             fail(f"{target}: cannot be written: {error.strerror}")
+    if as_json:
+        counts = {"events": len(found.events), "lost": found.lost, "running": found.running}
+        print_json({"file": str(target), "job": job, "ranks": sorted(found.ranks), **counts})
+        return
     notes = [f"{target}: {len(found.events):,} events of {len(found.ranks)} ranks"]
     if found.lost:
         notes.append(f"{found.lost:,} older events are gone: rings are of a limited size")

@@ -1,5 +1,6 @@
 """What recorders remember, written down and read again."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,9 @@ def test_a_trace_is_what_the_rings_hold(tmp_path: Path) -> None:
     assert status == 0
     assert "72 events of 2 ranks" in said
     assert "1 collectives that still run" in said
+    status, said, _ = run(target, "--rings", tmp_path / "rings", "--json")
+    told = {"file": str(target), "job": "trainer", "ranks": [0, 1], "events": 72, "lost": 0, "running": 1}
+    assert (status, json.loads(said)) == (0, told)
     events = read_traces([target])
     assert len([each for each in events if isinstance(each, Collective)]) == 24
     assert [each.iteration for each in events if isinstance(each, Iteration) and each.rank == 1] == list(range(12))

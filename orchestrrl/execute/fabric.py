@@ -111,6 +111,7 @@ class Coordinator:
         self._seen_to = Failures()  # what had failed then
         self._looked_s = -inf
         self._is_told = False  # a switch has news
+        self._failed_anew = 0  # how often something has, since a period was planned that waits
         self._suspects: dict[Port, float] = {}  # until when
         self._committer = StageCommitter(glass, circuits, windows, times, clock, self.rules, routing)
         self._recover()
@@ -253,10 +254,11 @@ class Coordinator:
             if (next_one := self._queue.take(self._active)) is not None:
                 return next_one
             due_s = self._looked_s + (LOOK_AGAIN_S if self._is_told else LOOK_EVERY_S)
-            if not self._active and self._clock.now_s() >= due_s:
-                await self._look_after()
+            may_look = not self._active or (self._is_told and self._circuits.by is None)
+            if may_look and self._clock.now_s() >= due_s:
+                await (self._look_for_waiting() if self._active else self._look_after())
                 continue
-            pause_s = inf if self._active else due_s - self._clock.now_s()
+            pause_s = due_s - self._clock.now_s() if may_look else inf
             news = asyncio.ensure_future(self._queue.news.wait())
             alarm = asyncio.ensure_future(self._clock.sleep(min(pause_s, LOOK_EVERY_S)))
             try:
@@ -264,6 +266,16 @@ class Coordinator:
             finally:
                 news.cancel()
                 alarm.cancel()
+
+    async def _look_for_waiting(self) -> None:
+        """What has failed since they were planned is not learnt in a window, by what does not come up."""
+        self._is_told = False
+        before, changes = self.glance.failures, self._circuits.changes
+        glance = await self._glass.look()
+        self._looked_s = self._clock.now_s()
+        if self._circuits.as_at(changes) and glance.failures != before and self.glance.failures == before:
+            self._failed_anew += 1
+            self._poke()
 
     async def _look_after(self) -> None:
         """What was up and is not, or has a port that failed since, is to be replaced."""
@@ -310,7 +322,7 @@ class Coordinator:
                 attempt += 1
 
     async def _attempt(self, period: Announced) -> None:
-        said = self.word.said
+        said = self._said
         intent = self._bound(period.intent)
         if isinstance(intent, Hold):
             return self._keep(period, intent)
@@ -458,7 +470,7 @@ class Coordinator:
         if not period.boundary and self._queue.urgent:
             raise _PutOff
         said, changes = basis
-        if self.word.said != said or not self._circuits.as_at(changes):
+        if self._said != said or not self._circuits.as_at(changes):
             raise _Restated
         return self._restraint(intent)
 
@@ -507,6 +519,11 @@ class Coordinator:
                 "owns: all in the configuration"
             )
         return notes
+
+    @property
+    def _said(self) -> object:
+        """By operators, and by switches of themselves."""
+        return self.word.said, self._failed_anew
 
     def _poke(self) -> None:
         for each in self._active:

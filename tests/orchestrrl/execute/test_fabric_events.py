@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from fabric_house import OVER_CORE, House, house
+from fabric_house import ACROSS_RAILS, OVER_CORE, House, house
 
 from ocs_drivers.errors import Retryable
 from ocs_drivers.faults import Fault, FaultKind
@@ -14,6 +14,7 @@ from ocs_drivers.model import Circuit, CircuitState, Connectivity, Event, EventK
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.clock import VirtualClock
 from orchestrrl.execute.switch_events import LONGEST_PAUSE_S, SwitchEvents
+from orchestrrl.periods import PeriodState
 from planner.fabric.model import OcsId, PortPair
 
 
@@ -47,6 +48,29 @@ async def test_a_port_that_fails_is_gone_around_before_the_next_round(site: Hous
     await quiet(site, 3.0)
     assert (OcsId("core0"), pair.port_a) in site.coordinator.glance.failures.ports
     assert pair not in site.up()
+    listening.cancel()
+
+
+async def test_a_port_that_fails_while_a_period_waits_is_not_tried_in_its_window(site: House) -> None:
+    """It is planned again, and the window is not spent on finding out."""
+    events = SwitchEvents(site.switches, site.clock, lambda _: site.coordinator.look_soon())
+    listening = asyncio.create_task(events.run())
+    for agent in site.agents:
+        agent.busy()
+    period = site.coordinator.expect(ACROSS_RAILS)
+    await site.pass_time(0.5)
+    assert period.report.state is PeriodState.WAITING
+    first = site.plans[-1][1].cross_connects
+    port = min(pair for pair in first - site.up())
+    site.fail(port.switch, Fault(FaultKind.FAIL_PORT, port.port_a))
+    await site.pass_time(0.5)
+    assert period.report.state is PeriodState.WAITING
+    assert port not in site.plans[-1][1].cross_connects
+    for agent in site.agents:
+        agent.quiet(60.0)
+    report = await site.over(period)
+    assert report.state is PeriodState.COMMITTED, report
+    assert all(commit.done for commit in report.commits)
     listening.cancel()
 
 

@@ -1,5 +1,14 @@
 """What a driver raises: each error names the device, the command and the device's own words, and says what to do."""
 
+import os
+
+
+def reason_of(error: OSError) -> str:
+    """What the system says: `Connection refused`, not which of its calls failed."""
+    if error.errno is not None and error.errno > 0:  # those of name resolution are less
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
+
 
 class DriverError(Exception):
     """Base of the tree; never raised itself. `answer` is what the device said, word for word; "" when it was silent."""

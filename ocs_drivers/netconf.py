@@ -208,8 +208,11 @@ async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = Fal
     except Refused as error:
         kind: type[Retryable] | type[Permanent] = Retryable if error.is_busy else Permanent
         raise kind("refused", command=command, answer=str(error)) from None
-    except (AuthenticationError, SSHUnknownHostError) as error:
-        raise Permanent("the device or we are not who the other expects", command=command, answer=str(error)) from None
+    except AuthenticationError as error:
+        raise Permanent("not let in: check user, password and key_file", command=command, answer=str(error)) from None
+    except SSHUnknownHostError as error:
+        wrong = f"its host key is not the one that is known: give host_key, or put it into known_hosts ({error})"
+        raise Permanent(wrong, command=command) from None
     except (NCClientError, paramiko.SSHException, OSError, EOFError) as error:
         broken: type[Retryable] | type[OutcomeUnknown] = OutcomeUnknown if is_setter else Retryable
         raise broken(f"the session broke: {error or type(error).__name__}", command=command) from None

@@ -35,7 +35,7 @@ from typing import NoReturn, TypeVar
 from ocs_drivers import scpi_text as text
 from ocs_drivers.base import Clock, SystemClock
 from ocs_drivers.driver import SwitchDriver, within
-from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable, reason_of
 from ocs_drivers.model import (
     Action,
     BootBehaviour,
@@ -119,7 +119,7 @@ class ScpiWire:
         try:
             self._streams = await asyncio.open_connection(host, port, limit=LONGEST_ANSWER_BYTES)
         except OSError as error:
-            raise Retryable(f"cannot connect to {host}:{port}: {error.strerror or error}") from error
+            raise Retryable(f"cannot connect to {host}:{port}: {reason_of(error)}") from error
 
     async def close(self) -> None:
         if self._streams is None:
@@ -246,7 +246,7 @@ class ScpiWire:
             writer.write(b"".join(line.encode("ascii") + self._setup.line_end for line in lines))
             await writer.drain()
         except OSError as error:
-            raise Retryable(f"the connection broke: {error.strerror or error}") from error
+            raise Retryable(f"the connection broke: {reason_of(error)}") from error
 
     async def _line(self) -> str:
         """The next line, without its end. What is no line is not skipped: the session is out of step then."""
@@ -260,7 +260,7 @@ class ScpiWire:
             wrong = f"an answer longer than {LONGEST_ANSWER_BYTES} bytes"
             raise Retryable(wrong, answer=_shown(begin)) from error
         except OSError as error:
-            raise Retryable(f"the connection broke: {error.strerror or error}") from error
+            raise Retryable(f"the connection broke: {reason_of(error)}") from error
         try:
             return line.decode("ascii").rstrip("\r\n")
         except UnicodeDecodeError as error:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable, reason_of
 from ocs_drivers.tl1_framing import Acknowledgement, Framer, Message, Reply, Report
 
 # TL1 gives a CTAG six characters.
@@ -58,7 +58,7 @@ class Session:
         try:
             reader, writer = await asyncio.open_connection(host, port)
         except OSError as error:
-            raise Retryable(f"cannot connect to {host}:{port}: {error.strerror or error}") from error
+            raise Retryable(f"cannot connect to {host}:{port}: {reason_of(error)}") from error
         return cls(reader, writer, ctag, on_report, on_loss)
 
     @property
@@ -124,7 +124,7 @@ class Session:
                     self._writer.write(refusals)
                 self._look_for_prompts()
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = reason_of(error)
         self._lose(reason)
         self._writer.close()
         self._on_loss()

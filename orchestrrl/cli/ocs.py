@@ -237,7 +237,10 @@ def _print_change(change: control_pb2.SwitchChange) -> None:
             for result in change.results
         ]
         print_table(
-            f"{change.switch_id}: {title}", ("change", "", "done", "commanded", "tuned", "link up", "detail"), rows
+            f"{change.switch_id}: {title}",
+            ("change", "", "done", "commanded", "tuned", "link up", "detail"),
+            rows,
+            left=("detail",),
         )
     if change.done or change.dry_run:
         stdout.print(f"{change.switch_id}: {change.detail or ('not sent' if change.dry_run else 'done')}")
@@ -284,7 +287,7 @@ def _row(switch: control_pb2.Switch) -> tuple[object, ...]:
 
 
 def _why_not(switch: control_pb2.Switch) -> str:
-    return f"unreachable: {switch.detail.removeprefix(f'{switch.switch_id}: ')}"
+    return f"not usable: {switch.detail.removeprefix(f'{switch.switch_id}: ')}"
 
 
 def _summary(switch: control_pb2.Switch) -> dict[str, Any]:

@@ -354,7 +354,7 @@ async def test_a_key_opens_what_a_password_does_not(tmp_path: Path) -> None:
 
     async def use(address: str) -> None:
         driver = driver_for(emulator, address, password="wrong")
-        async with refusal(Permanent, "not who the other expects"):
+        async with refusal(Permanent, "not let in"):
             await driver.cross_connects()
         await driver.close()
         driver = driver_for(emulator, address, password="", key_file=str(tmp_path / "key"))

@@ -527,8 +527,9 @@ fleet:
     compare_tokens: 16          # a new engine must find likely what the old ones answer, over so many tokens,
     compare_nats: 0.1           # but for this mean difference of log-probabilities
 
-# Optical circuit switches; there are none by default. Circuits that somebody else made are never taken down, unless
-# `orchestrrl ocs take-over` names them, or nobody else uses the switch: `owns: all`.
+# Optical circuit switches; there are none by default. Drivers and their options are in docs/ocs.md. Circuits that
+# somebody else made are never taken down, unless `orchestrrl ocs take-over` names them, or nobody else uses the switch:
+# `owns: all`.
 ocs:
   - {id: ocs1, driver: virtual, owns: made, options: {}}
 

@@ -25,7 +25,7 @@ from typing import TypeVar
 from ocs_drivers import calient_json as parse
 from ocs_drivers.base import Clock, SystemClock
 from ocs_drivers.driver import SwitchDriver
-from ocs_drivers.errors import DriverError, Permanent
+from ocs_drivers.errors import Permanent
 from ocs_drivers.http_session import HttpSession, Scheme, check_status, nonsense, parse_json, read_endpoint
 from ocs_drivers.model import (
     Capabilities,
@@ -148,9 +148,6 @@ class CalientRestWire:
         ]
         try:
             await self._set("badd", items, [f"{item['in']}>{item['out']}" for item in items])
-        except DriverError:
-            await self._settling.rest()
-            raise
         finally:
             self._settling.commanded(pairs)
 

@@ -25,7 +25,7 @@ from ocs_drivers import netconf_xml as xml
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import Clock, SystemClock
 from ocs_drivers.driver import SwitchDriver
-from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
 from ocs_drivers.model import Action, BootBehaviour, Capabilities, Circuit, CrossConnect, Event, Facts, PortState
 from ocs_drivers.netconf_session import Login, NetconfSession
 from ocs_drivers.options import Options
@@ -129,9 +129,6 @@ class NetconfWire:
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         try:
             await self._set(Action.ADD, pairs)
-        except DriverError:
-            await self._settling.rest()
-            raise
         finally:
             self._settling.commanded(pairs)
 

@@ -32,7 +32,7 @@ from ocs_drivers import polatis_yang as yang
 from ocs_drivers import restconf_json as parse
 from ocs_drivers.base import Clock, SystemClock
 from ocs_drivers.driver import SwitchDriver
-from ocs_drivers.errors import DriverError, Permanent
+from ocs_drivers.errors import Permanent
 from ocs_drivers.http_session import (
     Answer,
     HttpSession,
@@ -154,9 +154,6 @@ class RestconfWire:
                 case _:
                     for pair in pairs:
                         await self._set("POST", COLLECTION, {f"{yang.MODULE}:{self._list_name}": [_entry(pair)]})
-        except DriverError:
-            await self._settling.rest()
-            raise
         finally:
             self._settling.commanded(pairs)
 

@@ -22,10 +22,6 @@ class Settling:
         due_s = self._clock.now_s() + self._reconfiguration_s
         self._due_s.update({_key(pair): due_s for pair in pairs})
 
-    async def rest(self) -> None:
-        """Before the device is read after a setter that failed: what it did take may be listed only when in place."""
-        await self._clock.sleep(self._reconfiguration_s)
-
     def moving(self) -> frozenset[frozenset[int]]:
         """Ask before the device is read: what it lists was so no earlier than this."""
         now_s = self._clock.now_s()

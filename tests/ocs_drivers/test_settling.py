@@ -1,7 +1,5 @@
 """Tuned by the clock: not before the stated time, and not by an answer that may be older than it."""
 
-import asyncio
-
 from ocs_drivers.model import CircuitState, CrossConnect
 from ocs_drivers.settling import Settling
 from orchestrrl.clock import VirtualClock
@@ -28,12 +26,3 @@ async def test_the_other_way_round_is_the_same_circuit() -> None:
     settling.commanded([ONE])
     (circuit,) = settling.circuits([CrossConnect(9, 1)], settling.moving())
     assert circuit.state is CircuitState.TUNING
-
-
-async def test_after_an_error_the_mirrors_are_given_their_time() -> None:
-    clock = VirtualClock(1000.0)
-    resting = asyncio.create_task(Settling(clock, 0.025).rest())
-    await clock.advance(0.02)
-    assert not resting.done()
-    await clock.advance(0.01)
-    await resting

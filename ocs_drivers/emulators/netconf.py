@@ -24,7 +24,7 @@ from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
 from ocs_drivers.emulators.http import Listing
 from ocs_drivers.emulators.netconf_store import Store
 from ocs_drivers.emulators.netconf_text import NC, Framing, FramingError, RpcError, child, local
-from ocs_drivers.model import Connectivity, Facts
+from ocs_drivers.emulators.polatis import polatis_facts
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class NetconfEmulator:
             raise ValueError(f"base must be 1.0 or 1.1, got {base!r}")
         if revision and not yang.is_revision(revision):
             raise ValueError(f"revision must be a date, got {revision!r}")
-        self.device = EmulatedDevice(_facts(panel, any_to_any), panel, clock)
+        self.device = EmulatedDevice(polatis_facts(panel, any_to_any), panel, clock)
         self.user, self.password, self.authorized_key = user, password, authorized_key
         self.host_key = ""  # base64, as in a known_hosts line; once started
         self._base = base
@@ -253,23 +253,6 @@ class NetconfEmulator:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: so is everything
             self._loop.call_soon_threadsafe(self._end, session)
-
-
-def _facts(panel: Panel, any_to_any: bool) -> Facts:
-    ingress = range(1, panel.ingress_ports + 1)
-    egress = ingress if any_to_any else range(ingress[-1] + 1, ingress[-1] + 1 + panel.egress_ports)
-    size = f"{panel.ingress_ports}xCC" if any_to_any else f"{panel.ingress_ports}x{panel.egress_ports}"
-    return Facts(
-        vendor="Polatis",
-        model=f"I-OST-{size}-LU1-DMHNS",
-        serial="002414",
-        software="6.5.2.18",
-        connectivity=Connectivity.ANY_TO_ANY if any_to_any else Connectivity.INGRESS_EGRESS,
-        ingress_ports=ingress,
-        egress_ports=egress,
-        reconfiguration_s=panel.reconfiguration_s,
-        boot=panel.boot,
-    )
 
 
 class Subsystem(paramiko.SubsystemHandler):  # type: ignore[misc]  # paramiko is not typed

@@ -16,9 +16,10 @@ from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import Clock
 from ocs_drivers.emulators.base import EmulatedDevice, Panel
 from ocs_drivers.emulators.http import HttpServer, Listing, Reply, is_let_in
+from ocs_drivers.emulators.polatis import polatis_facts
 from ocs_drivers.errors import Permanent
 from ocs_drivers.faults import FaultKind
-from ocs_drivers.model import Action, BootBehaviour, Circuit, Connectivity, CrossConnect, Facts, PortStatus
+from ocs_drivers.model import Action, BootBehaviour, Circuit, CrossConnect, PortStatus
 
 MEDIA_TYPE = "application/yang-data+json"
 YANG_PATCH_TYPE = "application/yang-patch+json"
@@ -58,7 +59,7 @@ class RestconfEmulator:
         user: str = "",
         password: str = "",
     ) -> None:
-        self.device = EmulatedDevice(_facts(panel, any_to_any), panel, clock)
+        self.device = EmulatedDevice(polatis_facts(panel, any_to_any), panel, clock)
         self._listing = Listing(self.device, panel.reconfiguration_s + panel.jitter_s, late=lists_late)
         self._server = HttpServer(self._answer, MEDIA_TYPE, chunked=chunked)
         self._revision = revision
@@ -305,23 +306,6 @@ class RestconfEmulator:
         if pair.ingress_port not in facts.ingress_ports or pair.egress_port not in facts.egress_ports:
             raise Refused(400, "invalid-value", f"no such cross-connect on this switch: {pair}")
         return pair
-
-
-def _facts(panel: Panel, any_to_any: bool) -> Facts:
-    ingress = range(1, panel.ingress_ports + 1)
-    egress = ingress if any_to_any else range(ingress[-1] + 1, ingress[-1] + 1 + panel.egress_ports)
-    size = f"{panel.ingress_ports}xCC" if any_to_any else f"{panel.ingress_ports}x{panel.egress_ports}"
-    return Facts(
-        vendor="Polatis",
-        model=f"I-OST-{size}-LU1-DMHNS",
-        serial="002414",
-        software="6.5.2.18",
-        connectivity=Connectivity.ANY_TO_ANY if any_to_any else Connectivity.INGRESS_EGRESS,
-        ingress_ports=ingress,
-        egress_ports=egress,
-        reconfiguration_s=panel.reconfiguration_s,
-        boot=panel.boot,
-    )
 
 
 def _entry(pair: CrossConnect) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """`orchestrrl ocs`: the optical circuit switches that the daemon drives."""
 
 from collections.abc import Callable, Coroutine, Iterable
+from math import inf
 from typing import Annotated, Any
 
 import typer
@@ -108,7 +109,7 @@ def connect(
 
     `orchestrrl ocs connect ocs1 3:17 --revert-in-s 60`
     """
-    wanted = _parsed(pairs)
+    wanted = _parsed(pairs, revert_in_s)
 
     def request(**more: Any) -> control_pb2.ConnectPortsRequest:
         return control_pb2.ConnectPortsRequest(
@@ -143,7 +144,7 @@ def disconnect(
     Example: `orchestrrl ocs disconnect ocs1 3:17 5:19`
     """
     request = control_pb2.DisconnectPortsRequest(
-        switch_id=switch, cross_connects=_parsed(pairs), dry_run=dry_run, revert_in_s=revert_in_s
+        switch_id=switch, cross_connects=_parsed(pairs, revert_in_s), dry_run=dry_run, revert_in_s=revert_in_s
     )
 
     async def order(client: ControlClient) -> control_pb2.SwitchChange:
@@ -193,14 +194,16 @@ def register(app: typer.Typer) -> None:
     ocs.command("take-over")(take_over)
 
 
-def _parsed(pairs: Iterable[str]) -> list[ocs_pb2.CrossConnect]:
-    """The arguments as cross-connects, or every faulty one at once."""
+def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> list[ocs_pb2.CrossConnect]:
+    """The arguments as cross-connects, or every fault of them at once."""
     parsed, faults = [], []
     for index, text in enumerate(pairs):
         try:
             parsed.append(pair_to_pb(CrossConnect.parse(text)))
         except ValueError as error:
             faults.append(f"pairs[{index}]: {error}, got {text!r}")
+    if revert_in_s is not None and not 0 < revert_in_s < inf:
+        faults.append(f"--revert-in-s: must be a number > 0, got {revert_in_s:g}")
     with reporting_errors():
         if faults:
             raise ProblemFaults(faults)

@@ -24,7 +24,9 @@ OF_THE_PROCESS = {"make_foreign": "what any client of a driver process makes bel
 
 
 def conformance(
-    driver: Annotated[str, typer.Option(metavar="NAME", help="As in `ocs[].driver` of the daemon's configuration.")],
+    driver: Annotated[
+        str, typer.Option(metavar="NAME", help="As in `ocs[].driver`; an unknown name lists the known ones.")
+    ],
     ports: Annotated[
         str,
         typer.Option(
@@ -36,7 +38,10 @@ def conformance(
     address: Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="Where the switch is.")] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="One more of the driver's; repeat it. Values are those of YAML."),
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Another option of the driver; repeat it. Values are YAML's; an unknown name lists the known ones.",
+        ),
     ] = None,
     only: Annotated[
         list[str] | None, typer.Option(metavar="TEST", help="This one only, as the table names it; repeat it.")

@@ -170,6 +170,13 @@ def test_every_bad_argument_is_named_at_once(daemon: Daemon, pairs: tuple[str, .
     assert circuits(daemon, "untouched") == []
 
 
+@pytest.mark.parametrize("verb", ["connect", "disconnect"])
+def test_a_time_on_trial_is_looked_at_together_with_the_pairs(daemon: Daemon, verb: str) -> None:
+    refused = ocs(daemon, verb, "plain", "3", "--revert-in-s", "-5")
+    assert refused.exit_code == 2
+    assert [line.partition(":")[0] for line in refused.stderr.splitlines()] == ["pairs[0]", "--revert-in-s"]
+
+
 def test_an_unknown_switch_lists_the_known_ones(daemon: Daemon) -> None:
     result = ocs(daemon, "show", "agg9")
     assert result.exit_code == 1

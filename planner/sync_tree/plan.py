@@ -12,7 +12,7 @@ from planner.sync_tree.bounds import lower_bound_s, naive_s
 from planner.sync_tree.model import Shard, SyncPlan, SyncProblem, Wave
 from planner.sync_tree.waves import Style, waves
 
-MOST_WORK = 150_000  # of all ways that are tried together: so long as a site of 2,048 endpoints takes for two or three
+MOST_WORK = 230_000  # of all ways that are tried together: so long as a site of 2,048 endpoints takes for two or three
 # Pieces that an endpoint receives at once, stripes of each, parts of the largest shard; the usual best ones first.
 _TRIED = ((4, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1), (8, 1, 1), (1, 4, 1), (4, 1, 2), (1, 1, 4), (1, 2, 4), (4, 1, 4))
 _TRIED_SCARCE = ((1, 1, 1), (1, 2, 1), (1, 1, 4), (1, 2, 4), (2, 1, 1), (1, 1, 8), (4, 1, 1))  # one at once is all
@@ -53,20 +53,27 @@ def _styles(problem: SyncProblem) -> Iterator[Style]:
         return
     largest = max(shard.bytes for shard in needed)
     crossing = _crossing(problem)
+    whole = float(int(crossing))
+    at_once = crossing / _kinds(problem)  # pieces that each endpoint can receive, by circuits
+    if at_once >= 2:
+        tried = [(crossing, *each) for each in sorted(_TRIED, key=lambda each: each[0] > at_once)]
+    else:
+        tried = [(each, *first) for each in dict.fromkeys((crossing, whole)) for first in _TRIED_SCARCE[:2]]
+        tried += [(crossing, *each) for each in _TRIED_SCARCE[2:]]
     work = 0
-    for together, stripes, parts in _TRIED if crossing >= 2 * _kinds(problem) else _TRIED_SCARCE:
+    for entering, together, stripes, parts in tried:
         size = max(1, -(-largest // parts))
         more = sum(-(-shard.bytes // size) * _work(problem, shard, stripes) for shard in needed)
         if work and work + more > MOST_WORK:
             continue
         work += more
-        yield Style(size, crossing, stripes, together)
+        yield Style(size, entering, stripes, together)
 
 
 def _work(problem: SyncProblem, shard: Shard, stripes: int) -> int:
     """Of a piece: for each pod that it enters all others may be asked; and there are its edges."""
     pods = len(np.unique(problem.pod[list(shard.receivers)]))
-    return pods * len(problem.pods) + len(shard.receivers) * stripes
+    return pods * (len(problem.pods) + 16) + len(shard.receivers) * stripes
 
 
 def _kinds(problem: SyncProblem) -> int:

@@ -148,7 +148,8 @@ class _Filling:
         problem = self._problem
         wanting = np.zeros(len(problem.pods), dtype=np.int64)
         for group in self._groups:
-            wanting[group.pod] += sum(group.pod not in piece.sources for piece in group.pieces)
+            missing = sum(group.pod not in piece.sources for piece in group.pieces)
+            wanting[group.pod] += min(missing, self._style.together)
         # Pods take turns in having one more where the average is not whole.
         turns = np.arange(len(wanting)) + self._waves
         kept = np.floor((turns + 1) * average) - np.floor(turns * average)

@@ -127,7 +127,9 @@ class Wire(Protocol):
     - OutcomeUnknown: the connection broke after a setter was sent.
     """
 
-    capabilities: Capabilities  # known before the device is: what this protocol can do with any of its kind
+    # What this protocol can do with any of its kind, before the device is known; what only the device can tell is added
+    # by `open`, and its driver's `capabilities` asks for it first.
+    capabilities: Capabilities
 
     async def open(self) -> None: ...
 

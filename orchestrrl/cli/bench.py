@@ -21,7 +21,7 @@ def bench(
 
     Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick, forecast,
     policies, moves, profile_score, gateway_cpu, gateway_burst, gateway_ledger, import_cli, fabric_allocate,
-    fabric_place, fabric_transition, sim_step, routing, recorder, fabric_materialize, fabric_windows, slack.
+    fabric_place, fabric_transition, sync_plan, sim_step, routing, recorder, fabric_materialize, fabric_windows, slack.
 
     Example: `orchestrrl bench --only gateway_cpu`
     """

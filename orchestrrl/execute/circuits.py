@@ -94,7 +94,7 @@ class CircuitExecutor:
         self.defects = 0  # faults of ours that were met while settling
         self._unwanted: dict[str, CircuitOutcome] = {}  # abandoned, and the journal did not take it
         self._trials: dict[str, _Trial] = {}  # by switch
-        self._last_trial: dict[str, str] = {}  # what became of it, for who confirms it too late
+        self._last_trial: dict[str, CircuitOutcome] = {}  # for who confirms it late, or twice
 
     @property
     def open(self) -> tuple[CircuitOperation, ...]:
@@ -134,11 +134,17 @@ class CircuitExecutor:
         return CircuitOutcome("", switch, False, detail, revision=reading.revision)
 
     async def confirm(self, switch: str) -> CircuitOutcome:
-        """Keep what is on trial there. Raises Conflict where nothing is, or it was undone; DriverError."""
+        """Keep what is on trial there; harmless where it was kept before. Raises Conflict where nothing is, or it was
+        undone; DriverError."""
         async with self._turns[switch]:
             trial = self._trials.get(switch)
             if trial is None:
-                raise Conflict([self._last_trial.get(switch, "nothing waits to be confirmed")], device=switch)
+                last = self._last_trial.get(switch)
+                if last is None:
+                    raise Conflict(["nothing waits to be confirmed"], device=switch)
+                if not last.done:
+                    raise Conflict([f"{last.operation} was {last.detail}"], device=switch)
+                return replace(last, detail="was confirmed before")
             try:
                 await self._switches[switch].confirm(trial.outcome.revision)
             except Conflict:
@@ -420,7 +426,7 @@ class CircuitExecutor:
         if not is_written:
             self._close(outcome, gone=trial.operation.diff.remove)
         del self._trials[switch]
-        self._last_trial[switch] = f"{outcome.operation} was {'confirmed' if outcome.done else outcome.detail}"
+        self._last_trial[switch] = outcome
         return outcome
 
     async def _once_more(self, operation: CircuitOperation, first: CommitResult, began_s: float) -> CommitResult:

@@ -1,0 +1,295 @@
+"""Which part of each parameter a rank has: the trainer's layout (TP, PP, EP, FSDP, replicas), and an engine's. Pure.
+
+A rank's tensor is boxes of the whole one, stacked along one axis: so said once, both for who has what and for where it
+lies. Sources: Megatron-core's parallel_state (rank order tp-cp-ep-dp-pp; linear_qkv goes by KV groups), PyTorch's FSDP2
+(torch.chunk of the first axis), vLLM's parallel_state, QKVParallelLinear, VocabParallelEmbedding and FusedMoE.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from planner.sync_tree.parameters import Box, Parameter, Split, Where
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A tensor of one rank. `part`: of a fused parameter that the trainer keeps apart, which; else empty."""
+
+    part: str
+    axis: int  # that the boxes are stacked along; all else of them is equal
+    boxes: tuple[Box, ...]
+
+    def places(self, box: Box) -> Iterator[tuple[Box, Box]]:
+        """Where parts of a box of the whole tensor are: in this tensor, and in the box."""
+        at = 0
+        for own in self.boxes:
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box, strict=True))
+            if all(first < last for first, last in common):
+                start = tuple(at - a if axis == self.axis else -a for axis, (a, _) in enumerate(own))
+                here = tuple((first + by, last + by) for (first, last), by in zip(common, start, strict=True))
+                yield here, tuple((first - a, last - a) for (first, last), (a, _) in zip(common, box, strict=True))
+            at += own[self.axis][1] - own[self.axis][0]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayout:
+    """One vLLM engine. Rank is (dp * PP + stage) * TP + tp; experts are divided over all DP x TP ranks of a stage:
+    whole ones with `has_expert_parallel`, else the inside of each."""
+
+    endpoints: tuple[int, ...]  # [rank]
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    has_expert_parallel: bool = False
+    vocab_multiple: int = 64  # rows of the embedding are padded to a multiple of this
+    stage_of_layer: tuple[int, ...] = ()  # needed where PP > 1: `vllm_stages`
+
+    def __post_init__(self) -> None:
+        _check_grid(self.endpoints, {"dp": self.dp, "pp": self.pp, "tp": self.tp})
+        _check_stages(self.stage_of_layer, self.pp)
+
+    def stages(self, where: Where) -> tuple[int, ...]:
+        return _stages(where, self.pp, self.stage_of_layer)
+
+    def local(self, parameter: Parameter, rank: int) -> tuple[Local, ...]:
+        """Raises ValueError where vLLM could not divide it."""
+        dp, stage, tp = rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
+        if stage not in self.stages(parameter.where):
+            return ()
+        shape, split = parameter.shape, parameter.split
+        if not split.has_experts:
+            return _blocks(shape, split, tp, self.tp, self.vocab_multiple)
+        number, of = dp * self.tp + tp, self.dp * self.tp
+        if not self.has_expert_parallel:
+            return _blocks(shape, split, number, of, 1)
+        each, more = divmod(shape[0], of)  # the first ranks have one more
+        first = number * each + min(number, more)
+        return _within(_blocks(shape, split, 0, 1, 1), first, first + each + (number < more))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLayout:
+    """Rank is ((stage * replicas + replica) * FSDP + fsdp) * TP + tp; context parallelism counts among the replicas (or
+    in FSDP). Experts have their own grid inside a stage: ((replica * expert_fsdp + fsdp) * EP + ep) * expert_tp + tp.
+
+    `fused`: "groups" as Megatron keeps them (q, k and v of one KV group after another; gate and up of each rank
+    together); "apart" as Hugging Face's modules and DTensor do: each part a tensor, divided as torch.chunk does.
+    """
+
+    endpoints: tuple[int, ...]  # [rank]
+    tp: int = 1
+    pp: int = 1
+    fsdp: int = 1
+    replicas: int = 1
+    ep: int = 1
+    expert_tp: int = 1
+    expert_fsdp: int | None = None  # needed with FSDP where experts have another grid
+    fused: Literal["groups", "apart"] = "groups"
+    vocab_multiple: int = 1  # Megatron: make_vocab_size_divisible_by times TP
+    stage_of_layer: tuple[int, ...] = ()  # needed where PP > 1: `megatron_stages`
+
+    def __post_init__(self) -> None:
+        _check_grid(self.endpoints, {"pp": self.pp, "replicas": self.replicas, "fsdp": self.fsdp, "tp": self.tp})
+        _check_stages(self.stage_of_layer, self.pp)
+        if self.expert_fsdp is None and self.fsdp > 1 and self.ep * self.expert_tp != self.tp:
+            raise ValueError("expert_fsdp must be given where EP times expert TP is not TP")
+        width, experts = len(self.endpoints) // self.pp, self.ep * self.expert_tp * self._expert_fsdp
+        if width % experts:
+            raise ValueError(f"a stage of {width} ranks cannot hold experts over {experts}")
+
+    def stages(self, where: Where) -> tuple[int, ...]:
+        return _stages(where, self.pp, self.stage_of_layer)
+
+    @property
+    def _expert_fsdp(self) -> int:
+        return self.fsdp if self.expert_fsdp is None else self.expert_fsdp
+
+    def local(self, parameter: Parameter, rank: int) -> tuple[Local, ...]:
+        """Raises ValueError where Megatron could not divide it."""
+        stage, number = divmod(rank, len(self.endpoints) // self.pp)
+        if stage not in self.stages(parameter.where):
+            return ()
+        shape, split = parameter.shape, parameter.split
+        if split.has_experts:
+            tp, ep = number % self.expert_tp, number // self.expert_tp % self.ep
+            part, of = number // (self.expert_tp * self.ep) % self._expert_fsdp, self._expert_fsdp
+            if shape[0] % self.ep:
+                raise ValueError(f"{parameter.name}: {shape[0]} experts cannot be divided by EP {self.ep}")
+            each = shape[0] // self.ep
+            whole = _within(self._divided(shape, split, tp, self.expert_tp), ep * each, (ep + 1) * each)
+        else:
+            part, of = number // self.tp % self.fsdp, self.fsdp
+            whole = self._divided(shape, split, number % self.tp, self.tp)
+        padded = 0
+        if split.is_vocab and self.fused == "groups":
+            padded = _padded(shape, split, self.tp, self.vocab_multiple) // self.tp
+        return tuple(each for each in (_first_axis(each, part, of, padded) for each in whole) if each.boxes)
+
+    def _divided(self, shape: tuple[int, ...], split: Split, tp: int, of: int) -> tuple[Local, ...]:
+        if self.fused == "apart":
+            return _apart(shape, split, tp, of)
+        if any(part.heads for part in split.parts):
+            return _by_groups(shape, split, tp, of)
+        return _blocks(shape, split, tp, of, self.vocab_multiple)
+
+
+def vllm_stages(layers: int, pp: int) -> tuple[int, ...]:
+    """Stage of each layer: where they are not even, the last stage but one has one more, and so on to the first."""
+    counts = [layers // pp] * pp
+    for place in range(layers % pp):
+        counts[-2 - place] += 1
+    return tuple(stage for stage, count in enumerate(counts) for _ in range(count))
+
+
+def megatron_stages(layers: int, pp: int, chunks: int = 1) -> tuple[int, ...]:
+    """Stage of each layer; with `chunks` on each stage (virtual pipeline), they go round."""
+    if layers % (pp * chunks):
+        raise ValueError(f"{layers} layers cannot be divided by {pp} stages of {chunks} chunks")
+    each = layers // (pp * chunks)
+    return tuple(layer // each % pp for layer in range(layers))
+
+
+@lru_cache(maxsize=4096)
+def _blocks(shape: tuple[int, ...], split: Split, rank: int, of: int, vocab_multiple: int) -> tuple[Local, ...]:
+    """Even shares of each part. Heads fewer than ranks are copied, to ranks side by side."""
+    axis = split.axis
+    if axis is None:
+        return _local(shape, 0, [(0, shape[0])])
+    if split.is_vocab:
+        each = _padded(shape, split, of, vocab_multiple) // of
+        first, last = (min(shape[axis], each * number) for number in (rank, rank + 1))
+        return _local(shape, axis, [(first, last)])
+    if 0 < max((part.heads for part in split.parts), default=0) < of:
+        raise ValueError(f"TP {of} is more than there are query heads")
+    ranges, start = [], 0
+    for length, heads in [(part.length, part.heads) for part in split.parts] or [(shape[axis], 0)]:
+        shares, own = of, rank
+        if heads and heads < of:
+            if of % heads:
+                raise ValueError(f"TP {of} is not a multiple of {heads} heads")
+            shares, own = heads, rank // (of // heads)
+        if (heads or length) % shares:
+            raise ValueError(f"{heads or length} rows or heads cannot be divided by TP {of}")
+        each = length // shares
+        ranges.append((start + own * each, start + (own + 1) * each))
+        start += length
+    return _local(shape, axis, ranges)
+
+
+@lru_cache(maxsize=4096)
+def _by_groups(shape: tuple[int, ...], split: Split, rank: int, of: int) -> tuple[Local, ...]:
+    """An even share of the rows as Megatron has them: KV group by KV group."""
+    axis = split.axis or 0
+    if shape[axis] % of:
+        raise ValueError(f"{shape[axis]} rows cannot be divided by TP {of}")
+    groups = min(part.heads for part in split.parts)
+    starts = list(itertools.accumulate((part.length for part in split.parts), initial=0))
+    rows = [
+        (start + part.length // groups * group, start + part.length // groups * (group + 1))
+        for group in range(groups)
+        for start, part in zip(starts, split.parts, strict=False)
+    ]
+    each = shape[axis] // of
+    return _local(shape, axis, _cut(rows, rank * each, (rank + 1) * each))
+
+
+@lru_cache(maxsize=4096)
+def _apart(shape: tuple[int, ...], split: Split, rank: int, of: int) -> tuple[Local, ...]:
+    """Each part a tensor, divided as torch.chunk does: the last may be shorter, or empty."""
+    axis = split.axis
+    if axis is None:
+        return _local(shape, 0, [(0, shape[0])])
+    found: list[Local] = []
+    start = 0
+    for name, length in [(part.name, part.length) for part in split.parts] or [("", shape[axis])]:
+        first, last = _chunk(length, rank, of)
+        found += _local(shape, axis, [(start + first, start + last)], name)
+        start += length
+    return tuple(found)
+
+
+def _padded(shape: tuple[int, ...], split: Split, of: int, multiple: int) -> int:
+    """Rows of a vocabulary with those that are there to fill it up."""
+    rows = -(-shape[split.axis or 0] // multiple) * multiple
+    if rows % of:
+        raise ValueError(f"{rows} rows of a vocabulary cannot be divided by TP {of}")
+    return rows
+
+
+def _local(shape: tuple[int, ...], axis: int, ranges: Sequence[Range], part: str = "") -> tuple[Local, ...]:
+    whole = tuple((0, length) for length in shape)
+    boxes = tuple((*whole[:axis], each, *whole[axis + 1 :]) for each in ranges if each[0] < each[1])
+    return (Local(part, axis, boxes),) if boxes else ()
+
+
+def _within(whole: tuple[Local, ...], first: int, last: int) -> tuple[Local, ...]:
+    """Some of the experts."""
+    if first == last:
+        return ()
+    return tuple(Local(each.part, each.axis, tuple(((first, last), *box[1:]) for box in each.boxes)) for each in whole)
+
+
+def _first_axis(local: Local, part: int, of: int, padded: int) -> Local:
+    """What FSDP leaves of it. `padded`: its rows where some at its end are padding; else 0."""
+    if of == 1:
+        return local
+    rows = [box[0] for box in local.boxes]
+    if local.axis:  # all have the same
+        first, last = _chunk(rows[0][1] - rows[0][0], part, of)
+        own = (rows[0][0] + first, rows[0][0] + last)
+        return Local(local.part, local.axis, tuple((own, *box[1:]) for box in local.boxes) if first < last else ())
+    kept = _cut(rows, *_chunk(padded or sum(last - first for first, last in rows), part, of))
+    return Local(local.part, 0, tuple((each, *local.boxes[0][1:]) for each in kept))
+
+
+def _chunk(length: int, part: int, of: int) -> Range:
+    each = -(-length // of)
+    return min(length, part * each), min(length, (part + 1) * each)
+
+
+def _cut(ranges: Sequence[Range], first: int, last: int) -> list[Range]:
+    """Of ranges one behind the other, what lies between two places."""
+    found, at = [], 0
+    for start, end in ranges:
+        a, b = max(start, start + first - at), min(end, start + last - at)
+        if a < b:
+            found.append((a, b))
+        at += end - start
+    return found
+
+
+def _stages(where: Where, pp: int, stage_of_layer: tuple[int, ...]) -> tuple[int, ...]:
+    if isinstance(where, int):
+        if pp == 1:
+            return (0,)
+        if not 0 <= where < len(stage_of_layer):
+            raise ValueError(f"layer {where} has no stage: there are {len(stage_of_layer)}")
+        return (stage_of_layer[where],)
+    return {"first": (0,), "last": (pp - 1,), "both": tuple(sorted({0, pp - 1}))}[where]
+
+
+def _check_grid(endpoints: tuple[int, ...], sizes: dict[str, int]) -> None:
+    ranks = 1
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be >= 1, got {size}")
+        ranks *= size
+    if ranks != len(endpoints):
+        raise ValueError(
+            f"{' x '.join(f'{name} {size}' for name, size in sizes.items())} need {ranks} endpoints,"
+            f" got {len(endpoints)}"
+        )
+    if len(set(endpoints)) != ranks:
+        raise ValueError("every rank needs an endpoint of its own")
+
+
+def _check_stages(stage_of_layer: tuple[int, ...], pp: int) -> None:
+    if pp > 1 and not stage_of_layer:
+        raise ValueError(f"stage_of_layer must be given with {pp} stages")
+    if stage_of_layer and not 0 <= min(stage_of_layer) <= max(stage_of_layer) < pp:
+        raise ValueError(f"stage_of_layer must name stages below {pp}, got {sorted(set(stage_of_layer))}")

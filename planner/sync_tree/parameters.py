@@ -1,0 +1,203 @@
+"""The named parameters of a model, how parallelism divides each, and what of it travels. Pure.
+
+Coordinates are those of the whole tensor in vLLM's order, without padding: fused parameters are their parts one behind
+the other ([q; k; v], [gate; up]), and experts are the first axis. Trainers may keep them otherwise (`layout.py`).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Box = tuple[tuple[int, int], ...]  # of each axis, from and to
+Where = int | Literal["first", "last", "both"]  # a layer's number, or the stages at the ends
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of a fused parameter's tensors; `heads` are not divided but copied where TP exceeds them. 0: it has none."""
+
+    name: str
+    length: int  # along the axis that is divided
+    heads: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.heads < 0 or (self.heads and self.length % self.heads):
+            raise ValueError(f"{self.name}: {self.heads} heads cannot have {self.length} rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What TP divides, and whether the first axis is of experts. `axis` None: every rank has it whole."""
+
+    axis: int | None
+    parts: tuple[Part, ...] = ()  # fused along that axis; of any, each is divided on its own
+    is_vocab: bool = False  # its rows are padded before they are divided
+    has_experts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.parts and self.axis is None:
+            raise ValueError("a fused parameter needs the axis of its parts")
+
+
+REPLICATED = Split(None)
+COLUMN = Split(0)  # [out, in]: outputs are divided; biases and all of one axis, too
+ROW = Split(1)  # [out, in]: inputs are divided
+VOCAB = Split(0, is_vocab=True)
+
+
+def qkv(heads: int, kv_heads: int, head_size: int) -> Split:
+    """Grouped-query attention: `heads / kv_heads` query heads go with each KV head."""
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
+    kv = kv_heads * head_size
+    query = Part("q_proj", heads * head_size, heads)
+    return Split(0, (query, Part("k_proj", kv, kv_heads), Part("v_proj", kv, kv_heads)))
+
+
+def gate_up(intermediate: int) -> Split:
+    return Split(0, (Part("gate_proj", intermediate), Part("up_proj", intermediate)))
+
+
+def experts(split: Split) -> Split:
+    """The same for [experts, out, in]."""
+    return replace(split, axis=None if split.axis is None else split.axis + 1, has_experts=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What travels of a slice: everything as it is; or fewer bits, in blocks with scales; or what has changed.
+
+    Blocks begin with the slice. A delta is at most `changed` of the elements, each with its place. Where an engine
+    keeps quantised weights, these and their scales are parameters of their own, and travel as they are.
+    """
+
+    element_bits: int = 0  # 0: as the parameter has them
+    block_elements: int = 0  # 0: no scales
+    scale_bytes: int = 0
+    changed: float = 1.0  # 1: no delta, and no places
+    index_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        if min(self.element_bits, self.block_elements, self.scale_bytes, self.index_bytes) < 0:
+            raise ValueError("bits, elements and bytes of a payload must be >= 0")
+        if not 0 < self.changed <= 1:
+            raise ValueError(f"changed must be in (0, 1], got {self.changed}")
+
+    def bytes_of(self, elements: int, dtype_bytes: int) -> int:
+        if self.changed < 1:
+            elements = max(1, round(elements * self.changed))
+        size = -(-elements * (self.element_bits or 8 * dtype_bytes) // 8)
+        if self.block_elements:
+            size += -(-elements // self.block_elements) * self.scale_bytes
+        return size + (elements * self.index_bytes if self.changed < 1 else 0)
+
+
+WHOLE = Payload()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str  # as vLLM has it
+    shape: tuple[int, ...]  # elements, of the whole tensor without padding
+    dtype_bytes: int
+    split: Split
+    where: Where
+    payload: Payload = WHOLE
+
+    def __post_init__(self) -> None:
+        axis = self.split.axis
+        if self.dtype_bytes < 1:
+            raise ValueError(f"{self.name}: dtype_bytes must be >= 1, got {self.dtype_bytes}")
+        if not self.shape or min(self.shape) < 1:
+            raise ValueError(f"{self.name}: every axis must have elements, got {self.shape}")
+        if axis is not None and axis >= len(self.shape):
+            raise ValueError(f"{self.name}: axis {axis} is to be divided, and there are {len(self.shape)}")
+        if axis is not None and self.split.parts and sum(part.length for part in self.split.parts) != self.shape[axis]:
+            raise ValueError(f"{self.name}: its parts do not add up to {self.shape[axis]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """A decoder of Llama's and Qwen's kind, for its list of parameters."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int  # of the MLP, or of one expert
+    vocab: int
+    experts: int = 0  # 0: dense
+    dtype_bytes: int = 2
+    is_tied: bool = False  # the head is the embedding
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        last = () if self.is_tied else (self._of("lm_head.weight", (self.vocab, self.hidden), VOCAB, "last"),)
+        return (
+            self._of(
+                "model.embed_tokens.weight", (self.vocab, self.hidden), VOCAB, "both" if self.is_tied else "first"
+            ),
+            *(each for layer in range(self.layers) for each in self._layer(layer)),
+            self._of("model.norm.weight", (self.hidden,), REPLICATED, "last"),
+            *last,
+        )
+
+    def _layer(self, layer: int) -> list[Parameter]:
+        attention = qkv(self.heads, self.kv_heads, self.head_size)
+        rows = sum(part.length for part in attention.parts)
+        named: list[tuple[str, tuple[int, ...], Split]] = [
+            ("input_layernorm.weight", (self.hidden,), REPLICATED),
+            ("self_attn.qkv_proj.weight", (rows, self.hidden), attention),
+            ("self_attn.o_proj.weight", (self.hidden, self.heads * self.head_size), ROW),
+            ("post_attention_layernorm.weight", (self.hidden,), REPLICATED),
+        ]
+        if self.has_qkv_bias:
+            named.append(("self_attn.qkv_proj.bias", (rows,), attention))
+        if self.has_qk_norm:
+            named += [(f"self_attn.{each}_norm.weight", (self.head_size,), REPLICATED) for each in "qk"]
+        up, down = (2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)
+        if self.experts:
+            named += [
+                ("mlp.gate.weight", (self.experts, self.hidden), REPLICATED),
+                ("mlp.experts.w13_weight", (self.experts, *up), experts(gate_up(self.intermediate))),
+                ("mlp.experts.w2_weight", (self.experts, *down), experts(ROW)),
+            ]
+        else:
+            named += [
+                ("mlp.gate_up_proj.weight", up, gate_up(self.intermediate)),
+                ("mlp.down_proj.weight", down, ROW),
+            ]
+        return [self._of(f"model.layers.{layer}.{name}", shape, split, layer) for name, shape, split in named]
+
+    def _of(self, name: str, shape: tuple[int, ...], split: Split, where: Where) -> Parameter:
+        return Parameter(name, shape, self.dtype_bytes, split, where)
+
+
+_MEGATRON = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "lm_head.weight": "output_layer.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attn.qkv_proj.weight": "self_attention.linear_qkv.weight",
+    "self_attn.qkv_proj.bias": "self_attention.linear_qkv.bias",
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+    "mlp.gate_up_proj.weight": "mlp.linear_fc1.weight",
+    "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+    "mlp.gate.weight": "mlp.router.weight",
+    "mlp.experts.w13_weight": "mlp.experts.linear_fc1.weight",
+    "mlp.experts.w2_weight": "mlp.experts.linear_fc2.weight",
+}
+
+
+def megatron_name(name: str) -> str:
+    """Megatron-core's name of a parameter that vLLM calls `name`; of experts, without the expert's number at the end.
+    Raises KeyError."""
+    prefix, within = "model.layers.", name
+    if not name.startswith(prefix):
+        return _MEGATRON[name]
+    layer, within = name.removeprefix(prefix).split(".", 1)
+    return f"decoder.layers.{layer}.{_MEGATRON[within]}"

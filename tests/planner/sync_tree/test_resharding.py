@@ -1,0 +1,380 @@
+"""Resharding against brute force: every tensor of every rank is built from numbers as Megatron, FSDP2 and vLLM would
+build it, shards are carried as their slices say, and what arrives is compared element by element."""
+
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.sync_tree.layout import EngineLayout, Local, TrainerLayout, megatron_stages, vllm_stages
+from planner.sync_tree.parameters import Box, Parameter, Payload, Split, Transformer, megatron_name
+from planner.sync_tree.reshard import Resharded, reshard
+
+Array = np.ndarray[Any, Any]
+seeds = st.integers(0, 2**32)
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Transformer
+    trainer: TrainerLayout
+    engines: tuple[EngineLayout, ...]
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return self.model.parameters()
+
+
+def case(seed: int) -> Case:
+    rng = random.Random(seed)
+    kv_heads = rng.choice([1, 2, 4])
+    heads = kv_heads * rng.choice([1, 2]) * (4 // kv_heads)
+    experts = rng.choice([0, 0, 4, 8])
+    layers = rng.choice([2, 4])
+    model = Transformer(
+        layers=layers,
+        hidden=rng.choice([8, 12]),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=4,
+        intermediate=16,
+        vocab=rng.choice([29, 64, 70]),
+        experts=experts,
+        dtype_bytes=rng.choice([1, 2, 4]),
+        is_tied=rng.random() < 0.3,
+        has_qkv_bias=rng.random() < 0.5,
+        has_qk_norm=rng.random() < 0.5,
+    )
+    trainer = _trainer(rng, layers, bool(experts))
+    first = rng.choice([0, len(trainer.endpoints) // 2, len(trainer.endpoints)])  # engines beside it, or on its GPUs
+    engines = []
+    for _ in range(rng.randint(1, 3)):
+        engines.append(_engine(rng, layers, bool(experts), first))
+        first += len(engines[-1].endpoints)
+    return Case(model, trainer, tuple(engines))
+
+
+def _trainer(rng: random.Random, layers: int, has_experts: bool) -> TrainerLayout:
+    tp, pp, replicas = rng.choice([1, 2, 4]), rng.choice([1, 1, 2]), rng.choice([1, 2])
+    is_fsdp = rng.random() < 0.5
+    fsdp = rng.choice([2, 3, 5]) if is_fsdp else 1
+    width = tp * replicas * fsdp
+    ep, expert_tp, expert_fsdp = tp, 1, fsdp
+    if has_experts and rng.random() < 0.5:
+        options = [(e, t, f) for e in (1, 2, 4) for t in (1, 2) for f in (1, 2, fsdp) if width % (e * t * f) == 0]
+        ep, expert_tp, expert_fsdp = rng.choice(options)
+    return TrainerLayout(
+        tuple(range(width * pp)),
+        tp=tp,
+        pp=pp,
+        fsdp=fsdp,
+        replicas=replicas,
+        ep=ep,
+        expert_tp=expert_tp,
+        expert_fsdp=expert_fsdp,
+        fused="apart" if is_fsdp and rng.random() < 0.7 else "groups",
+        vocab_multiple=8 * tp,
+        stage_of_layer=megatron_stages(layers, pp, rng.choice([1, 2]) if layers == 4 else 1),
+    )
+
+
+def _engine(rng: random.Random, layers: int, has_experts: bool, first: int) -> EngineLayout:
+    tp, pp, dp = rng.choice([1, 2, 4]), rng.choice([1, 1, 2]), rng.choice([1, 2]) if has_experts else 1
+    return EngineLayout(
+        tuple(range(first, first + tp * pp * dp)),
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        has_expert_parallel=rng.random() < 0.5,
+        vocab_multiple=rng.choice([4, 64]),
+        stage_of_layer=vllm_stages(layers, pp),
+    )
+
+
+# The oracle: tensors as the frameworks make them, of numbers that say which element each is.
+
+
+def whole(parameter: Parameter) -> Array:
+    return np.arange(math.prod(parameter.shape)).reshape(parameter.shape)
+
+
+def _even(tensor: Array, rank: int, of: int, axis: int) -> Array:
+    return np.split(tensor, of, axis=axis)[rank]
+
+
+def _torch_chunk(tensor: Array, rank: int, of: int, axis: int = 0) -> Array:
+    size = math.ceil(tensor.shape[axis] / of)
+    return np.take(
+        tensor, range(min(tensor.shape[axis], rank * size), min(tensor.shape[axis], rank * size + size)), axis
+    )
+
+
+def _padded_vocab(tensor: Array, rank: int, of: int, multiple: int) -> Array:
+    padding = -len(tensor) % multiple
+    return _even(np.concatenate([tensor, np.full((padding, *tensor.shape[1:]), -1)]), rank, of, 0)
+
+
+def _parts(tensor: Array, split: Split) -> list[Array]:
+    assert split.axis is not None
+    return np.split(tensor, np.cumsum([part.length for part in split.parts])[:-1], axis=split.axis)
+
+
+def in_engine(model: Transformer, engine: EngineLayout, parameter: Parameter, rank: int) -> list[Array]:
+    """What vLLM's loaders would put there; -1 is padding."""
+    grid = np.arange(len(engine.endpoints)).reshape(engine.dp, engine.pp, engine.tp)
+    dp, stage, tp = (int(each[0]) for each in np.nonzero(grid == rank))
+    tensor, split, name = whole(parameter), parameter.split, parameter.name
+    if isinstance(parameter.where, int):
+        if engine.pp > 1 and engine.stage_of_layer[parameter.where] != stage:
+            return []
+    elif stage not in {"first": {0}, "last": {engine.pp - 1}, "both": {0, engine.pp - 1}}[parameter.where]:
+        return []
+    if split.is_vocab:
+        return [_padded_vocab(tensor, tp, engine.tp, engine.vocab_multiple)]
+    of = engine.tp
+    if ".experts." in name:
+        of, number = engine.dp * engine.tp, dp * engine.tp + tp
+        if engine.has_expert_parallel:
+            return [np.array_split(tensor, of)[number]]
+        tp = number
+        if "w13" in name:
+            return [np.concatenate([_even(each, tp, of, 1) for each in _parts(tensor, split)], axis=1)]
+        return [_even(tensor, tp, of, 2)]
+    if "qkv_proj" in name:
+        q, k, v = _parts(tensor, split)
+        if of > model.kv_heads:
+            copies = of // model.kv_heads
+            kv = [_even(each, tp // copies, model.kv_heads, 0) for each in (k, v)]
+        else:
+            kv = [_even(each, tp, of, 0) for each in (k, v)]
+        return [np.concatenate([_even(q, tp, of, 0), *kv])]
+    if "gate_up" in name:
+        return [np.concatenate([_even(each, tp, of, 0) for each in _parts(tensor, split)])]
+    if "o_proj" in name or "down_proj" in name:
+        return [_even(tensor, tp, of, 1)]
+    return [tensor]
+
+
+def in_trainer(model: Transformer, trainer: TrainerLayout, parameter: Parameter, rank: int) -> list[Array]:
+    grid = np.arange(len(trainer.endpoints)).reshape(trainer.pp, trainer.replicas, trainer.fsdp, trainer.tp)
+    stage, _, part, tp = (int(each[0]) for each in np.nonzero(grid == rank))
+    tensor, split, of = whole(parameter), parameter.split, trainer.tp
+    if isinstance(parameter.where, int):
+        if trainer.stage_of_layer[parameter.where] != stage:
+            return []
+    elif stage not in {"first": {0}, "last": {trainer.pp - 1}, "both": {0, trainer.pp - 1}}[parameter.where]:
+        return []
+    parts_of = trainer.fsdp
+    if split.has_experts:
+        parts_of = trainer.expert_fsdp or 1
+        experts = np.arange(len(trainer.endpoints)).reshape(trainer.pp, -1, parts_of, trainer.ep, trainer.expert_tp)
+        _, _, part, ep, tp = (int(each[0]) for each in np.nonzero(experts == rank))
+        tensor, of = _even(tensor, ep, trainer.ep, 0), trainer.expert_tp
+    if trainer.fused == "apart":
+        pieces = _parts(tensor, split) if split.parts else [tensor]
+        if split.axis is not None:
+            pieces = [_torch_chunk(each, tp, of, split.axis) for each in pieces]
+    elif split.is_vocab:
+        pieces = [_padded_vocab(tensor, tp, of, trainer.vocab_multiple)]
+    elif "qkv_proj" in parameter.name:
+        grouped = [each.reshape(model.kv_heads, -1, *tensor.shape[1:]) for each in _parts(tensor, split)]
+        pieces = [_even(np.concatenate(grouped, axis=1).reshape(tensor.shape), tp, of, 0)]
+    elif split.parts:
+        axis = split.axis or 0
+        pieces = [np.concatenate([_even(each, tp, of, axis) for each in _parts(tensor, split)], axis=axis)]
+    else:
+        pieces = [tensor if split.axis is None else _even(tensor, tp, of, split.axis)]
+    return [each for each in (_torch_chunk(each, part, parts_of) for each in pieces) if each.size]
+
+
+def gathered(local: Local, tensor: Array) -> Array:
+    return np.concatenate([tensor[_at(box)] for box in local.boxes], axis=local.axis)
+
+
+def _at(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(first, last) for first, last in box)
+
+
+def tensors(case: Case) -> Iterator[tuple[bool, Parameter, int, tuple[Local, ...], list[Array]]]:
+    """Of every rank: whether it trains, the parameter, endpoint, what the layout says, what the oracle says."""
+    for parameter in case.parameters:
+        for rank, end in enumerate(case.trainer.endpoints):
+            found = in_trainer(case.model, case.trainer, parameter, rank)
+            yield True, parameter, end, case.trainer.local(parameter, rank), found
+        for engine in case.engines:
+            for rank, end in enumerate(engine.endpoints):
+                found = in_engine(case.model, engine, parameter, rank)
+                yield False, parameter, end, engine.local(parameter, rank), found
+
+
+@given(seeds)
+@settings(max_examples=60, deadline=None)
+def test_a_layout_says_what_the_frameworks_have_and_in_which_order(seed: int) -> None:
+    for _, parameter, _, locals_, arrays in tensors(case(seed)):
+        tensor = whole(parameter)
+        expected = [array[array >= 0] for array in arrays if (array >= 0).any()]
+        assert [gathered(local, tensor).ravel().tolist() for local in locals_] == [each.tolist() for each in expected]
+
+
+@given(seeds)
+@settings(max_examples=60, deadline=None)
+def test_every_element_arrives_once_where_it_is_needed_and_nothing_else(seed: int) -> None:
+    asked = case(seed)
+    has: dict[tuple[int, str], set[int]] = defaultdict(set)
+    needs: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for trains, parameter, end, _, arrays in tensors(asked):
+        for array in arrays:
+            (has if trains else needs)[end, parameter.name] |= set(array[array >= 0].ravel().tolist())
+    parameters = {parameter.name: parameter for parameter in asked.parameters}
+    came: Counter[tuple[int, str, int]] = Counter()
+    shards = reshard(asked.parameters, asked.trainer, asked.engines)
+    for each in shards:
+        at = 0
+        assert not set(each.shard.holders) & set(each.shard.receivers)
+        assert set(each.at_home) <= set(each.shard.holders)
+        for piece in each.slices:
+            parameter = parameters[piece.parameter]
+            elements = set(whole(parameter)[_at(piece.box)].ravel().tolist())
+            assert (piece.offset, piece.bytes) == (at, len(elements) * parameter.dtype_bytes)
+            at += piece.bytes
+            for end in each.shard.holders:
+                assert elements <= has[end, piece.parameter]
+            for end in (*each.shard.receivers, *each.at_home):
+                came.update((end, piece.parameter, element) for element in elements)
+        assert at == each.shard.bytes
+    assert came == Counter((*key, element) for key, elements in needs.items() for element in elements)
+    missing = {key: elements - has[key] for key, elements in needs.items()}
+    sent = sum(each.shard.bytes * len(each.shard.receivers) for each in shards)
+    assert sent == sum(len(elements) for elements in missing.values()) * asked.model.dtype_bytes
+    assert len(shards) == len(kinds(has, needs)), "no fewer shards could do"
+
+
+def kinds(has: dict[tuple[int, str], set[int]], needs: dict[tuple[int, str], set[int]]) -> set[tuple[Any, Any]]:
+    """Holders and those in need, of every element that is needed."""
+    found: dict[tuple[str, int], tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
+    for side, of in enumerate((has, needs)):
+        for (end, name), elements in of.items():
+            for element in elements:
+                found[name, element][side].add(end)
+    return {(frozenset(holders), frozenset(needing)) for holders, needing in found.values() if needing}
+
+
+@given(seeds)
+@settings(max_examples=40, deadline=None)
+def test_bytes_put_together_by_a_holder_come_apart_as_the_engine_has_them(seed: int) -> None:
+    """The executor's part: buffers filled from a holder's own tensors alone, and emptied into a receiver's."""
+    asked = case(seed)
+    sides: dict[bool, dict[tuple[int, str], list[tuple[Local, Array]]]]
+    sides = {True: defaultdict(list), False: defaultdict(list)}
+    for trains, parameter, end, locals_, arrays in tensors(asked):
+        solid = [array for array in arrays if (array >= 0).any()]
+        sides[trains][end, parameter.name] += list(zip(locals_, solid, strict=True))
+    got = {key: [np.full_like(array, -1) for _, array in each] for key, each in sides[False].items()}
+    for each in reshard(asked.parameters, asked.trainer, asked.engines):
+        sender = each.shard.holders[len(each.slices) % len(each.shard.holders)]
+        for piece in each.slices:
+            buffer = np.full([last - first for first, last in piece.box], -1)
+            for local, array in sides[True][sender, piece.parameter]:
+                for here, there in local.places(piece.box):
+                    buffer[_at(there)] = array[_at(here)]
+            for end in (*each.shard.receivers, *each.at_home):
+                key = end, piece.parameter
+                for (local, _), into in zip(sides[False][key], got[key], strict=True):
+                    for here, there in local.places(piece.box):
+                        into[_at(here)] = buffer[_at(there)]
+    for key, arrays in got.items():
+        for (_, expected), found in zip(sides[False][key], arrays, strict=True):
+            assert (expected == found).all(), key
+
+
+QWEN3_32B = Transformer(64, 5120, 64, 8, 128, 25600, 151936, has_qk_norm=True)
+
+
+def engines(first: int, count: int, tp: int) -> list[EngineLayout]:
+    return [EngineLayout(tuple(range(first + tp * each, first + tp * (each + 1))), tp=tp) for each in range(count)]
+
+
+def test_shards_are_few_and_their_bytes_are_the_models() -> None:
+    trainer = TrainerLayout(
+        tuple(range(64)), tp=8, pp=2, replicas=4, vocab_multiple=1024, stage_of_layer=megatron_stages(64, 2)
+    )
+    shards = reshard(QWEN3_32B.parameters(), trainer, engines(64, 32, 4))
+    assert (
+        len(shards) <= 2 * 8 + 2 + 8
+    )  # by stage and TP rank, what all have, and where vocabularies are padded otherwise
+    total = sum(2 * math.prod(parameter.shape) for parameter in QWEN3_32B.parameters())
+    assert sum(each.shard.bytes for each in shards) == total
+    assert {end for each in shards for end in each.shard.receivers} == set(range(64, 192))
+
+
+@pytest.mark.parametrize(
+    ("payload", "elements", "expected"),
+    [
+        (Payload(), 1000, 2000),
+        (Payload(element_bits=8, block_elements=128, scale_bytes=4), 1000, 1000 + 8 * 4),
+        (Payload(element_bits=4), 1001, 501),
+        (Payload(changed=0.03), 1000, 30 * (2 + 4)),
+        (Payload(changed=0.03), 1, 6),
+    ],
+)
+def test_payloads_say_how_many_bytes_travel(payload: Payload, elements: int, expected: int) -> None:
+    assert payload.bytes_of(elements, 2) == expected
+
+
+def test_with_another_payload_bytes_differ_and_all_else_is_the_same() -> None:
+    trainer, engine = TrainerLayout((0, 1), tp=2), [EngineLayout((2, 3, 4, 5), tp=4)]
+    model = Transformer(1, 64, 4, 2, 16, 128, 256)
+    parameters = model.parameters()
+    plain = reshard(parameters, trainer, engine)
+    less = reshard([replace(each, payload=Payload(element_bits=8)) for each in parameters], trainer, engine)
+    for one, other in zip(plain, less, strict=True):
+        assert one.shard.bytes == 2 * other.shard.bytes
+        assert _but_bytes(one) == _but_bytes(other)
+
+
+def _but_bytes(each: Resharded) -> Any:
+    shard = each.shard
+    return (
+        shard.id,
+        shard.holders,
+        shard.receivers,
+        each.at_home,
+        [(piece.parameter, piece.box) for piece in each.slices],
+    )
+
+
+def test_stages_are_those_of_vllm_and_of_megatron() -> None:
+    assert [vllm_stages(10, 4).count(stage) for stage in range(4)] == [2, 3, 3, 2]
+    assert [vllm_stages(7, 4).count(stage) for stage in range(4)] == [2, 2, 2, 1]
+    assert megatron_stages(8, 2, chunks=2) == (0, 0, 1, 1, 0, 0, 1, 1)
+
+
+def test_names_are_known_on_both_sides() -> None:
+    names = {megatron_name(parameter.name) for parameter in QWEN3_32B.parameters()}
+    assert len(names) == len(QWEN3_32B.parameters())
+    assert {"embedding.word_embeddings.weight", "decoder.layers.63.self_attention.linear_qkv.weight"} <= names
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: EngineLayout((1, 2), tp=4), "need 4 endpoints, got 2"),
+        (lambda: EngineLayout((1, 1), tp=2), "an endpoint of its own"),
+        (lambda: EngineLayout((1, 2), pp=2), "stage_of_layer must be given"),
+        (lambda: TrainerLayout((1, 2), fsdp=2, ep=2), "expert_fsdp must be given"),
+        (lambda: megatron_stages(7, 2), "7 layers cannot be divided by 2 stages"),
+        (lambda: reshard(QWEN3_32B.parameters(), TrainerLayout((0,)), engines(1, 1, 3)), "cannot be divided by TP 3"),
+        (lambda: Parameter("w", (4, 0), 2, Split(0), 1), "w: every axis must have elements"),
+        (lambda: Payload(changed=0), "changed must be in"),
+    ],
+)
+def test_what_cannot_be_is_said(make: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told.replace("(", r"\(")):
+        make()

@@ -83,13 +83,14 @@ def _cells(
     covers = [_covered(box, cuts) for box in (*having, *needing)]
     kinds, kind_of = np.unique(np.stack(covers).reshape(len(covers), -1), axis=1, return_inverse=True)
     grid = kind_of.reshape([len(cut) - 1 for cut in cuts])
-    found = []
+    cells: dict[tuple[Ends, Ends], list[list[int]]] = {}
     for kind, column in enumerate(kinds.T):
         holders = _union(ends for ends, has in zip(having.values(), column[: len(having)], strict=True) if has)
         needed = _union(ends for ends, has in zip(needing.values(), column[len(having) :], strict=True) if has)
-        if not needed:
-            continue
-        boxes = _merged(np.argwhere(grid == kind).tolist(), cuts)
+        cells.setdefault((holders, needed), []).extend(np.argwhere(grid == kind).tolist())
+    found = []
+    for (holders, needed), places in cells.items():
+        boxes = _merged(places, cuts)
         if not holders:
             raise ValueError(f"{parameter.name}: nobody in the trainer has {boxes[0]}")
         found.append((holders, needed, boxes))

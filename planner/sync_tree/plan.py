@@ -1,35 +1,92 @@
 """The plan of a weight version: waves of pieces over trees, beside what nothing can beat and what is naive. Pure.
 
-Several ways to cut shards and to fill waves are planned in full, and the one whose model time is least is taken.
+Several ways to cut shards and to fill waves are planned in full, and the one whose model time is least is taken. Pieces
+that are small against a chunk wait longest below others: these go in rounds of their own, where nobody waits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from planner.sync_tree.bounds import lower_bound_s, naive_s
 from planner.sync_tree.model import Shard, SyncPlan, SyncProblem, Wave
+from planner.sync_tree.rounds import rounds
 from planner.sync_tree.waves import Style, waves
 
 MOST_WORK = 230_000  # of all ways that are tried together: so long as a site of 2,048 endpoints takes for two or three
+MOST_ROUNDS_WORK = 60_000  # of rounds that are tried beside these
+_SMALL_CHUNKS = 8  # a shard of no more than these is small
+_MORE_PIECES = 192  # that shards may be cut into for rounds
+_CLEARLY = 0.9  # of the others' time: rounds are many waves, each with other circuits
 # Pieces that an endpoint receives at once, stripes of each, parts of the largest shard; the usual best ones first.
 _TRIED = ((4, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1), (8, 1, 1), (1, 4, 1), (4, 1, 2), (1, 1, 4), (1, 2, 4), (4, 1, 4))
 _TRIED_SCARCE = ((1, 1, 1), (1, 2, 1), (1, 1, 4), (1, 2, 4), (2, 1, 1), (1, 1, 8), (4, 1, 1))  # one at once is all
+
+Waves = tuple[Wave, ...]
 
 
 def make_plan(problem: SyncProblem) -> SyncPlan:
     """Raises Unreachable where no plan exists."""
     problem = _with_islands(problem)
     bound_s = lower_bound_s(problem)
-    best: tuple[Wave, ...] = ()
-    best_s = float("inf")
-    for style in _styles(problem):
+    best = _best(problem)
+    return SyncPlan(best, _seconds(best), bound_s, max(bound_s, naive_s(problem)))
+
+
+def _best(problem: SyncProblem) -> Waves:
+    needed = [shard for shard in problem.shards if shard.receivers]
+    if not needed:
+        return ()
+    small = [shard.bytes for shard in needed if shard.bytes <= _SMALL_CHUNKS * problem.chunk_bytes]
+    if not small:
+        best = _in_trees(problem, MOST_WORK)
+    else:
+        alone = _only(problem, 0, max(small))
+        first = tuple(rounds(alone, max(small)))
+        left = MOST_WORK - _rounds_work(alone, max(small))
+        best = (*first, *_in_trees(_only(problem, max(small), np.inf), left // 2))
+        best = min(best, _in_trees(problem, left // 2, needs_one=False) or best, key=_seconds)
+    for parts in (64, 16, 4, 1):
+        size = -(-max(shard.bytes for shard in needed) // parts)
+        pieces = sum(-(-shard.bytes // size) for shard in needed)
+        if pieces <= len(needed) + _MORE_PIECES and _rounds_work(problem, size) <= MOST_ROUNDS_WORK:
+            found = tuple(rounds(problem, size))
+            return found if _seconds(found) < _CLEARLY * _seconds(best) else best
+    return best
+
+
+def _seconds(found: Sequence[Wave]) -> float:
+    return float(sum(wave.seconds for wave in found))
+
+
+def _only(problem: SyncProblem, above: float, most: float) -> SyncProblem:
+    """The same with nothing to send of shards of other sizes, in bytes."""
+    shards = (
+        shard if above < shard.bytes <= most else replace(shard, holders=(), receivers=()) for shard in problem.shards
+    )
+    return replace(problem, shards=tuple(shards))
+
+
+def _in_trees(problem: SyncProblem, most_work: int, *, needs_one: bool = True) -> Waves:
+    """The best of what can be tried; `needs_one`: one way is tried, whatever it takes."""
+    best: Waves = ()
+    for style in _styles(problem, most_work, needs_one):
         found = tuple(waves(problem, style))
-        seconds = sum(wave.seconds for wave in found)
-        if seconds < best_s:
-            best, best_s = found, seconds
-    return SyncPlan(best, best_s if best else 0.0, bound_s, max(bound_s, naive_s(problem)))
+        if not best or _seconds(found) < _seconds(best):
+            best = found
+    return best
+
+
+def _rounds_work(problem: SyncProblem, piece_bytes: int) -> int:
+    """In each pod a piece's copies double from wave to wave."""
+    work = 0
+    for shard in problem.shards:
+        if shard.receivers:
+            pods = len(np.unique(problem.pod[list(shard.receivers)]))
+            doublings = (len(shard.receivers) // pods).bit_length()
+            work += -(-shard.bytes // piece_bytes) * pods * 4 * (doublings + 2)
+    return work
 
 
 def _with_islands(problem: SyncProblem) -> SyncProblem:
@@ -47,7 +104,7 @@ def _with_islands(problem: SyncProblem) -> SyncProblem:
     )
 
 
-def _styles(problem: SyncProblem) -> Iterator[Style]:
+def _styles(problem: SyncProblem, most_work: int, needs_one: bool) -> Iterator[Style]:
     needed = [shard for shard in problem.shards if shard.receivers]
     if not needed:
         return
@@ -64,7 +121,7 @@ def _styles(problem: SyncProblem) -> Iterator[Style]:
     for entering, together, stripes, parts in tried:
         size = max(1, -(-largest // parts))
         more = sum(-(-shard.bytes // size) * _work(problem, shard, stripes) for shard in needed)
-        if work and work + more > MOST_WORK:
+        if (work or not needs_one) and work + more > most_work:
             continue
         work += more
         yield Style(size, entering, stripes, together)

@@ -16,6 +16,7 @@ import numpy as np
 
 from planner.sync_tree.fanout import LocalPiece, LocalPod, LocalTree, spread
 from planner.sync_tree.model import BITS, Edges, Floats, Ints, SyncProblem, Unreachable, Wave, edge_seconds
+from planner.sync_tree.rates import seconds_together
 
 _LESS = 1 - 1e-9  # what rounding may cost
 _LOOK_AHEAD = 16  # pieces that a pod may choose from
@@ -457,29 +458,8 @@ class _Columns:
         deepest = np.zeros(int(piece.max()) + 1, dtype=np.int64)
         np.maximum.at(deepest, piece, above)
         gigabits = np.asarray((size + deepest[piece] * problem.chunk_bytes) * BITS, dtype=np.float64)
-        rate_gbps = gigabits / _seconds(problem, src, dst, circuits, gigabits)
+        rate_gbps = gigabits / seconds_together(problem, src, dst, circuits, gigabits)
         return Edges(shard, offset, size, src, dst, circuits, rate_gbps, above)
-
-
-def _seconds(problem: SyncProblem, src: Ints, dst: Ints, circuits: Ints, gigabits: Floats) -> float:
-    """The time in which all of this fits through everything."""
-
-    def slowest_s(keys: Ints, amounts: Floats, capacity_gbps: Floats) -> float:
-        sums = np.bincount(keys, weights=amounts, minlength=len(capacity_gbps))
-        used = sums > 0
-        return float((sums[used] / capacity_gbps[used]).max(initial=0.0))
-
-    between = problem.tor[src] != problem.tor[dst]
-    out, into = problem.tor[src][between], problem.tor[dst][between]
-    crossing = circuits > 0
-    own_s = gigabits[crossing] / (circuits[crossing] * problem.link_gbps)
-    return max(
-        slowest_s(src, gigabits, problem.nic_gbps),
-        slowest_s(dst, gigabits, problem.nic_gbps),
-        slowest_s(out, gigabits[between], problem.tor_gbps),
-        slowest_s(into, gigabits[between], problem.tor_gbps),
-        float(own_s.max(initial=0.0)),
-    )
 
 
 def _equalise(problem: SyncProblem, crossings: Sequence[Crossing], left: Ints) -> None:

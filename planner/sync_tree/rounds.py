@@ -1,0 +1,289 @@
+"""Waves of depth 0 for small pieces: each is sent on in a later wave than the one it came in. Pure.
+
+Below others in the same wave, a piece waits for a whole chunk at each edge; one that is no larger than a few chunks is
+there sooner when nobody waits. In each wave everybody who has a piece sends it to one who lacks it, the oldest first,
+so that those with few copies find their senders free; and of each kind one enters each pod, as the older are done with.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.sync_tree.model import BITS, Edges, Floats, Ints, Shard, SyncProblem, Unreachable, Wave
+from planner.sync_tree.rates import seconds_together
+
+_LESS = 1 - 1e-9  # what rounding may cost
+_LOOK_AHEAD = 16  # pieces that a pod may choose from
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    number: int
+    shard: int
+    offset: int
+    bytes: int
+
+    @property
+    def gigabits(self) -> float:
+        return self.bytes * BITS
+
+
+@dataclass(slots=True)
+class _Group:
+    """Pieces that the same receivers of a pod miss and nobody in it has, in order."""
+
+    pod: int
+    receivers: Ints
+    waiting: list[_Piece] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What is left of a wave, in gigabits, and circuits."""
+
+    sent: Floats  # [endpoint]
+    received: Floats  # [endpoint]
+    tor_out: Floats  # [ToR]
+    tor_in: Floats  # [ToR]
+    circuits: Ints  # [pod]
+
+
+def rounds(problem: SyncProblem, piece_bytes: int) -> Iterator[Wave]:
+    """Shards are cut into equal pieces of at most `piece_bytes`. Raises Unreachable where something is missing that no
+    wave can bring."""
+    making = _Rounds(problem, piece_bytes)
+    while making.left:
+        yield making.wave()
+
+
+class _Rounds:
+    def __init__(self, problem: SyncProblem, piece_bytes: int) -> None:
+        self._problem = problem
+        self._members = [np.flatnonzero(problem.pod == pod) for pod in range(len(problem.pods))]
+        below = np.bincount(problem.tor, weights=problem.nic_gbps, minlength=len(problem.tors))
+        self._is_ample = bool((problem.tor_gbps >= below).all())  # no ToR can ever be in the way
+        self._pieces = _pieces(problem, piece_bytes)
+        self._has = np.zeros((len(self._pieces), len(problem.endpoints)), dtype=bool)  # at the start of the wave
+        self._missing = np.zeros_like(self._has)
+        self._sources: list[list[int]] = []  # [piece], pods
+        self._inside: dict[tuple[int, int], None] = {}  # [piece, pod], oldest first: some have it there, others not
+        self._needing: list[set[int]] = []  # [piece], pods
+        self._busy = np.zeros(
+            len(problem.endpoints), dtype=np.int64
+        )  # pieces that they have and others beside them lack
+        groups: dict[tuple[int, tuple[int, ...]], _Group] = {}
+        for piece in self._pieces:
+            shard = problem.shards[piece.shard]
+            self._has[piece.number, list(shard.holders)] = True
+            self._missing[piece.number, list(shard.receivers)] = True
+            held = np.unique(problem.pod[list(shard.holders)]).tolist()
+            self._sources.append(held)
+            ends = np.array(sorted(shard.receivers), dtype=np.int64)
+            pods = problem.pod[ends]
+            self._needing.append(set(pods.tolist()))
+            for pod in np.unique(pods).tolist():
+                if pod in held:
+                    self._inside[piece.number, pod] = None
+                    self._busy[self._members[pod]] += self._has[piece.number, self._members[pod]]
+                else:
+                    key = pod, tuple(ends[pods == pod].tolist())
+                    group = groups.setdefault(key, _Group(pod, ends[pods == pod]))
+                    group.waiting.append(piece)
+        self._groups = list(groups.values())
+        used = self._has.any(axis=0) | self._missing.any(axis=0)
+        positive = problem.tor_gbps[problem.tor_gbps > 0]
+        self._slowest_gbps = min(
+            problem.link_gbps,
+            float(problem.nic_gbps[used].min(initial=np.inf)),
+            float(positive.min(initial=np.inf)),
+        )
+        self._rows: list[tuple[_Piece, Ints, Ints, int]] = []  # sources, destinations, circuits of each
+
+    @property
+    def left(self) -> bool:
+        return bool(self._inside) or any(group.waiting for group in self._groups)
+
+    def wave(self) -> Wave:
+        largest = max(
+            [self._pieces[number].gigabits for number, _ in self._inside]
+            + [group.waiting[0].gigabits for group in self._groups if group.waiting]
+        )
+        seconds = largest / self._slowest_gbps
+        problem = self._problem
+        budget = _Budget(
+            sent=seconds * problem.nic_gbps,
+            received=seconds * problem.nic_gbps,
+            tor_out=seconds * problem.tor_gbps,
+            tor_in=seconds * problem.tor_gbps,
+            circuits=problem.boundary_circuits.copy(),
+        )
+        self._rows = []
+        for number, pod in self._inside:
+            self._spread(budget, self._pieces[number], self._members[pod])
+        self._enter(budget, seconds)
+        if not self._rows:
+            raise Unreachable("shards are missing in PoDs that no circuit leads to")
+        return self._finished()
+
+    def _spread(self, budget: _Budget, piece: _Piece, ends: Ints) -> None:
+        """Inside a pod, everybody who has it and is free to one who lacks it and is."""
+        size = piece.gigabits * _LESS
+        sources = ends[self._has[piece.number, ends] & (budget.sent[ends] >= size)]
+        missing = ends[self._missing[piece.number, ends] & (budget.received[ends] >= size)]
+        # To those first who have least to send on: whoever sends one piece cannot send another.
+        missing = missing[np.argsort(self._busy[missing], kind="stable")]
+        while len(sources) and len(missing):
+            if self._is_ample:
+                pairs = min(len(sources), len(missing))
+                src, dst = sources[:pairs], missing[:pairs]
+            else:
+                src, dst = self._through_tors(budget, size, sources, missing)
+                if not len(src):
+                    return
+            self._send(budget, piece, src, dst, 0)
+            sources = sources[budget.sent[sources] >= size]
+            missing = missing[self._missing[piece.number, missing]]
+
+    def _through_tors(self, budget: _Budget, size: float, sources: Ints, missing: Ints) -> tuple[Ints, Ints]:
+        """Pairs below the same ToR where there are, else as far as both ToRs have room."""
+        tor = self._problem.tor
+        out, into = budget.tor_out.copy(), budget.tor_in.copy()
+        lacking = missing.tolist()
+        pairs: list[tuple[int, int]] = []
+        for source in sources.tolist():
+            own = tor[source]
+            near = next((end for end in lacking if tor[end] == own), None)
+            if near is None and out[own] >= size:
+                near = next((end for end in lacking if into[tor[end]] >= size), None)
+            if near is None:
+                continue
+            lacking.remove(near)
+            pairs.append((source, near))
+            if tor[near] != own:
+                out[own] -= size
+                into[tor[near]] -= size
+        columns = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        return columns[0], columns[1]
+
+    def _enter(self, budget: _Budget, seconds: float) -> None:
+        """Into other pods: of each group as many as one of its receivers can take in a wave."""
+        order = sorted(
+            (group for group in self._groups if group.waiting),
+            key=lambda group: -sum(piece.bytes for piece in group.waiting),
+        )
+        took = {id(group): 0.0 for group in order}
+        while order:
+            again = []
+            for group in order:
+                piece = self._cross(budget, group) if budget.circuits[group.pod] > 0 else None
+                if piece is None:
+                    continue
+                took[id(group)] += piece.gigabits
+                most = seconds * float(self._problem.nic_gbps[group.receivers].min()) / _LESS
+                if group.waiting and took[id(group)] + group.waiting[0].gigabits <= most:
+                    again.append(group)
+            order = again
+
+    def _cross(self, budget: _Budget, group: _Group) -> _Piece | None:
+        """Rather what no other pod has yet from where it is not needed; then on from another pod."""
+        best: tuple[int, int, _Piece, int, int] | None = None
+        for order, piece in enumerate(group.waiting[:_LOOK_AHEAD]):
+            seed = self._freest(budget.received, budget.tor_in, piece, group.receivers)
+            if seed is None:
+                continue
+            needing = self._needing[piece.number]
+            is_elsewhere = any(pod in needing for pod in self._sources[piece.number])
+            for pod in sorted(self._sources[piece.number], key=lambda pod: -int(budget.circuits[pod])):
+                if budget.circuits[pod] <= 0:
+                    break
+                rank = 1 if pod in needing else 2 * is_elsewhere
+                if best is not None and (rank, order) >= best[:2]:
+                    continue
+                ends = self._members[pod]
+                sender = self._freest(budget.sent, budget.tor_out, piece, ends[self._has[piece.number, ends]])
+                if sender is not None:
+                    best = rank, order, piece, sender, seed
+            if best is not None and best[0] == 0:
+                break
+        if best is None:
+            return None
+        _, _, piece, sender, seed = best
+        self._send(budget, piece, np.array([sender]), np.array([seed]), 1)
+        budget.circuits[[self._problem.pod[sender], group.pod]] -= 1
+        group.waiting.remove(piece)
+        return piece
+
+    def _freest(self, budget: Floats, tor_budget: Floats, piece: _Piece, ends: Ints) -> int | None:
+        size = piece.gigabits * _LESS
+        free = ends[(budget[ends] >= size) & (tor_budget[self._problem.tor[ends]] >= size)]
+        return int(free[np.argmin(self._busy[free])]) if len(free) else None
+
+    def _send(self, budget: _Budget, piece: _Piece, src: Ints, dst: Ints, circuits: int) -> None:
+        """No endpoint twice in either."""
+        budget.sent[src] -= piece.gigabits
+        budget.received[dst] -= piece.gigabits
+        tor = self._problem.tor
+        between = tor[src] != tor[dst]
+        np.subtract.at(budget.tor_out, tor[src[between]], piece.gigabits)
+        np.subtract.at(budget.tor_in, tor[dst[between]], piece.gigabits)
+        self._missing[piece.number, dst] = False
+        self._busy[dst] += 1
+        self._rows.append((piece, src, dst, circuits))
+
+    def _finished(self) -> Wave:
+        for piece, _, dst, circuits in self._rows:
+            self._has[piece.number, dst] = True
+            if circuits:
+                pod = int(self._problem.pod[dst[0]])
+                self._sources[piece.number].append(pod)
+                self._inside[piece.number, pod] = None
+        done = [key for key in self._inside if not self._missing[key[0], self._members[key[1]]].any()]
+        for number, pod in done:
+            self._busy[self._members[pod]] -= self._has[number, self._members[pod]]
+            del self._inside[number, pod]
+        edges = self._edges()
+        return Wave(float((edges.bytes * BITS / edges.rate_gbps).max()), edges)
+
+    def _edges(self) -> Edges:
+        lengths = [len(src) for _, src, _, _ in self._rows]
+
+        def column(values: list[int]) -> Ints:
+            return np.repeat(np.array(values, dtype=np.int64), lengths)
+
+        size = column([piece.bytes for piece, *_ in self._rows])
+        src = np.concatenate([src for _, src, _, _ in self._rows])
+        dst = np.concatenate([dst for _, _, dst, _ in self._rows])
+        circuits = column([circuits for *_, circuits in self._rows])
+        gigabits = np.asarray(size * BITS, dtype=np.float64)
+        rate_gbps = gigabits / seconds_together(self._problem, src, dst, circuits, gigabits)
+        return Edges(
+            shard=column([piece.shard for piece, *_ in self._rows]),
+            offset=column([piece.offset for piece, *_ in self._rows]),
+            bytes=size,
+            src=src,
+            dst=dst,
+            circuits=circuits,
+            rate_gbps=rate_gbps,
+            above=np.zeros_like(src),
+        )
+
+
+def _pieces(problem: SyncProblem, piece_bytes: int) -> list[_Piece]:
+    """Largest first, so that those of a wave are alike; of alike ones, with other holders or receivers in turn."""
+    counts: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+    order: list[tuple[int, int, int, int, int]] = []
+    for number, shard in enumerate(problem.shards):
+        for offset, size in _cut(shard, piece_bytes) if shard.receivers else ():
+            key = shard.holders, shard.receivers
+            order.append((-size, counts[key], number, offset, size))
+            counts[key] += 1
+    return [_Piece(place, each[2], each[3], each[4]) for place, each in enumerate(sorted(order))]
+
+
+def _cut(shard: Shard, piece_bytes: int) -> list[tuple[int, int]]:
+    parts = max(1, -(-shard.bytes // piece_bytes))
+    ends = [shard.bytes * part // parts for part in range(parts + 1)]
+    return [(first, last - first) for first, last in itertools.pairwise(ends)]

@@ -99,7 +99,7 @@ class Plant:
             {
                 "tor": tor,
                 "driver": "iproute",
-                "options": {"prefix": ["ip", "netns", "exec", namespace]},
+                "options": {"prefix": ["ip", "netns", "exec", namespace], "command_timeout_s": 60.0},
                 "address": f"192.0.2.{n}",
                 "prefixes": [f"10.0.{n}.0/24"],
                 "interfaces": list(SWP),
@@ -108,7 +108,9 @@ class Plant:
             for n, (tor, namespace) in enumerate(self.tors.items(), start=1)
         ]
         ocs = [{"id": switch["id"], "driver": "virtual"} for switch in cast(Any, SITE["switches"])]
-        return {"mode": "act", "ocs": ocs, "fabric": {"site": "site.yaml", "routers": routers}}
+        # Every far end answers here, on a busy machine late.
+        steering = {"link_up_s": 60.0, "neighbour_s": 60.0}
+        return {"mode": "act", "ocs": ocs, "fabric": {"site": "site.yaml", "routers": routers, "steering": steering}}
 
     def _packet_network(self) -> None:
         eps = self.lab.add("eps")

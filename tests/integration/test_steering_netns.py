@@ -11,7 +11,7 @@ import pytest
 from namespaces import Lab, Ocs, Stream, laboratory, sent_packets, udp_socket
 
 from orchestrrl.clock import WallClock
-from orchestrrl.execute.steering import NotDrained, Steering
+from orchestrrl.execute.steering import Limits, NotDrained, Steering
 from orchestrrl.route_drivers.registry import make_driver
 from planner.fabric.model import EndpointId, OcsId, port_pair
 from planner.fabric.steering import Domain, Link, PacketSide, Router, links_of
@@ -30,9 +30,10 @@ def port(number: int, interface: int) -> int:
 
 
 class Site:
-    """ToRs 1.. of three interfaces each, fibred to one switch; with a packet side, also joined by an ordinary one."""
+    """ToRs 1.. of three interfaces each, fibred to one switch; with a packet side, also joined by an ordinary one.
+    `waits_s`: for light and for far ends, which where they come at all may come late on a busy machine."""
 
-    def __init__(self, lab: Lab, tors: int, packet_side: bool = False) -> None:
+    def __init__(self, lab: Lab, tors: int, packet_side: bool = False, waits_s: float = 60.0) -> None:
         self.lab = lab
         self.ocs = Ocs(lab)
         self.namespace: dict[EndpointId, str] = {}
@@ -48,10 +49,12 @@ class Site:
         sides = {n: PacketSide("eps", f"198.51.100.{n}") if packet_side else None for n in range(1, tors + 1)}
         routers = {tor(n): Router(f"192.0.2.{n}", (f"10.0.{n}.0/24",), sides[n]) for n in range(1, tors + 1)}
         drivers = {
-            name: make_driver("iproute", name, {"prefix": ["ip", "netns", "exec", namespace]})
+            name: make_driver(
+                "iproute", name, {"prefix": ["ip", "netns", "exec", namespace], "command_timeout_s": 60.0}
+            )
             for name, namespace in self.namespace.items()
         }
-        self.steering = Steering(drivers, Domain(routers), WallClock())
+        self.steering = Steering(drivers, Domain(routers), WallClock(), Limits(waits_s, waits_s))
 
     def connect(self, *circuits: tuple[int, int]) -> None:
         for a, b in circuits:
@@ -176,6 +179,7 @@ async def test_a_circuit_that_fails_leaves_its_packets_to_the_packet_side(lab: L
         await near.more(50)
         on_packet_side = sent_packets(site.namespace[tor(1)])["eps"]
         site.disconnect(circuit)
+        site.steering._limits = Limits(1.0, 1.0)  # there is nothing to wait for
         steered = await site.steering.steer(site.links(circuit))  # somebody believes that it is up
         assert not steered.done
         assert tuple(out.link for out in steered.left_out) == site.links(circuit)
@@ -190,7 +194,7 @@ async def test_a_circuit_that_fails_leaves_its_packets_to_the_packet_side(lab: L
 
 async def test_light_from_somebody_else_is_not_routed_to(lab: Lab) -> None:
     """The switch joined other ports than it was thought to: the link is up, and the wrong router is there."""
-    site = Site(lab, 3)
+    site = Site(lab, 3, waits_s=2.0)  # who is not there is not to be waited for
     site.connect((port(1, 1), port(3, 1)))
     steered = await site.steering.steer(site.links((port(1, 1), port(2, 1))))
     assert not steered.done

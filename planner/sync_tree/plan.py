@@ -15,7 +15,7 @@ from planner.sync_tree.rounds import rounds
 from planner.sync_tree.waves import Style, waves
 
 MOST_WORK = 230_000  # of all ways that are tried together: so long as a site of 2,048 endpoints takes for two or three
-MOST_ROUNDS_WORK = 60_000  # of rounds that are tried beside these
+MOST_ROUNDS_WORK = 60_000  # of rounds that are tried instead of the best of these
 _SMALL_CHUNKS = 8  # a shard of no more than these is small
 _MORE_PIECES = 192  # that shards may be cut into for rounds
 _CLEARLY = 0.9  # of the others' time: rounds are many waves, each with other circuits
@@ -35,21 +35,25 @@ def make_plan(problem: SyncProblem) -> SyncPlan:
 
 
 def _best(problem: SyncProblem) -> Waves:
-    needed = [shard for shard in problem.shards if shard.receivers]
-    if not needed:
-        return ()
-    small = [shard.bytes for shard in needed if shard.bytes <= _SMALL_CHUNKS * problem.chunk_bytes]
+    needed = [shard.bytes for shard in problem.shards if shard.receivers]
+    small = [size for size in needed if size <= _SMALL_CHUNKS * problem.chunk_bytes]
     if not small:
-        best = _in_trees(problem, MOST_WORK)
-    else:
-        alone = _only(problem, 0, max(small))
-        first = tuple(rounds(alone, max(small)))
-        left = MOST_WORK - _rounds_work(alone, max(small))
-        best = (*first, *_in_trees(_only(problem, max(small), np.inf), left // 2))
-        best = min(best, _in_trees(problem, left // 2, needs_one=False) or best, key=_seconds)
+        return _or_rounds(problem, _in_trees(problem, MOST_WORK)) if needed else ()
+    alone, rest = _only(problem, 0, max(small)), _only(problem, max(small), np.inf)
+    work = (MOST_WORK - _rounds_work(alone, max(small))) // 2
+    best: Waves = tuple(rounds(alone, max(small)))
+    if len(small) < len(needed):
+        best += _or_rounds(rest, _in_trees(rest, work))
+    together = _in_trees(problem, work, needs_one=False)
+    return _or_rounds(problem, min(best, together or best, key=_seconds))
+
+
+def _or_rounds(problem: SyncProblem, best: Waves) -> Waves:
+    """With the finest pieces that there is time for; instead of `best`, which is there already."""
+    needed = [shard.bytes for shard in problem.shards if shard.receivers]
     for parts in (64, 16, 4, 1):
-        size = -(-max(shard.bytes for shard in needed) // parts)
-        pieces = sum(-(-shard.bytes // size) for shard in needed)
+        size = -(-max(needed) // parts)
+        pieces = sum(-(-each // size) for each in needed)
         if pieces <= len(needed) + _MORE_PIECES and _rounds_work(problem, size) <= MOST_ROUNDS_WORK:
             found = tuple(rounds(problem, size))
             return found if _seconds(found) < _CLEARLY * _seconds(best) else best

@@ -37,6 +37,7 @@ class _Group:
 
     pod: int
     receivers: Ints
+    least_gbps: float  # of their NICs
     waiting: list[_Piece] = field(default_factory=list)
 
 
@@ -90,9 +91,15 @@ class _Rounds:
                     self._busy[self._members[pod]] += self._has[piece.number, self._members[pod]]
                 else:
                     key = pod, tuple(ends[pods == pod].tolist())
-                    group = groups.setdefault(key, _Group(pod, ends[pods == pod]))
+                    slowest_gbps = float(problem.nic_gbps[ends[pods == pod]].min())
+                    group = groups.setdefault(key, _Group(pod, ends[pods == pod], slowest_gbps))
                     group.waiting.append(piece)
         self._groups = list(groups.values())
+        self._unseen = {piece.number for group in self._groups for piece in group.waiting}
+        for number, _ in self._inside:
+            self._unseen.discard(number)
+        needing = set().union(*self._needing)
+        self._roots = [pod for pod in range(len(problem.pods)) if pod not in needing]
         used = self._has.any(axis=0) | self._missing.any(axis=0)
         positive = problem.tor_gbps[problem.tor_gbps > 0]
         self._slowest_gbps = min(
@@ -108,10 +115,10 @@ class _Rounds:
 
     def wave(self) -> Wave:
         largest = max(
-            [self._pieces[number].gigabits for number, _ in self._inside]
-            + [group.waiting[0].gigabits for group in self._groups if group.waiting]
+            [self._pieces[number].bytes for number, _ in self._inside]
+            + [group.waiting[0].bytes for group in self._groups if group.waiting]
         )
-        seconds = largest / self._slowest_gbps
+        seconds = largest * BITS / self._slowest_gbps
         problem = self._problem
         budget = _Budget(
             sent=seconds * problem.nic_gbps,
@@ -121,9 +128,12 @@ class _Rounds:
             circuits=problem.boundary_circuits.copy(),
         )
         self._rows = []
-        for number, pod in self._inside:
+        # The smaller ones fill what those leave that the wave is as long as: else these would find nobody free.
+        for number, pod in sorted(self._inside, key=lambda each: -self._pieces[each[0]].bytes.bit_length()):
             self._spread(budget, self._pieces[number], self._members[pod])
-        self._enter(budget, seconds)
+        taken = [0.0] * len(self._groups)
+        for least_bytes in (largest // 2, 0):
+            self._enter(budget, seconds, least_bytes, taken)
         if not self._rows:
             raise Unreachable("shards are missing in PoDs that no circuit leads to")
         return self._finished()
@@ -168,52 +178,62 @@ class _Rounds:
         columns = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return columns[0], columns[1]
 
-    def _enter(self, budget: _Budget, seconds: float) -> None:
-        """Into other pods: of each group as many as one of its receivers can take in a wave."""
+    def _enter(self, budget: _Budget, seconds: float, least_bytes: int, taken: list[float]) -> None:
+        """Into other pods, as many as one receiver of the group can take in a wave. `taken`: gigabits, by group."""
         order = sorted(
-            (group for group in self._groups if group.waiting),
-            key=lambda group: -sum(piece.bytes for piece in group.waiting),
+            (number for number, group in enumerate(self._groups) if group.waiting),
+            key=lambda number: -sum(piece.bytes for piece in self._groups[number].waiting),
         )
-        took = {id(group): 0.0 for group in order}
         while order:
             again = []
-            for group in order:
-                piece = self._cross(budget, group) if budget.circuits[group.pod] > 0 else None
-                if piece is None:
+            for number in order:
+                group = self._groups[number]
+                most = seconds * group.least_gbps / _LESS
+                if not group.waiting or taken[number] + group.waiting[-1].gigabits > most:
                     continue
-                took[id(group)] += piece.gigabits
-                most = seconds * float(self._problem.nic_gbps[group.receivers].min()) / _LESS
-                if group.waiting and took[id(group)] + group.waiting[0].gigabits <= most:
-                    again.append(group)
+                piece = self._cross(budget, group, least_bytes) if budget.circuits[group.pod] > 0 else None
+                if piece is not None:
+                    taken[number] += piece.gigabits
+                    again.append(number)
             order = again
 
-    def _cross(self, budget: _Budget, group: _Group) -> _Piece | None:
-        """Rather what no other pod has yet from where it is not needed; then on from another pod."""
-        best: tuple[int, int, _Piece, int, int] | None = None
-        for order, piece in enumerate(group.waiting[:_LOOK_AHEAD]):
-            seed = self._freest(budget.received, budget.tor_in, piece, group.receivers)
+    def _cross(self, budget: _Budget, group: _Group, least_bytes: int) -> _Piece | None:
+        """Rather from where it is not needed, and of that what no other pod has yet; then on from another pod: that
+        takes two of the circuits by which pods receive."""
+        best: tuple[int, _Piece, int, int] | None = None
+        seeds: dict[int, int | None] = {}  # [bytes]
+        least = 2 if not budget.circuits[self._roots].any() else 0 if self._unseen else 1  # rank that can be
+        for piece in group.waiting[:_LOOK_AHEAD]:
+            if piece.bytes < least_bytes:
+                break
+            if piece.bytes not in seeds:
+                seeds[piece.bytes] = self._freest(budget.received, budget.tor_in, piece, group.receivers)
+            seed = seeds[piece.bytes]
             if seed is None:
                 continue
-            needing = self._needing[piece.number]
-            is_elsewhere = any(pod in needing for pod in self._sources[piece.number])
-            for pod in sorted(self._sources[piece.number], key=lambda pod: -int(budget.circuits[pod])):
-                if budget.circuits[pod] <= 0:
+            needing, sources = self._needing[piece.number], self._sources[piece.number]
+            root_rank = int(any(pod in needing for pod in sources))
+            pods = [
+                (2 if pod in needing else root_rank, -int(budget.circuits[pod]), pod)
+                for pod in sources
+                if budget.circuits[pod] > 0
+            ]
+            for rank, _, pod in sorted(pods):
+                if best is not None and rank >= best[0]:
                     break
-                rank = 1 if pod in needing else 2 * is_elsewhere
-                if best is not None and (rank, order) >= best[:2]:
-                    continue
                 ends = self._members[pod]
                 sender = self._freest(budget.sent, budget.tor_out, piece, ends[self._has[piece.number, ends]])
                 if sender is not None:
-                    best = rank, order, piece, sender, seed
-            if best is not None and best[0] == 0:
+                    best = rank, piece, sender, seed
+            if best is not None and best[0] <= least:
                 break
         if best is None:
             return None
-        _, _, piece, sender, seed = best
+        _, piece, sender, seed = best
         self._send(budget, piece, np.array([sender]), np.array([seed]), 1)
         budget.circuits[[self._problem.pod[sender], group.pod]] -= 1
         group.waiting.remove(piece)
+        self._unseen.discard(piece.number)
         return piece
 
     def _freest(self, budget: Floats, tor_budget: Floats, piece: _Piece, ends: Ints) -> int | None:

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sync_checker import check
+from sync_sites import answer_of, problem_of, regular
 
 from planner.sync_tree.layout import EngineLayout, Local, TrainerLayout, megatron_stages, vllm_stages
 from planner.sync_tree.parameters import Box, Parameter, Payload, Split, Transformer, megatron_name
+from planner.sync_tree.plan import make_plan
 from planner.sync_tree.reshard import Resharded, reshard
 
 Array = np.ndarray[Any, Any]
@@ -312,6 +315,28 @@ def test_shards_are_few_and_their_bytes_are_the_models() -> None:
     total = sum(2 * math.prod(parameter.shape) for parameter in QWEN3_32B.parameters())
     assert sum(each.shard.bytes for each in shards) == total
     assert {end for each in shards for end in each.shard.receivers} == set(range(64, 192))
+
+
+def test_what_is_to_be_resharded_can_be_planned() -> None:
+    """Eight GPUs train with TP 4; two engines of TP 2 in another PoD."""
+    document = regular(1, 1, 8, shards=1, circuits=4)
+    model = Transformer(2, 1024, 8, 2, 128, 4096, 32000)
+    trainer = TrainerLayout(tuple(range(8)), tp=4, replicas=2, vocab_multiple=512)
+    shards = tuple(each.shard for each in reshard(model.parameters(), trainer, engines(8, 2, 2)))
+    problem = replace(problem_of(document), shards=shards)
+    names = problem.endpoints
+    document["shards"] = [
+        {
+            "id": shard.id,
+            "bytes": shard.bytes,
+            "holders": [names[end] for end in shard.holders],
+            "receivers": [names[end] for end in shard.receivers],
+        }
+        for shard in shards
+    ]
+    plan = make_plan(problem)
+    check(document, answer_of(problem, plan))
+    assert plan.estimate_s <= 1.1 * plan.lower_bound_s
 
 
 @pytest.mark.parametrize(

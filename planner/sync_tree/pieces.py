@@ -1,0 +1,44 @@
+"""What a wave is filled with: pieces of shards, their ways into pods, and what the wave has taken of everything."""
+
+from dataclasses import dataclass
+
+from planner.sync_tree.model import BITS, Floats, Ints
+
+
+@dataclass(slots=True)
+class Piece:
+    shard: int
+    offset: int
+    bytes: int
+    missing: dict[int, Ints]  # [pod] -> the receivers there, which have nothing of it yet
+    groups: dict[int, int]  # [pod] -> the group that misses it, or did
+    family: int  # of all that go to the same receivers
+    sources: dict[int, Ints]  # [pod] -> who has it there at the start of the wave
+
+    @property
+    def gigabits(self) -> float:
+        return self.bytes * BITS
+
+
+@dataclass(slots=True)
+class Crossing:
+    piece: Piece
+    src: int
+    dst: int
+    circuits: int = 1
+
+
+@dataclass(slots=True)
+class Load:
+    """What a wave takes of everything, in seconds, and the circuits that it leaves."""
+
+    sent_s: Floats  # [endpoint]
+    received_s: Floats  # [endpoint]
+    seeded_s: Floats  # [endpoint], what it is the seed of: it will send that on
+    group_sent: Floats  # [group], gigabits that its receivers send: inside the pod, and to others
+    tor_out_s: Floats  # [ToR]
+    tor_in_s: Floats  # [ToR]
+    circuits: Ints  # [pod], left
+    relaying: Ints  # [pod], of these, may leave for other pods
+    least: dict[tuple[int, int], tuple[int, Ints]]  # [receivers or holders, bytes], who is least busy; as of changes
+    changes: list[int]  # [pod], how often what it sends has changed

@@ -4,14 +4,13 @@ All edges of a wave end together, but for what edges above them delay.
 """
 
 import heapq
-import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from planner.sync_tree.fanout import LocalPiece, LocalPod, LocalTree, spread
 from planner.sync_tree.model import BITS, Edges, Ints, SyncProblem
-from planner.sync_tree.pieces import Crossing, Load, Piece
+from planner.sync_tree.pieces import Crossing, Load, Piece, cut
 from planner.sync_tree.rates import seconds_together
 
 
@@ -72,9 +71,8 @@ class Laying:
 
     def _parts(self, piece: Piece) -> list[tuple[int, int]]:
         """Its stripes: offset in the shard, bytes."""
-        stripes = min(self._stripes, piece.bytes)
-        ends = [piece.bytes * number // stripes for number in range(stripes + 1)]
-        return [(piece.offset + a, b - a) for a, b in itertools.pairwise(ends)]
+        stripes = cut(piece.bytes, min(self._stripes, piece.bytes))
+        return [(piece.offset + offset, size) for offset, size in stripes]
 
     def _local(
         self,

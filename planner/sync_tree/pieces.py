@@ -1,8 +1,20 @@
 """What a wave is filled with: pieces of shards, their ways into pods, and what the wave has taken of everything."""
 
+import itertools
 from dataclasses import dataclass
 
 from planner.sync_tree.model import BITS, Floats, Ints
+
+
+def cut(size: int, parts: int) -> list[tuple[int, int]]:
+    """As equal as bytes allow: the offset of each part, and its bytes."""
+    ends = [size * part // parts for part in range(parts + 1)]
+    return [(first, last - first) for first, last in itertools.pairwise(ends)]
+
+
+def cut_to(size: int, most: int) -> list[tuple[int, int]]:
+    """Into as few equal parts as are each of at most so many bytes."""
+    return cut(size, max(1, -(-size // most)))
 
 
 @dataclass(slots=True)

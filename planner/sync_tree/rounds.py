@@ -5,14 +5,14 @@ there sooner when nobody waits. In each wave everybody who has a piece sends it 
 so that those with few copies find their senders free; and of each kind one enters each pod, as the older are done with.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.sync_tree.model import BITS, Edges, Floats, Ints, Shard, SyncProblem, Unreachable, Wave
+from planner.sync_tree.model import BITS, Edges, Floats, Ints, SyncProblem, Unreachable, Wave
+from planner.sync_tree.pieces import cut_to
 from planner.sync_tree.rates import seconds_together
 
 _LESS = 1 - 1e-9  # what rounding may cost
@@ -296,14 +296,8 @@ def _pieces(problem: SyncProblem, piece_bytes: int) -> list[_Piece]:
     counts: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
     order: list[tuple[int, int, int, int, int]] = []
     for number, shard in enumerate(problem.shards):
-        for offset, size in _cut(shard, piece_bytes) if shard.receivers else ():
+        for offset, size in cut_to(shard.bytes, piece_bytes) if shard.receivers else ():
             key = shard.holders, shard.receivers
             order.append((-size, counts[key], number, offset, size))
             counts[key] += 1
     return [_Piece(place, each[2], each[3], each[4]) for place, each in enumerate(sorted(order))]
-
-
-def _cut(shard: Shard, piece_bytes: int) -> list[tuple[int, int]]:
-    parts = max(1, -(-shard.bytes // piece_bytes))
-    ends = [shard.bytes * part // parts for part in range(parts + 1)]
-    return [(first, last - first) for first, last in itertools.pairwise(ends)]

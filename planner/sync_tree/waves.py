@@ -6,7 +6,6 @@ a pod that has it, so that a pod's circuits serve both ways. What finds no circu
 the wave, waits for a later one.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import numpy as np
 
 from planner.sync_tree.edges import Laying, equalise
 from planner.sync_tree.model import Ints, SyncProblem, Unreachable, Wave, edge_seconds
-from planner.sync_tree.pieces import Crossing, Load, Piece
+from planner.sync_tree.pieces import Crossing, Load, Piece, cut_to
 
 _LESS = 1 - 1e-9  # what rounding may cost
 _LOOK_AHEAD = 16  # pieces that a pod may choose from
@@ -234,10 +233,8 @@ class _Filling:
         for pod, (seed, above) in making.seeds.get(id(piece), {}).items():
             if load.relaying[pod] > 0 and load.circuits[pod] > 0:
                 yield self._rank(load, piece, seed, above, floor_s)
-                if (
-                    self._style.stripes > 1
-                ):  # others have it in parts, none of which comes as fast as it would have to go
-                    continue
+                if self._style.stripes > 1:
+                    continue  # others have it in parts, none of which comes as fast as it would have to go
                 # Whoever has it from the seed: later, but the seed may have its hands full with its own pod.
                 other = self._least_busy(load, piece, piece.missing[pod], pod)
                 yield self._rank(load, piece, other, above + 1, floor_s)
@@ -328,10 +325,11 @@ def _grouped(problem: SyncProblem, style: Style) -> list[Group]:
                 number_of[key] = len(groups)
                 groups.append(Group(pod, receivers))
             own[pod] = number_of[key]
-        parts = max(1, -(-shard.bytes // style.piece_bytes))
-        ends = [shard.bytes * part // parts for part in range(parts + 1)]
         family = families.setdefault(tuple(sorted(shard.receivers)), len(families))
-        pieces = [Piece(number, a, b - a, dict(missing), own, family, dict(held)) for a, b in itertools.pairwise(ends)]
+        pieces = [
+            Piece(number, offset, size, dict(missing), own, family, dict(held))
+            for offset, size in cut_to(shard.bytes, style.piece_bytes)
+        ]
         for place in own.values():
             groups[place].pieces += pieces
             groups[place].left += shard.bytes

@@ -5,16 +5,18 @@ plan: receivers' NICs; into each pod and ToR every shard that is needed and not 
 every shard at least once, spread as well as can be (a linear program); circuits at both ends of every crossing.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
-from planner.sync_tree.model import BITS, Floats, Ints, Shard, SyncProblem, Unreachable
+from planner.sync_tree.model import BITS, Floats, Ints, Pairs, Shard, SyncProblem, Unreachable
 
 _SOLVERS_ROUNDING = 1 - 1e-6  # it may miss its limits by 1e-7: a bound must not
 
@@ -28,13 +30,17 @@ def lower_bound_s(problem: SyncProblem) -> float:
         _tors_s(problem, needed),
         _holders_s(problem, needed),
         _relayed_s(problem, needed),
+        _pairs_s(problem, needed),
     ]
     return max(bounds)
 
 
 def naive_s(problem: SyncProblem) -> float:
-    """Every receiver straight from a holder, within the same limits, with the best spreading over holders."""
+    """Every receiver straight from a holder, within the same limits, with the best spreading over holders; infinite
+    where not all are joined directly."""
     needed = [shard for shard in problem.shards if shard.receivers]
+    if not all(_are_joined(problem, shard) for shard in needed):
+        return math.inf
     program = _Program(problem)
     fixed = _Fixed(problem)
     for shards in _by(needed, lambda shard: (shard.holders, shard.receivers)):
@@ -63,9 +69,18 @@ def _pods_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
         if len(held) == 1 and needed - held:
             carried[list(held)] += gigabits
     capacity = _boundary_gbps(problem)
-    everywhere = float(capacity[sorted(useful)].sum())
-    # Each crossing takes a circuit's worth at both of its ends, wherever relays are put.
-    return max(_seconds(carried, capacity, problem.pods, "PoD"), 2 * crossing / everywhere if crossing else 0.0)
+    return max(_seconds(carried, capacity, problem.pods, "PoD"), _crossing_s(problem, crossing, sorted(useful)))
+
+
+def _crossing_s(problem: SyncProblem, gigabits: float, useful: list[int]) -> float:
+    """Each crossing takes a circuit's worth at both of its ends, in two pods, wherever relays are put."""
+    if not gigabits:
+        return 0.0
+    if problem.pairs is not None:
+        return 2 * gigabits / float(_boundary_gbps(problem)[useful].sum())
+    ends = problem.boundary_circuits[useful]
+    at_once = min(int(ends.sum()) // 2, int(ends.sum() - ends.max()))
+    return gigabits / (at_once * problem.link_gbps) if at_once else 0.0  # where there is none: told of the pod
 
 
 def _tors_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
@@ -77,6 +92,78 @@ def _tors_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
             out[list(held)] += shard.bytes * BITS
     both = (_seconds(load, problem.tor_gbps, problem.tors, "ToR") for load in (into, out))
     return max(both)
+
+
+def _pairs_s(problem: SyncProblem, shards: Sequence[Shard]) -> float:
+    """What pods' own circuits carry in and out, and all of them together; and whether they lead everywhere."""
+    pairs = problem.pairs
+    if pairs is None:
+        return 0.0
+    into, out = np.zeros(len(problem.pods)), np.zeros(len(problem.pods))
+    crossing, useful = 0.0, set()
+    for shard in shards:
+        held, needed = _places(problem.pod, shard)
+        _reach(problem, pairs, held, needed)
+        useful |= held | needed
+        into[list(needed - held)] += shard.bytes * BITS
+        crossing += shard.bytes * BITS * len(needed - held)
+        if len(held) == 1 and needed - held:
+            out[list(held)] += shard.bytes * BITS
+    among = sorted(useful)
+    capacity = _between_gbps(pairs)[np.ix_(among, among)]
+    names = tuple(problem.pods[pod] for pod in among)
+    each_s = (_seconds(load[among], capacity.sum(axis=0), names, "PoD") for load in (into, out))
+    return max(
+        *each_s, crossing / float(capacity.sum()) if crossing else 0.0, _cuts_s(problem, shards, capacity, among)
+    )
+
+
+def _cuts_s(problem: SyncProblem, shards: Sequence[Shard], capacity: Floats, among: list[int]) -> float:
+    """Into each set of pods that are joined faster among themselves than with others, as sites are, what is needed and
+    not held there has to come once. `capacity`: [of those, of those], pods that have to do with any shard."""
+    bytes_of: defaultdict[tuple[frozenset[int], frozenset[int]], int] = defaultdict(int)
+    for shard in shards:
+        held, needed = _places(problem.pod, shard)
+        bytes_of[frozenset(held), frozenset(needed)] += shard.bytes
+    longest_s = 0.0
+    seen: set[frozenset[int]] = set()
+    for slower in np.unique(capacity).tolist():
+        _, site_of = connected_components(capacity > slower, directed=False)
+        for site in range(site_of.max(initial=-1) + 1):
+            inside = site_of == site
+            pods = frozenset(among[place] for place in np.flatnonzero(inside))
+            if pods in seen:
+                continue
+            seen.add(pods)
+            entering = sum(size for (held, needed), size in bytes_of.items() if needed & pods and not held & pods)
+            if entering:
+                longest_s = max(longest_s, entering * BITS / float(capacity[np.ix_(~inside, inside)].sum()))
+    return longest_s
+
+
+def _reach(problem: SyncProblem, pairs: Pairs, held: set[int], needed: set[int]) -> None:
+    """Raises Unreachable where something is needed that pods on the way do not need, nor have."""
+    reached, queue = set(held), sorted(held)
+    while queue:
+        near = set(np.flatnonzero(pairs.circuits[queue.pop()]).tolist()) & needed - reached
+        reached |= near
+        queue += sorted(near)
+    for pod in sorted(needed - reached):
+        raise Unreachable(f"no circuits lead into PoD {problem.pods[pod]} from where shards are that it needs")
+
+
+def _are_joined(problem: SyncProblem, shard: Shard) -> bool:
+    """Whether each receiver can be sent to by some holder."""
+    if problem.pairs is None:
+        return True
+    held, needed = _places(problem.pod, shard)
+    circuits = problem.pairs.circuits
+    return all(pod in held or circuits[sorted(held), pod].any() for pod in needed)
+
+
+def _between_gbps(pairs: Pairs) -> Floats:
+    """In each direction."""
+    return np.asarray(pairs.circuits * pairs.gbps, dtype=np.float64)
 
 
 def _holders_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
@@ -93,6 +180,8 @@ def _holders_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
                 limits.append(("tor_out", int(problem.tor[holder])))
             if problem.pod[holder] not in needed_pods:
                 limits.append(("pod", int(problem.pod[holder])))
+                if problem.pairs is not None:
+                    limits.append(("pod_out", int(problem.pod[holder])))
             shares.append(limits)
         program.spread(gigabits, shares)
     return program.seconds() * _SOLVERS_ROUNDING
@@ -108,12 +197,13 @@ def _relayed_s(problem: SyncProblem, shards: Iterable[Shard]) -> float:
 
 
 def _naive_group(problem: SyncProblem, program: "_Program", fixed: "_Fixed", shard: Shard, gigabits: float) -> None:
-    """Where no holder is in the receiver's pod, the way in is the same from every holder."""
+    """Where no holder is in the receiver's pod, the way in is the same from every holder, unless pods are joined in
+    pairs."""
     held_pods = {int(problem.pod[holder]) for holder in shard.holders}
     remote = 0
     for receiver in shard.receivers:
         pod, tor = int(problem.pod[receiver]), int(problem.tor[receiver])
-        if pod in held_pods:
+        if pod in held_pods or problem.pairs is not None:
             program.spread(gigabits, [_naive_way(problem, holder, receiver) for holder in shard.holders])
         else:
             remote += 1
@@ -133,6 +223,8 @@ def _naive_way(problem: SyncProblem, holder: int, receiver: int) -> list[tuple[s
         limits += [("tor_out", int(problem.tor[holder])), ("tor_in", int(problem.tor[receiver]))]
     if problem.pod[holder] != problem.pod[receiver]:
         limits += [("pod", int(problem.pod[holder])), ("pod", int(problem.pod[receiver]))]
+        if problem.pairs is not None:
+            limits.append(("pair", int(problem.pod[holder] * len(problem.pods) + problem.pod[receiver])))
     return limits
 
 
@@ -225,7 +317,10 @@ class _Program:
         if kind == "out":
             return float(problem.nic_gbps[number])
         if kind == "pod":
-            return float(problem.boundary_circuits[number] * problem.link_gbps)
+            return float(_boundary_gbps(problem)[number])
+        if kind in {"pair", "pod_out"} and problem.pairs is not None:
+            between = _between_gbps(problem.pairs)
+            return float(between.flat[number] if kind == "pair" else between[number].sum())
         return float(problem.tor_gbps[number])
 
 
@@ -237,7 +332,10 @@ def _seconds(gigabits: Floats, capacity_gbps: Floats, names: tuple[str, ...], ki
 
 
 def _boundary_gbps(problem: SyncProblem) -> Floats:
-    return np.asarray(problem.boundary_circuits * problem.link_gbps, dtype=np.float64)
+    link_gbps: float | Floats = problem.link_gbps
+    if problem.pairs is not None:  # with the fastest that they have
+        link_gbps = np.where(problem.pairs.circuits > 0, problem.pairs.gbps, 0.0).max(axis=0, initial=0.0)
+    return np.asarray(problem.boundary_circuits * link_gbps, dtype=np.float64)
 
 
 def _places(of: Ints, shard: Shard) -> tuple[set[int], set[int]]:

@@ -29,7 +29,8 @@ class Laying:
         """Phase A and phase B with their rates."""
         floor_s = _floor_s(load)
         for crossing in crossings:
-            floor_s = max(floor_s, crossing.piece.gigabits / (crossing.circuits * self._problem.link_gbps))
+            circuit_gbps = self._problem.circuit_gbps(self._pod(crossing.src), self._pod(crossing.dst))
+            floor_s = max(floor_s, crossing.piece.gigabits / (crossing.circuits * circuit_gbps))
         seeds = {(id(each.piece), self._pod(each.dst)): each.dst for each in crossings}
         trees: dict[tuple[int, int], list[LocalTree]] = {}
         for pod, pieces in sorted(filled.items()):
@@ -135,19 +136,26 @@ class _Columns:
         return Edges(shard, offset, size, src, dst, circuits, rate_gbps, above)
 
 
-def equalise(problem: SyncProblem, crossings: Sequence[Crossing], left: Ints) -> None:
-    """Circuits left over go one by one to the edge that would take longest, where both of its pods have one."""
-    queue = [(-each.piece.gigabits, number) for number, each in enumerate(crossings)]
+def equalise(problem: SyncProblem, crossings: Sequence[Crossing], left: Ints, between: Ints | None) -> None:
+    """Circuits left over go one by one to the edge that would take longest, where both of its pods have one. `between`:
+    of those, where only some lead to each other."""
+    gbps = [problem.circuit_gbps(int(problem.pod[each.src]), int(problem.pod[each.dst])) for each in crossings]
+    scale = [each / problem.link_gbps for each in gbps]
+    queue = [(-each.piece.gigabits / scale[number], number) for number, each in enumerate(crossings)]
     heapq.heapify(queue)
     while queue:
         _, number = heapq.heappop(queue)
         each = crossings[number]
         ends = [int(problem.pod[each.src]), int(problem.pod[each.dst])]
-        if left[ends].min() <= 0 or each.circuits * problem.link_gbps >= problem.nic_gbps[[each.src, each.dst]].min():
+        if left[ends].min() <= 0 or each.circuits * gbps[number] >= problem.nic_gbps[[each.src, each.dst]].min():
             continue
+        if between is not None:
+            if between[ends[0], ends[1]] <= 0:
+                continue
+            between[ends[0], ends[1]] -= 1
         left[ends] -= 1
         each.circuits += 1
-        heapq.heappush(queue, (-each.piece.gigabits / each.circuits, number))
+        heapq.heappush(queue, (-each.piece.gigabits / scale[number] / each.circuits, number))
 
 
 def _floor_s(load: Load) -> float:

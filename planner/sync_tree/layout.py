@@ -195,7 +195,7 @@ def _by_groups(shape: tuple[int, ...], split: Split, rank: int, of: int) -> tupl
         for start, part in zip(starts, split.parts, strict=False)
     ]
     each = shape[axis] // of
-    return _local(shape, axis, _cut(rows, rank * each, (rank + 1) * each))
+    return _local(shape, axis, between(rows, rank * each, (rank + 1) * each))
 
 
 @lru_cache(maxsize=4096)
@@ -207,7 +207,7 @@ def _apart(shape: tuple[int, ...], split: Split, rank: int, of: int) -> tuple[Lo
     found: list[Local] = []
     start = 0
     for name, length in [(part.name, part.length) for part in split.parts] or [("", shape[axis])]:
-        first, last = _chunk(length, rank, of)
+        first, last = chunk(length, rank, of)
         found += _local(shape, axis, [(start + first, start + last)], name)
         start += length
     return tuple(found)
@@ -240,19 +240,20 @@ def _first_axis(local: Local, part: int, of: int, padded: int) -> Local:
         return local
     rows = [box[0] for box in local.boxes]
     if local.axis:  # all have the same
-        first, last = _chunk(rows[0][1] - rows[0][0], part, of)
+        first, last = chunk(rows[0][1] - rows[0][0], part, of)
         own = (rows[0][0] + first, rows[0][0] + last)
         return Local(local.part, local.axis, tuple((own, *box[1:]) for box in local.boxes) if first < last else ())
-    kept = _cut(rows, *_chunk(padded or sum(last - first for first, last in rows), part, of))
+    kept = between(rows, *chunk(padded or sum(last - first for first, last in rows), part, of))
     return Local(local.part, 0, tuple((each, *local.boxes[0][1:]) for each in kept))
 
 
-def _chunk(length: int, part: int, of: int) -> Range:
+def chunk(length: int, part: int, of: int) -> Range:
+    """The part that torch.chunk gives: the last may be shorter, or empty."""
     each = -(-length // of)
     return min(length, part * each), min(length, (part + 1) * each)
 
 
-def _cut(ranges: Sequence[Range], first: int, last: int) -> list[Range]:
+def between(ranges: Sequence[Range], first: int, last: int) -> list[Range]:
     """Of ranges one behind the other, what lies between two places."""
     found, at = [], 0
     for start, end in ranges:

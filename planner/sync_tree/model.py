@@ -3,6 +3,7 @@
 Ids are kept once; everything else names pods, ToRs, endpoints and shards by their place in these tuples.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,32 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Pairs:
+    """What joins pods as they are: circuits that exist, or a network across sites. There is no way but these."""
+
+    circuits: Ints  # [pod, pod], in each direction
+    gbps: Floats  # [pod, pod], of each circuit
+
+    def __post_init__(self) -> None:
+        for name, values in (("circuits", self.circuits), ("gbps", self.gbps)):
+            if values.ndim != 2 or values.shape[0] != values.shape[1] or (values != values.T).any():
+                raise ValueError(f"{name} between pods must be the same in both directions")
+            if (values < 0).any() or values.diagonal().any():
+                raise ValueError(f"{name} between pods must be >= 0, and 0 inside one")
+        if ((self.circuits > 0) & (self.gbps <= 0)).any():
+            raise ValueError("circuits between pods must have gbps > 0")
+
+
+def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float]]) -> Pairs:
+    """`pods`: the place of each; `links`: between which two, how many circuits each way, and the rate of each."""
+    circuits, gbps = np.zeros((len(pods), len(pods)), dtype=np.int64), np.zeros((len(pods), len(pods)))
+    for a, b, count, rate_gbps in links:
+        for one, other in ((pods[a], pods[b]), (pods[b], pods[a])):
+            circuits[one, other], gbps[one, other] = count, rate_gbps
+    return Pairs(circuits, gbps)
+
+
+@dataclass(frozen=True, slots=True)
 class SyncProblem:
     """A site at one moment. Circuits leaving a pod plus those arriving stay within `boundary_circuits`; what leaves a
     ToR, and what enters it, each stay within `tor_gbps`; what an endpoint sends, and what it receives, within
@@ -50,8 +77,11 @@ class SyncProblem:
     seeds_per_pod: int
     chunk_bytes: int
     hop_latency_s: float
+    pairs: Pairs | None = None  # None: circuits between any two pods, at `link_gbps`, as boundaries allow
 
     def __post_init__(self) -> None:
+        if self.pairs is not None and len(self.pairs.circuits) != len(self.pods):
+            raise ValueError(f"pairs must be of {len(self.pods)} pods, got {len(self.pairs.circuits)}")
         if not self.link_gbps > 0:
             raise ValueError(f"link_gbps must be > 0, got {self.link_gbps}")
         if self.seeds_per_pod < 1:
@@ -62,6 +92,9 @@ class SyncProblem:
             raise ValueError(f"hop_latency_s must be >= 0, got {self.hop_latency_s}")
         if len(self.nic_gbps) and not (self.nic_gbps > 0).all():
             raise ValueError(f"nic_gbps must be > 0, got {self.nic_gbps.min()}")
+
+    def circuit_gbps(self, src_pod: int, dst_pod: int) -> float:
+        return self.link_gbps if self.pairs is None else float(self.pairs.gbps[src_pod, dst_pod])
 
 
 @dataclass(frozen=True, slots=True)

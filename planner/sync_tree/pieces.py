@@ -51,6 +51,7 @@ class Load:
     tor_out_s: Floats  # [ToR]
     tor_in_s: Floats  # [ToR]
     circuits: Ints  # [pod], left
+    between: Ints | None  # [pod, pod], left, where only some lead to each other
     relaying: Ints  # [pod], of these, may leave for other pods
     least: dict[tuple[int, int], tuple[int, Ints]]  # [receivers or holders, bytes], who is least busy; as of changes
     changes: list[int]  # [pod], how often what it sends has changed

@@ -5,12 +5,12 @@ that are small against a chunk wait longest below others: these go in rounds of 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from planner.sync_tree.bounds import lower_bound_s, naive_s
-from planner.sync_tree.model import Shard, SyncPlan, SyncProblem, Wave
+from planner.sync_tree.model import Pairs, Shard, SyncPlan, SyncProblem, Wave
 from planner.sync_tree.rounds import rounds
 from planner.sync_tree.waves import Style, waves
 
@@ -19,6 +19,7 @@ MOST_ROUNDS_WORK = 60_000  # of rounds that are tried instead of the best of the
 _SMALL_CHUNKS = 8  # a shard of no more than these is small
 _MORE_PIECES = 192  # that shards may be cut into for rounds
 _CLEARLY = 0.9  # of the others' time: rounds are many waves, each with other circuits
+_MORE_PIECES_OF_PAIRS, _CLEARLY_OF_PAIRS = 384, 0.97  # where circuits stay as they are
 # Pieces that an endpoint receives at once, stripes of each, parts of the largest shard; the usual best ones first.
 _TRIED = ((4, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1), (8, 1, 1), (1, 4, 1), (4, 1, 2), (1, 1, 4), (1, 2, 4), (4, 1, 4))
 _TRIED_SCARCE = ((1, 1, 1), (1, 2, 1), (1, 1, 4), (1, 2, 4), (2, 1, 1), (1, 1, 8), (4, 1, 1))  # one at once is all
@@ -26,37 +27,49 @@ _TRIED_SCARCE = ((1, 1, 1), (1, 2, 1), (1, 1, 4), (1, 2, 4), (2, 1, 1), (1, 1, 8
 Waves = tuple[Wave, ...]
 
 
-def make_plan(problem: SyncProblem) -> SyncPlan:
-    """Raises Unreachable where no plan exists."""
-    problem = _with_islands(problem)
+def make_plan(problem: SyncProblem, *, wave_s: float = 0.0) -> SyncPlan:
+    """`wave_s`: what carrying out takes for each wave beside the model's time: of the ways that are found, one with
+    fewer waves may be better then. Raises Unreachable where no plan exists."""
+    problem = _with_boundaries(_with_islands(problem))
     bound_s = lower_bound_s(problem)
-    best = _best(problem)
+    best = _best(problem, _Costs(wave_s))
     return SyncPlan(best, _seconds(best), bound_s, max(bound_s, naive_s(problem)))
 
 
-def _best(problem: SyncProblem) -> Waves:
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    wave_s: float
+
+    def seconds(self, found: Sequence[Wave]) -> float:
+        return _seconds(found) + self.wave_s * len(found)
+
+
+def _best(problem: SyncProblem, costs: _Costs) -> Waves:
     needed = [shard.bytes for shard in problem.shards if shard.receivers]
     small = [size for size in needed if size <= _SMALL_CHUNKS * problem.chunk_bytes]
     if not small:
-        return _or_rounds(problem, _in_trees(problem, MOST_WORK)) if needed else ()
+        return _or_rounds(problem, _in_trees(problem, MOST_WORK, costs), costs) if needed else ()
     alone, rest = _only(problem, 0, max(small)), _only(problem, max(small), np.inf)
     work = (MOST_WORK - _rounds_work(alone, max(small))) // 2
     best: Waves = tuple(rounds(alone, max(small)))
     if len(small) < len(needed):
-        best += _or_rounds(rest, _in_trees(rest, work))
-    together = _in_trees(problem, work, needs_one=False)
-    return _or_rounds(problem, min(best, together or best, key=_seconds))
+        best += _or_rounds(rest, _in_trees(rest, work, costs), costs)
+    together = _in_trees(problem, work, costs, needs_one=False)
+    return _or_rounds(problem, min(best, together or best, key=costs.seconds), costs)
 
 
-def _or_rounds(problem: SyncProblem, best: Waves) -> Waves:
+def _or_rounds(problem: SyncProblem, best: Waves, costs: _Costs) -> Waves:
     """With the finest pieces that there is time for; instead of `best`, which is there already."""
     needed = [shard.bytes for shard in problem.shards if shard.receivers]
+    more_pieces, clearly = _MORE_PIECES, _CLEARLY
+    if problem.pairs is not None:
+        more_pieces, clearly = _MORE_PIECES_OF_PAIRS, _CLEARLY_OF_PAIRS
     for parts in (64, 16, 4, 1):
         size = -(-max(needed) // parts)
         pieces = sum(-(-each // size) for each in needed)
-        if pieces <= len(needed) + _MORE_PIECES and _rounds_work(problem, size) <= MOST_ROUNDS_WORK:
+        if pieces <= len(needed) + more_pieces and _rounds_work(problem, size) <= MOST_ROUNDS_WORK:
             found = tuple(rounds(problem, size))
-            return found if _seconds(found) < _CLEARLY * _seconds(best) else best
+            return found if costs.seconds(found) < clearly * costs.seconds(best) else best
     return best
 
 
@@ -72,12 +85,12 @@ def _only(problem: SyncProblem, above: float, most: float) -> SyncProblem:
     return replace(problem, shards=tuple(shards))
 
 
-def _in_trees(problem: SyncProblem, most_work: int, *, needs_one: bool = True) -> Waves:
+def _in_trees(problem: SyncProblem, most_work: int, costs: _Costs, *, needs_one: bool = True) -> Waves:
     """The best of what can be tried; `needs_one`: one way is tried, whatever it takes."""
     best: Waves = ()
     for style in _styles(problem, most_work, needs_one):
         found = tuple(waves(problem, style))
-        if not best or _seconds(found) < _seconds(best):
+        if not best or costs.seconds(found) < costs.seconds(best):
             best = found
     return best
 
@@ -105,7 +118,23 @@ def _with_islands(problem: SyncProblem) -> SyncProblem:
         pods=(*problem.pods, *(f"(ToR {problem.tors[tor]})" for tor in islands)),
         boundary_circuits=np.concatenate([problem.boundary_circuits, np.zeros(len(islands), dtype=np.int64)]),
         pod=np.array(pods, dtype=np.int64),
+        pairs=_with_more(problem.pairs, len(islands)),
     )
+
+
+def _with_more(pairs: Pairs | None, pods: int) -> Pairs | None:
+    """Of which no circuit leads anywhere."""
+    return pairs and Pairs(np.pad(pairs.circuits, (0, pods)), np.pad(pairs.gbps, (0, pods)))
+
+
+def _with_boundaries(problem: SyncProblem) -> SyncProblem:
+    """No more circuits than lead anywhere, in both directions; and none between pods that may have none."""
+    if problem.pairs is None:
+        return problem
+    is_open = problem.boundary_circuits > 0
+    circuits = np.where(is_open & is_open[:, None], problem.pairs.circuits, 0)
+    boundary_circuits = np.minimum(problem.boundary_circuits, 2 * circuits.sum(axis=1))
+    return replace(problem, boundary_circuits=boundary_circuits, pairs=replace(problem.pairs, circuits=circuits))
 
 
 def _styles(problem: SyncProblem, most_work: int, needs_one: bool) -> Iterator[Style]:
@@ -121,6 +150,8 @@ def _styles(problem: SyncProblem, most_work: int, needs_one: bool) -> Iterator[S
     else:
         tried = [(each, *first) for each in dict.fromkeys((crossing, whole)) for first in _TRIED_SCARCE[:2]]
         tried += [(crossing, *each) for each in _TRIED_SCARCE[2:]]
+    if problem.pairs is not None:  # circuits lead not everywhere: more of them have to be for relaying
+        tried += [(2 * crossing, 1, stripes, 4) for stripes in (1, 2)]
     work = 0
     for entering, together, stripes, parts in tried:
         size = max(1, -(-largest // parts))

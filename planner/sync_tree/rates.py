@@ -16,7 +16,10 @@ def seconds_together(problem: SyncProblem, src: Ints, dst: Ints, circuits: Ints,
     between = problem.tor[src] != problem.tor[dst]
     out, into = problem.tor[src][between], problem.tor[dst][between]
     crossing = circuits > 0
-    own_s = gigabits[crossing] / (circuits[crossing] * problem.link_gbps)
+    circuit_gbps: float | Floats = problem.link_gbps
+    if problem.pairs is not None:
+        circuit_gbps = problem.pairs.gbps[problem.pod[src[crossing]], problem.pod[dst[crossing]]]
+    own_s = gigabits[crossing] / (circuits[crossing] * circuit_gbps)
     return max(
         slowest_s(src, gigabits, problem.nic_gbps),
         slowest_s(dst, gigabits, problem.nic_gbps),

@@ -6,7 +6,8 @@ says where its parts lie on either side.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from planner.sync_tree.layout import EngineLayout, TrainerLayout
 from planner.sync_tree.model import Ints, Shard
-from planner.sync_tree.parameters import Box, Parameter
+from planner.sync_tree.parameters import WHOLE, Box, Parameter, Payload
 
 Ends = tuple[int, ...]  # endpoints, in order
 
@@ -41,28 +42,68 @@ def reshard(
     parameters: Sequence[Parameter], trainer: TrainerLayout, engines: Sequence[EngineLayout]
 ) -> tuple[Resharded, ...]:
     """Raises ValueError where a layout cannot divide a parameter, or somebody needs what nobody has."""
-    parts: dict[tuple[Ends, Ends], list[tuple[Parameter, Box]]] = {}
-    known: dict[tuple[object, ...], list[tuple[Ends, Ends, list[Box]]]] = {}
+    parts: _Parts = {}
+    known: dict[tuple[object, ...], list[_Cell]] = {}
     for parameter in sorted(parameters, key=lambda each: each.name):
         stages = trainer.stages(parameter.where), *(engine.stages(parameter.where) for engine in engines)
         key = parameter.shape, parameter.split, stages
         if key not in known:  # layers are alike
-            known[key] = _cells(parameter, trainer, engines)
-        for holders, needing, boxes in known[key]:
-            parts.setdefault((holders, needing), []).extend((parameter, box) for box in boxes)
+            known[key] = _cells(parameter.name, _boxes(parameter, [trainer]), _boxes(parameter, engines))
+        _add(parts, known[key], _Of(parameter.name, parameter.dtype_bytes, parameter.payload))
+    return _numbered(parts)
+
+
+def reshard_boxes(
+    tensors: Mapping[str, tuple[tuple[int, ...], int]],
+    having: Mapping[int, Mapping[str, Sequence[Box]]],
+    needing: Mapping[int, Mapping[str, Sequence[Box]]],
+) -> tuple[Resharded, ...]:
+    """The same from boxes alone. `tensors`: shape, and the bytes of an element; `having` and `needing`: what each
+    endpoint has, and needs, of them. It is quick where endpoints that are alike have one mapping. Raises ValueError
+    where somebody needs what nobody has."""
+    groups = _alike(having), _alike(needing)
+    parts: _Parts = {}
+    known: dict[tuple[object, ...], list[_Cell]] = {}
+    for name in sorted(tensors):
+        has, needs = (_owned(name, each) for each in groups)
+        shape, dtype_bytes = tensors[name]
+        key = shape, tuple(has.items()), tuple(needs.items())
+        if key not in known:
+            known[key] = _cells(name, has, needs)
+        _add(parts, known[key], _Of(name, dtype_bytes, WHOLE))
+    return _numbered(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Of:
+    name: str
+    dtype_bytes: int
+    payload: Payload
+
+
+_Cell = tuple[Ends, Ends, list[Box]]  # who has these, who needs them
+_Parts = dict[tuple[Ends, Ends], list[tuple[_Of, Box]]]
+
+
+def _add(parts: _Parts, cells: Iterable[_Cell], of: _Of) -> None:
+    for holders, needing, boxes in cells:
+        parts.setdefault((holders, needing), []).extend((of, box) for box in boxes)
+
+
+def _numbered(parts: _Parts) -> tuple[Resharded, ...]:
     return tuple(
         _resharded(f"shard{number:04}", holders, needing, pieces)
         for number, ((holders, needing), pieces) in enumerate(sorted(parts.items(), key=lambda each: each[0]))
     )
 
 
-def _resharded(name: str, holders: Ends, needing: Ends, pieces: Iterable[tuple[Parameter, Box]]) -> Resharded:
+def _resharded(name: str, holders: Ends, needing: Ends, pieces: Iterable[tuple[_Of, Box]]) -> Resharded:
     slices: list[Slice] = []
     offset = 0
-    for parameter, box in pieces:
-        elements = int(np.prod([last - first for first, last in box]))
-        size = parameter.payload.bytes_of(elements, parameter.dtype_bytes)
-        slices.append(Slice(parameter.name, box, offset, size))
+    for of, box in pieces:
+        elements = math.prod(last - first for first, last in box)
+        size = of.payload.bytes_of(elements, of.dtype_bytes)
+        slices.append(Slice(of.name, box, offset, size))
         offset += size
     held = set(holders)
     receivers = tuple(end for end in needing if end not in held)
@@ -70,17 +111,31 @@ def _resharded(name: str, holders: Ends, needing: Ends, pieces: Iterable[tuple[P
     return Resharded(Shard(name, offset, holders, receivers), at_home, tuple(slices))
 
 
-def _cells(
-    parameter: Parameter, trainer: TrainerLayout, engines: Sequence[EngineLayout]
-) -> list[tuple[Ends, Ends, list[Box]]]:
-    """What is needed of a parameter, by who has it and who needs it, in as large boxes as can be."""
-    having, needing = _boxes(parameter, [trainer]), _boxes(parameter, engines)
+def _alike(ends: Mapping[int, Mapping[str, Sequence[Box]]]) -> list[tuple[list[int], Mapping[str, Sequence[Box]]]]:
+    """Endpoints of one and the same mapping together."""
+    found: dict[int, tuple[list[int], Mapping[str, Sequence[Box]]]] = {}
+    for end, boxes in sorted(ends.items()):
+        found.setdefault(id(boxes), ([], boxes))[0].append(end)
+    return list(found.values())
+
+
+def _owned(name: str, groups: Iterable[tuple[list[int], Mapping[str, Sequence[Box]]]]) -> dict[Box, Ends]:
+    """Whose the boxes of a tensor are."""
+    found: dict[Box, Ends] = {}
+    for ends, boxes in groups:
+        for box in boxes.get(name, ()):
+            found[box] = (*found.get(box, ()), *ends)
+    return found
+
+
+def _cells(name: str, having: Mapping[Box, Sequence[int]], needing: Mapping[Box, Sequence[int]]) -> list[_Cell]:
+    """What is needed of a tensor, by who has it and who needs it, in as large boxes as can be."""
     if not needing:
         return []
-    cuts = [
-        np.unique([each for box in (*having, *needing) for each in box[axis]]) for axis in range(len(parameter.shape))
-    ]
-    covers = [_covered(box, cuts) for box in (*having, *needing)]
+    everyone = (*having, *needing)
+    axes = len(everyone[0])  # none of a scalar
+    cuts = [np.unique([each for box in everyone for each in box[axis]]) for axis in range(axes)]
+    covers = [_covered(box, cuts) for box in everyone]
     kinds, kind_of = np.unique(np.stack(covers).reshape(len(covers), -1), axis=1, return_inverse=True)
     grid = kind_of.reshape([len(cut) - 1 for cut in cuts])
     cells: dict[tuple[Ends, Ends], list[list[int]]] = {}
@@ -90,9 +145,11 @@ def _cells(
         cells.setdefault((holders, needed), []).extend(np.argwhere(grid == kind).tolist())
     found = []
     for (holders, needed), places in cells.items():
+        if not needed:
+            continue
         boxes = _merged(places, cuts)
         if not holders:
-            raise ValueError(f"{parameter.name}: nobody in the trainer has {boxes[0]}")
+            raise ValueError(f"{name}: nobody has {boxes[0]}")
         found.append((holders, needed, boxes))
     return found
 

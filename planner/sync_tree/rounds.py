@@ -50,6 +50,7 @@ class _Budget:
     tor_out: Floats  # [ToR]
     tor_in: Floats  # [ToR]
     circuits: Ints  # [pod]
+    between: Ints | None  # [pod, pod], where only some lead to each other
 
 
 def rounds(problem: SyncProblem, piece_bytes: int) -> Iterator[Wave]:
@@ -102,8 +103,9 @@ class _Rounds:
         self._roots = [pod for pod in range(len(problem.pods)) if pod not in needing]
         used = self._has.any(axis=0) | self._missing.any(axis=0)
         positive = problem.tor_gbps[problem.tor_gbps > 0]
+        pairs = problem.pairs
         self._slowest_gbps = min(
-            problem.link_gbps,
+            problem.link_gbps if pairs is None else float(pairs.gbps[pairs.circuits > 0].min(initial=np.inf)),
             float(problem.nic_gbps[used].min(initial=np.inf)),
             float(positive.min(initial=np.inf)),
         )
@@ -126,6 +128,7 @@ class _Rounds:
             tor_out=seconds * problem.tor_gbps,
             tor_in=seconds * problem.tor_gbps,
             circuits=problem.boundary_circuits.copy(),
+            between=None if problem.pairs is None else problem.pairs.circuits.copy(),
         )
         self._rows = []
         # The smaller ones fill what those leave that the wave is as long as: else these would find nobody free.
@@ -216,7 +219,7 @@ class _Rounds:
             pods = [
                 (2 if pod in needing else root_rank, -int(budget.circuits[pod]), pod)
                 for pod in sources
-                if budget.circuits[pod] > 0
+                if budget.circuits[pod] > 0 and (budget.between is None or budget.between[pod, group.pod] > 0)
             ]
             for rank, _, pod in sorted(pods):
                 if best is not None and rank >= best[0]:
@@ -232,6 +235,8 @@ class _Rounds:
         _, piece, sender, seed = best
         self._send(budget, piece, np.array([sender]), np.array([seed]), 1)
         budget.circuits[[self._problem.pod[sender], group.pod]] -= 1
+        if budget.between is not None:
+            budget.between[self._problem.pod[sender], group.pod] -= 1
         group.waiting.remove(piece)
         self._unseen.discard(piece.number)
         return piece

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.sync_tree.edges import Laying, equalise
-from planner.sync_tree.model import Ints, SyncProblem, Unreachable, Wave, edge_seconds
+from planner.sync_tree.model import Floats, Ints, SyncProblem, Unreachable, Wave, edge_seconds
 from planner.sync_tree.pieces import Crossing, Load, Piece, cut_to
 
 _LESS = 1 - 1e-9  # what rounding may cost
@@ -72,6 +72,8 @@ class _Filling:
         self._starts = np.cumsum([0, *lengths[:-1]])
         self._everyone = np.concatenate([group.receivers for group in self._groups] or [np.zeros(0, dtype=np.int64)])
         self._group_gbps = [float(problem.nic_gbps[group.receivers].sum()) for group in self._groups]
+        # The fastest way into each pod.
+        self._into_gbps = _into(problem).tolist()
         self._turn = 0
         self._waves = 0
 
@@ -88,7 +90,7 @@ class _Filling:
         self._waves += 1
         if not making.filled:
             raise Unreachable("shards are missing in PoDs that no circuit leads to")
-        equalise(self._problem, making.crossings, making.load.circuits)
+        equalise(self._problem, making.crossings, making.load.circuits, making.load.between)
         edges = self._laying.edges(making.load, making.crossings, making.filled)
         for pod, pieces in making.filled.items():
             for piece in pieces:
@@ -122,6 +124,7 @@ class _Filling:
             tor_out_s=np.zeros(tors),
             tor_in_s=np.zeros(tors),
             circuits=circuits,
+            between=None if problem.pairs is None else problem.pairs.circuits.copy(),
             relaying=relaying,
             least={},
             changes=[0] * len(problem.pods),
@@ -174,7 +177,7 @@ class _Filling:
                 return self._booked(making, group, piece, floor_s)
             if load.circuits[group.pod] <= 0:
                 continue
-            for rank, sender, above in self._ways(making, piece, floor_s, most_roots):
+            for rank, sender, above in self._ways(making, piece, group.pod, floor_s, most_roots):
                 if rank[0] > 0 and making.delivered:
                     continue
                 if best is None or (*rank, order) < best[0]:
@@ -184,12 +187,13 @@ class _Filling:
         _, piece, sender, above = best
         self._cross(making, group, piece, sender, above)
         floor_s = self._floor_s(making, group, piece, self._received_s(load, group, piece))
+        floor_s = max(floor_s, piece.gigabits / self._problem.circuit_gbps(self._pod(sender), group.pod))
         return self._booked(making, group, piece, floor_s)
 
     def _floor_s(self, making: _Wave, group: Group, piece: Piece, received_s: float) -> float:
         own_s = received_s if making.delivered else received_s * self._style.together
         if group.pod not in piece.sources:  # over one circuit, where NICs are faster
-            own_s = max(own_s, piece.gigabits / self._problem.link_gbps)
+            own_s = max(own_s, piece.gigabits / self._into_gbps[group.pod])
         return max(making.floor_s, own_s)
 
     def _can_spread(self, load: Load, group: Group, piece: Piece, floor_s: float) -> bool:
@@ -219,30 +223,37 @@ class _Filling:
         return piece
 
     def _ways(
-        self, making: _Wave, piece: Piece, floor_s: float, most_roots: tuple[int, int]
+        self, making: _Wave, piece: Piece, into: int, floor_s: float, most_roots: tuple[int, int]
     ) -> Iterator[tuple[tuple[float, ...], int, int]]:
         """Senders for a piece into another pod: how they rank, who they are, and the pods above."""
         load = making.load
         most, most_of_family = most_roots
         is_rooted = making.roots[id(piece)] >= most or making.family_roots[piece.family] >= most_of_family
         for pod, ends in piece.sources.items():
-            if load.relaying[pod] > 0 and load.circuits[pod] > 0:
+            if self._may_send(load, pod, into):
                 if is_rooted and pod not in piece.groups:
                     continue
-                yield self._rank(load, piece, self._least_busy(load, piece, ends, pod), 0, floor_s)
+                yield self._rank(load, piece, self._least_busy(load, piece, ends, pod), into, 0, floor_s)
         for pod, (seed, above) in making.seeds.get(id(piece), {}).items():
-            if load.relaying[pod] > 0 and load.circuits[pod] > 0:
-                yield self._rank(load, piece, seed, above, floor_s)
+            if self._may_send(load, pod, into):
+                yield self._rank(load, piece, seed, into, above, floor_s)
                 if self._style.stripes > 1:
                     continue  # others have it in parts, none of which comes as fast as it would have to go
                 # Whoever has it from the seed: later, but the seed may have its hands full with its own pod.
                 other = self._least_busy(load, piece, piece.missing[pod], pod)
-                yield self._rank(load, piece, other, above + 1, floor_s)
+                yield self._rank(load, piece, other, into, above + 1, floor_s)
+
+    def _may_send(self, load: Load, pod: int, into: int) -> bool:
+        if load.between is not None and load.between[pod, into] <= 0:
+            return False
+        return bool(load.relaying[pod] > 0 and load.circuits[pod] > 0)
 
     def _rank(
-        self, load: Load, piece: Piece, sender: int, above: int, floor_s: float
+        self, load: Load, piece: Piece, sender: int, into: int, above: int, floor_s: float
     ) -> tuple[tuple[float, ...], int, int]:
         after_s = self._after_sending_s(load, piece, sender)
+        if load.between is not None:
+            after_s = max(after_s, piece.gigabits / self._problem.circuit_gbps(self._pod(sender), into))
         return (
             (max(0.0, after_s - floor_s / _LESS), above, -int(load.relaying[self._pod(sender)]), after_s),
             sender,
@@ -301,6 +312,8 @@ class _Filling:
             load.group_sent[group] += piece.gigabits
         for pod in (self._pod(src), self._pod(dst)):
             load.circuits[pod] -= 1
+        if load.between is not None:
+            load.between[self._pod(src), self._pod(dst)] -= 1
         load.relaying[self._pod(src)] -= 1
         load.changes[self._pod(src)] += 1
         dst_pod = self._pod(dst)
@@ -308,6 +321,14 @@ class _Filling:
 
     def _pod(self, endpoint: int) -> int:
         return int(self._problem.pod[endpoint])
+
+
+def _into(problem: SyncProblem) -> Floats:
+    """Gigabits per second of the fastest circuit into each pod."""
+    if problem.pairs is None:
+        return np.full(len(problem.pods), problem.link_gbps)
+    fastest: Floats = np.where(problem.pairs.circuits > 0, problem.pairs.gbps, 0.0).max(axis=0, initial=0.0)
+    return fastest
 
 
 def _grouped(problem: SyncProblem, style: Style) -> list[Group]:

@@ -79,10 +79,23 @@ class _Checking:
         else:
             assert edge["phase"] == "A"
             assert edge["circuits"] >= 1
-            assert edge["rate_gbps"] <= edge["circuits"] * self.problem["link_gbps"] * (1 + ROUNDING)
+            assert edge["rate_gbps"] <= edge["circuits"] * self._circuit_gbps(edge) * (1 + ROUNDING)
+
+    def _circuit_gbps(self, edge: Document) -> float:
+        """Where links are told, there are no others."""
+        if self.problem.get("links") is None:
+            return float(self.problem["link_gbps"])
+        return float(self._link(edge)["gbps"])
+
+    def _link(self, edge: Document) -> Document:
+        pods = {self.ends[edge[end]]["pod"] for end in ("src", "dst")}
+        found = [link for link in self.problem["links"] if {link["a"], link["b"]} == pods]
+        assert found, f"no link joins {pods}"
+        return dict(found[0])
 
     def _capacities(self, edges: list[Document]) -> None:
         circuits: dict[str, int] = defaultdict(int)
+        linked: dict[tuple[str, str], int] = defaultdict(int)
         rates: dict[tuple[str, str], float] = defaultdict(float)
         for edge in edges:
             src, dst, rate = self.ends[edge["src"]], self.ends[edge["dst"]], edge["rate_gbps"]
@@ -91,6 +104,10 @@ class _Checking:
             if src["pod"] != dst["pod"]:
                 circuits[src["pod"]] += edge["circuits"]
                 circuits[dst["pod"]] += edge["circuits"]
+                if self.problem.get("links") is not None:
+                    one_way = src["pod"], dst["pod"]
+                    linked[one_way] += edge["circuits"]
+                    assert linked[one_way] <= self._link(edge)["circuits"], f"{linked[one_way]} circuits {one_way}"
             if src["tor"] != dst["tor"]:
                 rates["out of ToR", src["tor"]] += rate
                 rates["into ToR", dst["tor"]] += rate

@@ -1,11 +1,12 @@
 """Sites for tests of weight sync: regular families, and irregular ones by chance, as the contract writes them."""
 
+import itertools
 import random
 from typing import Any
 
 import numpy as np
 
-from planner.sync_tree.model import Shard, SyncPlan, SyncProblem
+from planner.sync_tree.model import Pairs, Shard, SyncPlan, SyncProblem
 
 Document = dict[str, Any]
 
@@ -96,6 +97,21 @@ def irregular(rng: random.Random) -> Document:
     }
 
 
+def linked(rng: random.Random) -> Document:
+    """An irregular site whose PoDs are joined as they are: some, by links of all kinds."""
+    site = irregular(rng)
+    pods = [pod["id"] for pod in site["pods"]]
+    site["links"] = [
+        {"a": a, "b": b, "circuits": rng.randint(1, 4), "gbps": rng.choice([1, 10, 100, 400])}
+        for a, b in itertools.combinations(pods, 2)
+        if rng.random() < 0.7
+    ]
+    if rng.random() < 0.7:  # rarely anything else in the way
+        site["pods"] = [{**pod, "boundary_circuits": 100} for pod in site["pods"]]
+        site["tor_circuits"] = {tor: max(1, each) for tor, each in site["tor_circuits"].items()}
+    return site
+
+
 def problem_of(document: Document) -> SyncProblem:
     pods = {pod["id"]: place for place, pod in enumerate(document["pods"])}
     tors = {tor: place for place, tor in enumerate(document["tor_circuits"])}
@@ -122,7 +138,18 @@ def problem_of(document: Document) -> SyncProblem:
         seeds_per_pod=document["seeds_per_pod"],
         chunk_bytes=document["chunk_bytes"],
         hop_latency_s=document["hop_latency_s"],
+        pairs=_pairs(pods, document["links"]) if "links" in document else None,
     )
+
+
+def _pairs(pods: dict[str, int], links: list[Document]) -> Pairs:
+    circuits = np.zeros((len(pods), len(pods)), dtype=np.int64)
+    gbps = np.zeros((len(pods), len(pods)))
+    for link in links:
+        a, b = pods[link["a"]], pods[link["b"]]
+        circuits[a, b] = circuits[b, a] = link["circuits"]
+        gbps[a, b] = gbps[b, a] = link["gbps"]
+    return Pairs(circuits, gbps)
 
 
 def answer_of(problem: SyncProblem, plan: SyncPlan) -> Document:

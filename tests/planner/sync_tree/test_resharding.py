@@ -18,7 +18,7 @@ from sync_sites import answer_of, problem_of, regular
 from planner.sync_tree.layout import EngineLayout, Local, TrainerLayout, megatron_stages, vllm_stages
 from planner.sync_tree.parameters import Box, Parameter, Payload, Split, Transformer, megatron_name
 from planner.sync_tree.plan import make_plan
-from planner.sync_tree.reshard import Resharded, reshard
+from planner.sync_tree.reshard import Resharded, reshard, reshard_boxes
 
 Array = np.ndarray[Any, Any]
 seeds = st.integers(0, 2**32)
@@ -257,6 +257,66 @@ def test_every_element_arrives_once_where_it_is_needed_and_nothing_else(seed: in
     sent = sum(each.shard.bytes * len(each.shard.receivers) for each in shards)
     assert sent == sum(len(elements) for elements in missing.values()) * asked.model.dtype_bytes
     assert len(shards) == len(kinds(has, needs)), "no fewer shards could do"
+
+
+@given(seeds)
+@settings(max_examples=30, deadline=None)
+def test_boxes_alone_say_the_same_as_layouts(seed: int) -> None:
+    asked = case(seed)
+    has: dict[int, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
+    needs: dict[int, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
+    for trains, parameter, end, locals_, _ in tensors(asked):
+        (has if trains else needs)[end][parameter.name] += [box for local in locals_ for box in local.boxes]
+    shapes = {each.name: (each.shape, each.dtype_bytes) for each in asked.parameters}
+    assert reshard_boxes(shapes, has, needs) == reshard(asked.parameters, asked.trainer, asked.engines)
+
+
+@given(seeds)
+def test_boxes_by_chance_are_carried_element_by_element_scalars_too(seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = {f"t{number}": tuple(rng.choice([1, 3, 5]) for _ in range(rng.randint(0, 3))) for number in range(3)}
+    mappings = [
+        {name: [_box(rng, shape) for _ in range(rng.randint(0, 2))] for name, shape in shapes.items()} for _ in range(3)
+    ]
+    everything = {name: [tuple((0, length) for length in shape)] for name, shape in shapes.items()}
+    having = {0: everything} | {end: rng.choice(mappings) for end in rng.sample(range(1, 6), 3)}
+    needing = {end: rng.choice(mappings) for end in rng.sample(range(6), 4)}
+    has, needs = _elements(shapes, having), _elements(shapes, needing)
+    found = reshard_boxes({name: (shape, 2) for name, shape in shapes.items()}, having, needing)
+    came: Counter[tuple[int, str, int]] = Counter()
+    for each in found:
+        at = 0
+        for piece in each.slices:
+            numbers = np.arange(math.prod(shapes[piece.parameter])).reshape(shapes[piece.parameter])
+            elements = numbers[_at(piece.box)].ravel().tolist()
+            assert (piece.offset, piece.bytes) == (at, 2 * len(elements))
+            at += piece.bytes
+            assert all(set(elements) <= has[end, piece.parameter] for end in each.shard.holders)
+            for end in (*each.shard.receivers, *each.at_home):
+                came.update((end, piece.parameter, element) for element in elements)
+        assert at == each.shard.bytes
+    assert came == Counter((*key, element) for key, elements in needs.items() for element in elements)
+    assert len(found) == len(kinds(has, needs))
+
+
+def _box(rng: random.Random, shape: tuple[int, ...]) -> Box:
+    firsts = [rng.randrange(length) for length in shape]
+    return tuple((first, rng.randint(first + 1, length)) for first, length in zip(firsts, shape, strict=True))
+
+
+def _elements(shapes: dict[str, tuple[int, ...]], boxes: Any) -> dict[tuple[int, str], set[int]]:
+    found: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for end, mapping in boxes.items():
+        for name, each in mapping.items():
+            numbers = np.arange(math.prod(shapes[name])).reshape(shapes[name])
+            for box in each:
+                found[end, name] |= set(numbers[_at(box)].ravel().tolist())
+    return found
+
+
+def test_what_nobody_has_is_said() -> None:
+    with pytest.raises(ValueError, match=r"w: nobody has \(\(2, 4\),\)"):
+        reshard_boxes({"w": ((4,), 2)}, {0: {"w": [((0, 2),)]}}, {1: {"w": [((0, 4),)]}})
 
 
 def kinds(has: dict[tuple[int, str], set[int]], needs: dict[tuple[int, str], set[int]]) -> set[tuple[Any, Any]]:

@@ -1,5 +1,6 @@
 """Weight sync: whatever the site, the plan does what the contract says; on regular ones it is near what can be."""
 
+import itertools
 import os
 import random
 import subprocess
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 from sync_checker import check
-from sync_sites import answer_of, irregular, problem_of, regular
+from sync_sites import answer_of, irregular, linked, problem_of, regular
 
 from planner.sync_tree.bounds import lower_bound_s, naive_s
 from planner.sync_tree.model import SyncPlan, Unreachable
@@ -40,6 +41,17 @@ def test_any_plan_does_what_the_contract_says_and_there_is_one_where_there_is_a_
             make_plan(problem_of(document))
 
 
+@given(seeds)
+@settings(max_examples=60, deadline=None)
+def test_plans_keep_to_links_as_they_are(seed: int) -> None:
+    document = linked(random.Random(seed))
+    if has_way(document):
+        planned(document)
+    else:
+        with pytest.raises(Unreachable):
+            make_plan(problem_of(document))
+
+
 def has_way(document: Document) -> bool:
     """Copies spread step by step: each receiver is reached by somebody who has it and may send to it."""
     circuits = {pod["id"]: pod["boundary_circuits"] for pod in document["pods"]}
@@ -48,6 +60,10 @@ def has_way(document: Document) -> bool:
     def may_send(src: str, dst: str) -> bool:
         one, other = ends[src], ends[dst]
         if one["pod"] != other["pod"] and not (circuits[one["pod"]] and circuits[other["pod"]]):
+            return False
+        links = document.get("links")
+        pods = {one["pod"], other["pod"]}
+        if links is not None and len(pods) == 2 and not any({link["a"], link["b"]} == pods for link in links):
             return False
         tors = document["tor_circuits"]
         return bool(one["tor"] == other["tor"] or (tors[one["tor"]] and tors[other["tor"]]))
@@ -74,6 +90,15 @@ def test_naive_is_what_an_independent_linear_program_finds(seed: int) -> None:
     assert lower_bound_s(problem_of(document)) <= expected_s * (1 + 1e-6)
 
 
+@given(seeds)
+@settings(max_examples=60, deadline=None)
+def test_naive_over_links_is_what_the_program_finds_too(seed: int) -> None:
+    document = linked(random.Random(seed))
+    expected_s = directly_s(document)
+    if expected_s is not None:
+        assert naive_s(problem_of(document)) == pytest.approx(expected_s, rel=1e-5, abs=1e-15)
+
+
 def directly_s(document: Document) -> float | None:
     """One variable for each holder of each shard of each receiver, and the time. None: not every way is open."""
     ends = {end["id"]: end for end in document["endpoints"]}
@@ -83,7 +108,12 @@ def directly_s(document: Document) -> float | None:
     for tor, count in document["tor_circuits"].items():
         capacity["tor out", tor] = capacity["tor in", tor] = count * document["link_gbps"]
     for pod in document["pods"]:
-        capacity["pod", pod["id"]] = pod["boundary_circuits"] * document["link_gbps"]
+        rates = [link["gbps"] for link in document.get("links", ()) if pod["id"] in (link["a"], link["b"])]
+        fastest = max(rates, default=0) if "links" in document else document["link_gbps"]
+        capacity["pod", pod["id"]] = pod["boundary_circuits"] * fastest
+    for link in document.get("links", ()):
+        for one, other in ((link["a"], link["b"]), (link["b"], link["a"])):
+            capacity["link", f"{one} {other}"] = link["circuits"] * link["gbps"]
     row = {limit: number for number, limit in enumerate(capacity)}
     columns: list[np.ndarray[Any, Any]] = []
     sums: list[int] = []  # [column], the delivery that it is a part of
@@ -97,7 +127,8 @@ def directly_s(document: Document) -> float | None:
                     used += [("tor out", src["tor"]), ("tor in", dst["tor"])]
                 if src["pod"] != dst["pod"]:
                     used += [("pod", src["pod"]), ("pod", dst["pod"])]
-                if any(not capacity[limit] for limit in used):
+                    used += [("link", f"{src['pod']} {dst['pod']}")] if "links" in document else []
+                if any(not capacity.get(limit) for limit in used):
                     return None
                 column = np.zeros(len(row))
                 column[[row[limit] for limit in used]] = shard["bytes"] * 8
@@ -136,6 +167,33 @@ def directly_s(document: Document) -> float | None:
 def test_regular_sites_are_near_the_bound(site: Document, most: float) -> None:
     plan = planned(regular(**site))
     assert plan.estimate_s <= most * plan.lower_bound_s
+
+
+@pytest.mark.parametrize(("gbps", "circuits", "most"), [(200, 1, 1.2), (100, 2, 1.25)])
+def test_pods_that_are_all_joined_are_near_the_bound(gbps: int, circuits: int, most: float) -> None:
+    site = regular(2, 6, 16, tp=4, circuits=1000)
+    pods = [pod["id"] for pod in site["pods"]]
+    site["links"] = [{"a": a, "b": b, "circuits": circuits, "gbps": gbps} for a, b in itertools.combinations(pods, 2)]
+    plan = planned(site)
+    assert plan.estimate_s <= most * plan.lower_bound_s
+
+
+def test_what_crosses_a_slow_link_between_sites_crosses_it_once() -> None:
+    site = regular(1, 4, 8, tp=1, circuits=1000, shards=8, holders=1)
+    links = [("train0", "gen0", 200), ("train0", "gen1", 200), ("gen1", "gen2", 10), ("gen2", "gen3", 200)]
+    site["links"] = [{"a": a, "b": b, "circuits": 2, "gbps": gbps} for a, b, gbps in links]
+    plan = planned(site)
+    assert plan.lower_bound_s == pytest.approx(64e9 * 8 / 20e9)
+    assert plan.estimate_s <= 1.2 * plan.lower_bound_s
+
+
+def test_fewer_waves_are_taken_where_waves_cost() -> None:
+    site = regular(1, 2, 4, tp=1, shards=1, total=200e6, circuits=2, holders=1, chunk_bytes=4 << 20)
+    problem = problem_of(site)
+    plain, costly = make_plan(problem), make_plan(problem, wave_s=0.01)
+    check(site, answer_of(problem, costly))
+    assert len(costly.waves) <= len(plain.waves)
+    assert plain.estimate_s <= costly.estimate_s <= plain.estimate_s + 0.01 * len(plain.waves)
 
 
 @pytest.mark.slow

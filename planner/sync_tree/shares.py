@@ -1,0 +1,163 @@
+"""What an engine's ranks load of each tensor of a checkpoint, by its Hugging Face name. Pure.
+
+As vLLM divides decoders (`layout.py` has the sources). Too much costs bytes and too little costs the model, so whatever
+a name and shapes do not settle is needed whole: names that are not known here, divisions that do not come out even, KV
+heads of unknown size, shared experts, and the insides of experts that are one tensor. The embedding goes to the last
+stage, too: tied models load it there.
+
+Ranks are those of one replica: with data parallelism and no expert parallelism vLLM divides experts over DP x TP, and
+with experts that are moved about (EPLB) names say nothing; say TP and EP 1 there.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from planner.sync_tree.layout import vllm_stages
+from planner.sync_tree.parameters import Box
+
+Range = tuple[int, int]
+Shapes = Mapping[str, tuple[int, ...]]
+
+_LAYER = re.compile(r"^(?:model\.|language_model\.model\.|model\.language_model\.)layers\.(\d+)\.")
+_DRAFT = re.compile(r"\.(?:eh_proj|enorm|hnorm)\.")  # of layers for multi-token prediction, which no stage counts
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EXPERTS = re.compile(r"\.experts\.[a-z_]+(?:\.weight)?$")  # all in one tensor
+_EXPERTS_PART = re.compile(r"\.experts\.\d+\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.(?P<kind>weight)$")
+_DENSE = re.compile(
+    r"\.(?:self_attn\.(?P<attention>[qkvo]_proj)|mlp\.(?P<mlp>gate_proj|up_proj|down_proj))\.(?P<kind>weight|bias)$"
+)
+_VOCAB = re.compile(r"^(?:model\.|language_model\.model\.|model\.language_model\.|language_model\.)?"
+                    r"(?P<name>embed_tokens|lm_head)\.weight$")  # fmt: skip
+_LAST_NORM = re.compile(r"^(?:model\.|language_model\.model\.|model\.language_model\.)norm\.weight$")
+_ROWS_ARE_OUTPUTS = frozenset({"q_proj", "gate_proj", "up_proj", "w1", "w3"})
+_COLUMNS_ARE_INPUTS = frozenset({"o_proj", "down_proj", "w2"})
+_VOCAB_MULTIPLE = 64  # vLLM pads a vocabulary's rows to a multiple of this
+
+
+def needed_boxes(
+    shapes: Shapes,
+    *,
+    tp: int = 1,
+    tp_ranks: Sequence[int] = (0,),
+    pp: int = 1,
+    pp_ranks: Sequence[int] = (0,),
+    ep: int = 1,
+    ep_ranks: Sequence[int] = (0,),
+) -> dict[str, tuple[Box, ...]]:
+    """Of each tensor, what any of these ranks loads; tensors of which none loads anything are left out."""
+    stage_of_layer = _stages(shapes, pp)
+    expert_counts = _experts(shapes)
+    found: dict[str, tuple[Box, ...]] = {}
+    for name, shape in shapes.items():
+        whole = tuple((0, length) for length in shape)
+        if pp > 1 and not _is_on(name, set(pp_ranks), pp, stage_of_layer):
+            continue
+        if ep > 1 and ".experts." in name:
+            boxes = _of_experts(name, whole, expert_counts, ep, ep_ranks)
+        else:
+            axis, ranges = _divided(name, shape, shapes, tp, tp_ranks)
+            boxes = [whole] if axis is None else [(*whole[:axis], each, *whole[axis + 1 :]) for each in ranges]
+        if boxes:
+            found[name] = tuple(boxes)
+    return found
+
+
+def _stages(shapes: Shapes, pp: int) -> tuple[int, ...]:
+    """Stage of each layer; empty where layers cannot be counted."""
+    layers, drafts = set(), set()
+    for name in shapes:
+        if match := _LAYER.match(name):
+            layers.add(int(match[1]))
+            if _DRAFT.search(name):
+                drafts.add(int(match[1]))
+    layers -= drafts
+    return vllm_stages(len(layers), pp) if layers == set(range(len(layers))) else ()
+
+
+def _is_on(name: str, stages: set[int], pp: int, stage_of_layer: tuple[int, ...]) -> bool:
+    if match := _LAYER.match(name):
+        layer = int(match[1])
+        return layer >= len(stage_of_layer) or stage_of_layer[layer] in stages
+    if match := _VOCAB.match(name):
+        return pp - 1 in stages or (match["name"] == "embed_tokens" and 0 in stages)
+    return pp - 1 in stages or not _LAST_NORM.match(name)
+
+
+def _experts(shapes: Shapes) -> dict[str, int]:
+    """How many there are, by what comes before their number."""
+    counts: dict[str, int] = {}
+    for name in shapes:
+        if match := _EXPERT.search(name):
+            before = name[: match.start()]
+            counts[before] = max(counts.get(before, 0), int(match[1]) + 1)
+    return counts
+
+
+def _of_experts(name: str, whole: Box, counts: Mapping[str, int], ep: int, ranks: Iterable[int]) -> list[Box]:
+    """Experts go to ranks one after another, as evenly as can be; the first ranks have one more."""
+    if match := _EXPERT.search(name):
+        own = _even_experts(counts[name[: match.start()]], ep, ranks)
+        return [whole] if any(first <= int(match[1]) < last for first, last in own) else []
+    if _EXPERTS.search(name) and len(whole) == 3:
+        return [(each, *whole[1:]) for each in _even_experts(whole[0][1], ep, ranks)]
+    return [whole]
+
+
+def _even_experts(count: int, ep: int, ranks: Iterable[int]) -> list[Range]:
+    each, more = divmod(count, ep)
+    starts = {rank: rank * each + min(rank, more) for rank in sorted(set(ranks))}
+    return _joined((first, first + each + (rank < more)) for rank, first in starts.items())
+
+
+def _divided(
+    name: str, shape: tuple[int, ...], shapes: Shapes, tp: int, ranks: Sequence[int]
+) -> tuple[int | None, list[Range]]:
+    """The axis that TP divides, and what these ranks have of it; None: they have all."""
+    if tp == 1:
+        return None, []
+    if _VOCAB.match(name) and len(shape) == 2:
+        rows = -(-shape[0] // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        if rows % tp:
+            return None, []
+        own = [(rank * rows // tp, (rank + 1) * rows // tp) for rank in sorted(set(ranks))]
+        return 0, _joined((first, min(last, shape[0])) for first, last in own)
+    match = _DENSE.search(name) or _EXPERTS_PART.search(name)
+    if match is None:
+        return None, []
+    part = match.groupdict().get("attention") or match.groupdict().get("mlp") or match.groupdict().get("part")
+    axis, of, copies = 0, tp, 1
+    if part in _COLUMNS_ARE_INPUTS:
+        axis = 1
+    elif part not in _ROWS_ARE_OUTPUTS:
+        heads = _kv_heads(name, shape, shapes)
+        if not heads or (heads % tp and tp % heads):
+            return None, []
+        of, copies = min(heads, tp), max(1, tp // heads)
+    if axis >= len(shape) or len(shape) > 2 or shape[axis] % of:
+        return None, []
+    each = shape[axis] // of
+    return axis, _joined((rank // copies * each, (rank // copies + 1) * each) for rank in sorted(set(ranks)))
+
+
+def _kv_heads(name: str, shape: tuple[int, ...], shapes: Shapes) -> int:
+    """By the norm of one head; where there are as many as query heads, which TP divides, rows will do. 0: not known,
+    and they could be fewer than ranks, and copied."""
+    before = name[: name.rindex(".self_attn.") + len(".self_attn.")]
+    norm = shapes.get(f"{before}k_norm.weight")
+    if norm is not None and len(norm) == 1 and shape[0] % norm[0] == 0:
+        return shape[0] // norm[0]
+    query = shapes.get(f"{before}q_proj.{name.rsplit('.', 1)[1]}")
+    return shape[0] if query == shape else 0
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """Neighbours as one, and nothing empty or twice; they come in order."""
+    found: list[Range] = []
+    for first, last in ranges:
+        if first >= last:
+            continue
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found

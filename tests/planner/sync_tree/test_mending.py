@@ -1,0 +1,178 @@
+"""Mending: edges break and peers die at any time; with a holder of each byte alive, everybody gets everything once."""
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.sync_tree.mend import Feed, Mended, Range, Weight, mend
+
+SIZE = 12  # bytes of a shard
+seeds = st.integers(0, 2**32)
+
+
+class World:
+    """Peers as they are: one byte at a time over an edge that has begun, waves by the rule of peers, in any order."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.peers = {f"p{number}" for number in range(rng.randint(2, 7))}
+        self.has: dict[tuple[str, str], set[int]] = {}  # [peer, shard]
+        self.edges: dict[str, Feed] = {}  # not ended
+        self.came: dict[tuple[str, str, int], int] = defaultdict(int)
+        self.at: dict[str, int] = {}  # [edge], the first byte that it has not carried
+        self.repairs = 0
+        for shard in (f"s{number}" for number in range(rng.randint(1, 3))):
+            members = rng.sample(sorted(self.peers), rng.randint(2, len(self.peers)))
+            holders = members[: rng.randint(1, len(members) - 1)]
+            for peer in members:
+                self.has[peer, shard] = set(range(SIZE)) if peer in holders else set()
+            cuts = sorted({0, SIZE, *rng.sample(range(1, SIZE), 2)})
+            for first, last in itertools.pairwise(cuts):
+                self._tree(shard, first, last, members, len(holders))
+
+    def _tree(self, shard: str, first: int, last: int, members: list[str], holders: int) -> None:
+        wave = dict.fromkeys(members[:holders], 0)
+        for dst in self.rng.sample(members[holders:], len(members) - holders):
+            src = self.rng.choice(sorted(wave))
+            wave[dst] = wave[src] + self.rng.choice([0, 0, 1, 2])
+            number = len(self.edges)
+            self.edges[f"e{number}"] = Feed(f"e{number}", shard, first, last - first, src, dst, wave[dst])
+
+    def missing(self) -> dict[str, dict[str, list[Range]]]:
+        found: dict[str, dict[str, list[Range]]] = {peer: {} for peer in self.peers}
+        for (peer, shard), has in self.has.items():
+            if peer in self.peers:
+                found[peer][shard] = [(at, 1) for at in range(SIZE) if at not in has]
+        return found
+
+    def step(self) -> bool:
+        """One byte moves; False: nothing can."""
+        order = sorted(self.edges.values(), key=lambda edge: edge.id)
+        self.rng.shuffle(order)
+        for edge in order:
+            before = [each for each in self.edges.values() if each.wave < edge.wave]
+            if any({each.src, each.dst} & {edge.src, edge.dst} for each in before):
+                continue
+            there, wanted = self.has[edge.src, edge.shard], self.has[edge.dst, edge.shard]
+            left = [at for at in range(edge.offset, edge.end) if self.progress(edge) <= at]
+            if left[0] in there:
+                assert left[0] not in wanted, "it is sent what it has"
+                wanted.add(left[0])
+                self.came[edge.dst, edge.shard, left[0]] += 1
+                self.at[edge.id] = left[0] + 1
+                if len(left) == 1:
+                    del self.edges[edge.id]
+                return True
+        return False
+
+    def progress(self, edge: Feed) -> int:
+        return self.at.get(edge.id, edge.offset)
+
+    def fail(self) -> None:
+        """An edge, several of one peer, or a peer without which each byte is still held."""
+        if self.rng.random() < 0.5 and self.edges:
+            broken = set(self.rng.sample(sorted(self.edges), self.rng.randint(1, min(3, len(self.edges)))))
+        else:
+            broken = set()
+            dying = self.rng.choice(sorted(self.peers))
+            others = {
+                (shard, at) for (peer, shard), has in self.has.items() if peer in self.peers - {dying} for at in has
+            }
+            if all((shard, at) in others for _, shard in self.has for at in range(SIZE)):
+                self.peers.discard(dying)
+        self.mend(broken)
+
+    def mend(self, broken: set[str]) -> Mended:
+        self.repairs += 1
+        name = f"r{self.repairs}."
+        done = mend(self.edges.values(), broken, self.missing(), name=name, part_bytes=self.rng.choice([2, 5, 100]))
+        for edge in list(self.edges.values()):
+            if edge.id in broken or not {edge.src, edge.dst} <= self.peers:
+                del self.edges[edge.id]
+        for edge in done.feeds:
+            assert edge.id not in self.edges
+            self.edges[edge.id] = edge
+        assert self.has_no_circle()
+        assert not done.lost
+        return done
+
+    def has_no_circle(self) -> bool:
+        for shard in {shard for _, shard in self.has}:
+            for at in range(SIZE):
+                above = {
+                    e.dst: e.src for e in self.edges.values() if e.shard == shard and self.progress(e) <= at < e.end
+                }
+                for peer in above:
+                    seen: set[str] = set()
+                    while peer in above:
+                        if peer in seen:
+                            return False
+                        seen.add(peer)
+                        peer = above[peer]
+        return True
+
+
+@given(seeds)
+@settings(max_examples=300, deadline=None)
+def test_whatever_fails_everybody_who_lives_gets_every_byte_once(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(rng)
+    held = {(peer, shard, at) for (peer, shard), has in world.has.items() for at in has}
+    often = rng.choice([0.05, 0.3])
+    failures = rng.randint(1, 6)
+    while world.step():
+        if failures and rng.random() < often:
+            failures -= 1
+            world.fail()
+    for (peer, shard), has in world.has.items():
+        if peer in world.peers:
+            assert has == set(range(SIZE)), f"{peer} waits for {shard}"
+    assert not world.edges
+    assert all(count == 1 for count in world.came.values())
+    assert not held & set(world.came)
+
+
+def mended(feeds: Iterable[Feed], missing: dict[str, dict[str, list[Range]]], weight: Weight | None = None) -> Mended:
+    return mend(feeds, {"broken"}, missing, name="new", **({"weight": weight} if weight else {}))
+
+
+def test_who_is_below_the_dead_one_gets_one_edge_and_passes_it_on() -> None:
+    """a -> b -> c -> d: b dies."""
+    feeds = [Feed("0", "s", 0, 9, "b", "c"), Feed("1", "s", 0, 9, "c", "d")]
+    done = mended(feeds, {"a": {"s": []}, "c": {"s": [(4, 5)]}, "d": {"s": [(0, 9)]}})
+    assert done == Mended((Feed("new0", "s", 4, 5, "a", "c"),), {})
+
+
+def test_many_at_once_are_served_by_each_other_rather_than_by_one() -> None:
+    missing: dict[str, dict[str, list[Range]]] = {"a": {"s": []}} | {f"r{n}": {"s": [(0, 8)]} for n in range(7)}
+    done = mended([], missing)
+    sent = [feed.src for feed in done.feeds]
+    assert len(done.feeds) == 7
+    assert sent.count("a") <= 4
+
+
+def test_holders_share_what_is_to_be_sent_in_parts() -> None:
+    missing: dict[str, dict[str, list[Range]]] = {"a": {"s": []}, "b": {"s": []}, "c": {"s": [(0, 100)]}}
+    done = mend([], (), missing, name="new", part_bytes=25)
+    assert sum(feed.bytes for feed in done.feeds) == 100
+    for src in "ab":
+        assert sum(feed.bytes for feed in done.feeds if feed.src == src) == 50
+
+
+def test_what_nobody_has_is_lost_and_the_rest_is_not() -> None:
+    feeds = [Feed("broken", "s", 0, 9, "a", "b"), Feed("1", "s", 0, 9, "b", "c")]
+    done = mended(feeds, {"b": {"s": [(3, 6)]}, "c": {"s": [(0, 9)]}})
+    assert done == Mended((), {"b": {"s": ((3, 6),)}, "c": {"s": ((3, 6),)}})
+
+
+def test_where_there_is_no_way_another_goes_first() -> None:
+    """Only b reaches c, and a reaches b."""
+    missing: dict[str, dict[str, list[Range]]] = {"a": {"s": []}, "b": {"s": [(0, 4)]}, "c": {"s": [(0, 4)]}}
+    done = mended([], missing, lambda src, dst: 1.0 if {src, dst} != {"a", "c"} else None)
+    assert [(feed.src, feed.dst) for feed in done.feeds] == [("a", "b"), ("b", "c")]
+    nowhere = mended([], missing, lambda src, dst: None if dst == "c" else 1.0)
+    assert nowhere.lost == {"c": {"s": ((0, 4),)}}

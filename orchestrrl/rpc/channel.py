@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_TARGET = "127.0.0.1:7070"
 
 KEEPALIVE_S = 3
+MESSAGE_BYTES = 64 * 1024 * 1024  # at most
 
 # A connection that has silently died is noticed after KEEPALIVE_S and as long again. Reconnecting is paced by Backoff
 # alone, so gRPC's own pacing (20 s to connect, minutes between attempts, shared by the whole process) is switched off.
@@ -28,8 +29,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
-    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
 )
 
 # What a server needs to bear such clients: by default it hangs up on one that pings more than once in five minutes.
@@ -39,8 +40,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
-    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
 )
 
 

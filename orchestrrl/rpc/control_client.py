@@ -1,4 +1,4 @@
-"""A client of the daemon's Control, Switches and Fabric services, with our errors in place of gRPC's."""
+"""A client of the daemon's Control, Switches, Fabric and Weights services, with our errors in place of gRPC's."""
 
 from collections.abc import AsyncGenerator
 from types import TracebackType
@@ -8,7 +8,7 @@ import grpc
 
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
-from orchestrrl.rpc.pb import control_pb2_grpc, fabric_pb2_grpc
+from orchestrrl.rpc.pb import control_pb2_grpc, fabric_pb2_grpc, weights_pb2_grpc
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -34,6 +34,7 @@ class ControlClient:
         self.control = control_pb2_grpc.ControlStub(self._channel)
         self.switches = control_pb2_grpc.SwitchesStub(self._channel)
         self.fabric = fabric_pb2_grpc.FabricStub(self._channel)
+        self.weights = weights_pb2_grpc.WeightsStub(self._channel)
         return self
 
     async def __aexit__(

@@ -56,6 +56,7 @@ _FROZEN_TO_PB = {
     FrozenRequests.RECOMPUTE: agent_pb2.FROZEN_REQUESTS_RECOMPUTE,
     FrozenRequests.CONTINUE: agent_pb2.FROZEN_REQUESTS_CONTINUE,
     FrozenRequests.RESTART: agent_pb2.FROZEN_REQUESTS_RESTART,
+    FrozenRequests.TAKEN_BACK: agent_pb2.FROZEN_REQUESTS_TAKEN_BACK,
 }
 _FROZEN_FROM_PB = {pb: frozen for frozen, pb in _FROZEN_TO_PB.items()}
 
@@ -167,7 +168,7 @@ def operation_to_pb(operation: Operation) -> agent_pb2.Operation:
             message.abort_requests.CopyFrom(agent_pb2.AbortRequests(engine_id=engine, request_ids=requests))
         case ProbeEngine(engine):
             message.probe_engine.CopyFrom(agent_pb2.ProbeEngine(engine_id=engine))
-        case CloseGate(lease, holder, gate_mode, frozen, lease_until_s, quiet_by_s, engines_run):
+        case CloseGate(lease, holder, gate_mode, frozen, lease_until_s, quiet_by_s, engines_run, weights_change):
             message.close_gate.CopyFrom(
                 agent_pb2.CloseGate(
                     lease_id=lease,
@@ -177,6 +178,7 @@ def operation_to_pb(operation: Operation) -> agent_pb2.Operation:
                     lease_until_unix_s=lease_until_s,
                     quiet_by_unix_s=quiet_by_s,
                     engines_run=engines_run,
+                    weights_change=weights_change,
                 )
             )
         case OpenGate(lease, policy_version, without):
@@ -228,6 +230,7 @@ def _action_from_pb(message: agent_pb2.Operation) -> Action:
                 close.lease_until_unix_s,
                 close.quiet_by_unix_s,
                 close.engines_run,
+                close.weights_change,
             )
         case "open_gate":
             opened = message.open_gate

@@ -31,9 +31,28 @@ class GateService:
         version = request.policy_version if request.HasField("policy_version") else None
         without = [EngineId(engine) for engine in request.without_engine_ids]
         async with refusing(context):
+            version, left_out = await self._waiting_weights(request.lease_id, version)
             await self._prepare(request.lease_id)
+            there = {view.id for view in self._plane.state.engines(self._plane.clock.now_s())}
+            lacking = {*left_out, *self._restarted(version)} & there  # some may have been removed meanwhile
+            without += sorted(lacking.difference(without))
             await self._plane.gate.resume(request.lease_id, version, without, request.reason, request.weights_source)
         return self.seen()
+
+    async def _waiting_weights(self, lease_id: str, told: int | None) -> tuple[int | None, tuple[EngineId, ...]]:
+        """Those that wait for a closed gate are installed before it opens: their version, and who has not got it. Where
+        another is told it is that one. Without a lease: of whoever holds the gate."""
+        lease, weights = self._plane.gate.state.lease, self._plane.weights
+        if weights is None or lease is None or lease_id not in ("", lease.id):
+            return told, ()
+        return await weights.before_resume(lease.until_s, told)
+
+    def _restarted(self, version: int | None) -> list[EngineId]:
+        """Of a version that we brought: who has lost it since."""
+        weights = self._plane.weights
+        if weights is None or version is None or weights.book.fleet.version != version:
+            return []
+        return weights.restarted()
 
     async def _prepare(self, lease_id: str) -> None:
         """Whoever resumes again, or too late, finds requests going on."""
@@ -41,7 +60,7 @@ class GateService:
         if (
             prepare is not None
             and lease is not None
-            and lease.id == lease_id
+            and lease_id in ("", lease.id)
             and (words := await prepare(lease.until_s))
         ):
             logger.info("before the gate opens: %s", words)

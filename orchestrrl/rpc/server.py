@@ -1,4 +1,4 @@
-"""The daemon's gRPC side: Control, Telemetry, Node, Switches, Fabric, health and reflection, on TCP and a Unix socket.
+"""The daemon's gRPC side: every service of proto/, with health and reflection, on TCP and a Unix socket.
 
 The servicers translate and nothing more; what is asked is answered by the control plane.
 """
@@ -31,8 +31,12 @@ from orchestrrl.rpc.pb import (
     fabric_pb2_grpc,
     telemetry_pb2,
     telemetry_pb2_grpc,
+    weights_pb2,
+    weights_pb2_grpc,
 )
 from orchestrrl.rpc.refusals import Context, read, refuse
+from orchestrrl.rpc.weights_service import WeightsService
+from orchestrrl.weight_syncs import Weights, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ SERVICES = tuple(
         (fabric_pb2, "Fabric"),
         (telemetry_pb2, "Telemetry"),
         (agent_pb2, "Node"),
+        (weights_pb2, "Weights"),
     )
 )
 
@@ -121,8 +126,10 @@ class Server:
         listen: Listen,
         switches: control_pb2_grpc.SwitchesServicer,
         hub: TraceHub | None = None,
+        weights: Weights | None = None,
     ) -> "Server":
         """Bind and serve; the fabric is the control plane's. Raises Permanent when an address cannot be had."""
+        weights = weights or weights_of(plane.config, plane, plane.clock)
         # Without this, Linux lets two daemons share a port, and each gets some of the nodes.
         server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
         status = health.aio.HealthServicer()
@@ -134,6 +141,7 @@ class Server:
         )
         telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(plane), server)
         agent_pb2_grpc.add_NodeServicer_to_server(NodeService(plane), server)
+        weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(weights.syncs, weights.hub, plane.clock), server)
         health_pb2_grpc.add_HealthServicer_to_server(status, server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

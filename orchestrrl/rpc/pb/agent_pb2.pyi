@@ -103,6 +103,8 @@ class _FrozenRequestsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Frozen
     """With the KV that they have, of the weights before."""
     FROZEN_REQUESTS_RESTART: _FrozenRequests.ValueType  # 3
     """From the beginning, unless their clients have had some of the answer: these go on as with recompute."""
+    FROZEN_REQUESTS_TAKEN_BACK: _FrozenRequests.ValueType  # 4
+    """The gateway takes them back, so that engines are empty; they go on from their tokens, as with recompute."""
 
 class FrozenRequests(_FrozenRequests, metaclass=_FrozenRequestsEnumTypeWrapper):
     """How frozen requests go on. Unspecified: recompute."""
@@ -114,6 +116,8 @@ FROZEN_REQUESTS_CONTINUE: FrozenRequests.ValueType  # 2
 """With the KV that they have, of the weights before."""
 FROZEN_REQUESTS_RESTART: FrozenRequests.ValueType  # 3
 """From the beginning, unless their clients have had some of the answer: these go on as with recompute."""
+FROZEN_REQUESTS_TAKEN_BACK: FrozenRequests.ValueType  # 4
+"""The gateway takes them back, so that engines are empty; they go on from their tokens, as with recompute."""
 Global___FrozenRequests: _TypeAlias = FrozenRequests  # noqa: Y015
 
 class _OperationStatus:
@@ -551,6 +555,7 @@ class CloseGate(_message.Message):
     LEASE_UNTIL_UNIX_S_FIELD_NUMBER: _builtins.int
     QUIET_BY_UNIX_S_FIELD_NUMBER: _builtins.int
     ENGINES_RUN_FIELD_NUMBER: _builtins.int
+    WEIGHTS_CHANGE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     holder: _builtins.str
     """Who asked, in words for an operator."""
@@ -563,6 +568,10 @@ class CloseGate(_message.Message):
     """Engines run on, since what other gateways have there is to finish: answered when all that this gateway has is at
     rest. The same lease again without this pauses them.
     """
+    weights_change: _builtins.bool
+    """If the lease ends by itself nobody knows which weights engines have: answers have no policy version from then on, and
+    no KV is handed over, until versions are told.
+    """
     def __init__(
         self,
         *,
@@ -573,10 +582,11 @@ class CloseGate(_message.Message):
         lease_until_unix_s: _builtins.float = ...,
         quiet_by_unix_s: _builtins.float = ...,
         engines_run: _builtins.bool = ...,
+        weights_change: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines_run", b"engines_run", "frozen", b"frozen", "holder", b"holder", "lease_id", b"lease_id", "lease_until_unix_s", b"lease_until_unix_s", "mode", b"mode", "quiet_by_unix_s", b"quiet_by_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines_run", b"engines_run", "frozen", b"frozen", "holder", b"holder", "lease_id", b"lease_id", "lease_until_unix_s", b"lease_until_unix_s", "mode", b"mode", "quiet_by_unix_s", b"quiet_by_unix_s", "weights_change", b"weights_change"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,239 @@
+"""The service Weights: peers are given orders; trainers publish versions; operators look, abort and install."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+import grpc
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrrl.clock import Clock
+from orchestrrl.errors import Permanent, ProblemFaults, faults_of
+from orchestrrl.rpc.channel import MESSAGE_BYTES, stop
+from orchestrrl.rpc.convert_weights import report_to_pb, status_to_pb
+from orchestrrl.rpc.pb import weights_pb2 as pb
+from orchestrrl.rpc.pb import weights_pb2_grpc
+from orchestrrl.rpc.refusals import Context, refuse, refusing
+from orchestrrl.sync_reports import SyncReport, WeightsStatus
+from orchestrrl.weights.model import Peer
+from orchestrrl.weights.orders import NEWS, ORDER, Outcome, PeerNews, PeerOrder, PeerResult
+from orchestrrl.weights.publication import PUBLICATION, Publication
+
+logger = logging.getLogger(__name__)
+
+# How often it is told that more bytes have arrived; what else happens is told at once.
+TOLD_EVERY_S = 0.1
+ENVELOPE_BYTES = 1024  # what gRPC and protobuf put around a text, at most
+FIELD_BYTES = 16  # what a message inside another takes beside itself, at most
+_BODY: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+FAULTS_TOLD, FAULT_CHARACTERS = 20, 200  # a refusal travels in a header, and a model has thousands of tensors
+
+
+class Syncs(Protocol):
+    """Whoever carries versions out, one at a time. A sync runs by itself, whoever looks on."""
+
+    def publish(self, publication: Publication) -> str:
+        """The sync's id. Raises ProblemFaults with all that is wrong with it, Permanent where it cannot be now."""
+        ...
+
+    def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:
+        """The report as it is and whenever it changes; ends after the last."""
+        ...
+
+    def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
+        """Neither: the one under way, else the last. Raises Permanent where there is none."""
+        ...
+
+    def history(self, limit: int) -> list[SyncReport]:
+        """Newest first; 0: all that are remembered."""
+        ...
+
+    def status(self) -> WeightsStatus: ...
+
+    def abort(self, sync_id: str, reason: str) -> SyncReport:
+        """Empty: the one under way. Raises Permanent where it is over or committed."""
+        ...
+
+    def install_now(self, sync_id: str, reason: str) -> SyncReport:
+        """Raises Permanent where nothing is prepared."""
+        ...
+
+    async def relayed(
+        self, sync_id: str, rank: int, number: int, call: str, body: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Of a trainer's rank, to the plane. Raises Permanent where nothing of the kind is asked."""
+        ...
+
+
+class PeerLine(Protocol):
+    """One attached peer."""
+
+    def orders(self) -> AsyncIterator[PeerOrder]:
+        """Until `end`, or until the peer has attached anew."""
+        ...
+
+    def told(self, news: PeerNews) -> None: ...
+
+    def end(self) -> None:
+        """Harmless when it has ended."""
+        ...
+
+
+class Peers(Protocol):
+    def attach(self, peer: Peer) -> PeerLine: ...
+
+
+class WeightsService(weights_pb2_grpc.WeightsServicer):
+    def __init__(self, syncs: Syncs, peers: Peers, clock: Clock) -> None:
+        self._syncs = syncs
+        self._peers = peers
+        self._now_s = clock.now_s
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[pb.PeerMessage], context: Context
+    ) -> AsyncIterator[pb.PeerOrder]:
+        await context.send_initial_metadata(())
+        first = await anext(aiter(request_iterator), None)
+        if first is None:
+            return
+        try:
+            peer = NEWS.validate_json(first.news_json)
+        except ValidationError as error:
+            await refuse(context, ProblemFaults(news_faults(error)))
+        if not isinstance(peer, Peer):
+            await refuse(context, ValueError("the first message must be a peer that says who it is"))
+        async with refusing(context):
+            line = self._peers.attach(peer)
+        receiving = asyncio.ensure_future(self._receive(request_iterator, peer, line))
+        try:
+            async for order in line.orders():
+                text = ORDER.dump_json(order)
+                if len(text) + ENVELOPE_BYTES > MESSAGE_BYTES:
+                    line.told(PeerResult(order.id, Outcome.FAILED, _too_large(order, len(text))))
+                else:
+                    yield pb.PeerOrder(order_json=text.decode())
+        finally:
+            await stop(receiving)
+            line.end()
+
+    async def _receive(self, messages: AsyncIterator[pb.PeerMessage], peer: Peer, line: PeerLine) -> None:
+        try:
+            async for message in messages:
+                try:
+                    line.told(NEWS.validate_json(message.news_json))
+                except ValidationError as error:
+                    logger.warning("peer %s told what makes no sense: %s", peer.id, "; ".join(news_faults(error)))
+        finally:
+            line.end()
+
+    async def Publish(self, request: pb.PublishRequest, context: Context) -> AsyncIterator[pb.SyncReport]:
+        await context.send_initial_metadata(())
+        async with refusing(context):
+            sync_id = self._syncs.publish(publication_from_json(request.publication_json))
+        async for message in self._follow(sync_id, context):
+            yield message
+
+    async def GetSync(self, request: pb.GetSyncRequest, context: Context) -> pb.SyncReport:
+        return report_to_pb(await self._found(request, context))
+
+    async def WatchSync(self, request: pb.GetSyncRequest, context: Context) -> AsyncIterator[pb.SyncReport]:
+        await context.send_initial_metadata(())
+        report = await self._found(request, context)
+        async for message in self._follow(report.id, context):
+            yield message
+
+    async def ListSyncs(self, request: pb.ListSyncsRequest, context: Context) -> pb.ListSyncsResponse:
+        """As many as a message holds: of a large fleet not all that are remembered."""
+        listed: list[pb.SyncReport] = []
+        size = ENVELOPE_BYTES
+        for report in self._syncs.history(request.limit):
+            message = report_to_pb(report, edges=False)
+            size += message.ByteSize() + FIELD_BYTES
+            if size > MESSAGE_BYTES:
+                break
+            listed.append(message)
+        return pb.ListSyncsResponse(syncs=listed)
+
+    async def GetWeights(self, request: pb.GetWeightsRequest, context: Context) -> pb.WeightsStatus:
+        return status_to_pb(self._syncs.status())
+
+    async def AbortSync(self, request: pb.AbortSyncRequest, context: Context) -> pb.SyncReport:
+        async with refusing(context):
+            return report_to_pb(self._syncs.abort(request.sync_id, request.reason))
+
+    async def InstallSync(self, request: pb.InstallSyncRequest, context: Context) -> pb.SyncReport:
+        async with refusing(context):
+            return report_to_pb(self._syncs.install_now(request.sync_id, request.reason))
+
+    async def RelayToPlane(self, request: pb.RelayToPlaneRequest, context: Context) -> pb.RelayToPlaneResponse:
+        async with refusing(context):
+            try:
+                body = _BODY.validate_json(request.body_json or "{}")
+            except ValidationError as error:
+                raise ProblemFaults(faults_of(error)) from None
+            told = await self._syncs.relayed(request.sync_id, request.rank, request.number, request.call, body)
+            return pb.RelayToPlaneResponse(body_json=_BODY.dump_json(dict(told)).decode())
+
+    async def _found(self, request: pb.GetSyncRequest, context: Context) -> SyncReport:
+        version = request.version if request.HasField("version") else None
+        try:
+            return self._syncs.report(request.sync_id, version)
+        except Permanent as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+    async def _follow(self, sync_id: str, context: Context) -> AsyncIterator[pb.SyncReport]:
+        """Whatever is a step at once, bytes and engines that follow each other a few times a second: a large fleet's
+        report is not small."""
+        seen: SyncReport | None = None
+        told_s = 0.0
+        async with refusing(context):
+            async for report in self._syncs.follow(sync_id):
+                if seen is None or _is_step(seen, report) or self._now_s() - told_s >= TOLD_EVERY_S:
+                    seen, told_s = report, self._now_s()
+                    yield report_to_pb(report)
+
+
+def publication_from_json(text: str) -> Publication:
+    """Raises ProblemFaults with all that is wrong with it."""
+    try:
+        return PUBLICATION.validate_json(text)
+    except ValidationError as error:
+        faults = [
+            fault if len(fault) <= FAULT_CHARACTERS else f"{fault[:FAULT_CHARACTERS]}..."
+            for fault in _publication_faults(error)
+        ]
+        more = [f"(document): has {len(faults) - FAULTS_TOLD} more faults"] if len(faults) > FAULTS_TOLD else []
+        raise ProblemFaults([*faults[:FAULTS_TOLD], *more]) from None
+
+
+def _publication_faults(error: ValidationError) -> list[str]:
+    """A publication says by itself, with their paths, what does not go together in it."""
+    together = [each["msg"] for each in error.errors() if each["type"] == "value_error" and not each["loc"]]
+    if together:
+        return together[0].removeprefix("Value error, ").split("; ")
+    return faults_of(error)
+
+
+def news_faults(error: ValidationError) -> list[str]:
+    """Of a text that could be several kinds of news, for each what it would need to be one: the kind with the fewest
+    faults is the one that was meant."""
+    kinds: dict[str, list[str]] = {}
+    for fault in faults_of(error):
+        kinds.setdefault(fault.partition(".")[0].partition(":")[0], []).append(fault)
+    return min(kinds.values(), key=len)
+
+
+def _is_step(seen: SyncReport, report: SyncReport) -> bool:
+    def steps(of: SyncReport) -> tuple[object, ...]:
+        return of.state, of.code, of.attempt, of.phases, of.published, of.asked_json
+
+    return report.over or steps(seen) != steps(report)
+
+
+def _too_large(order: PeerOrder, size: int) -> str:
+    return (
+        f"the order {order.order.kind} takes {size / 2**20:.0f} MiB and a message at most {MESSAGE_BYTES // 2**20} MiB:"
+        " the version has too many shards, or blocks for sums; a larger weights.chunk_bytes makes fewer;"
+        " or too many ranks of the trainer have boxes at one peer: several peers on that host share them"
+    )

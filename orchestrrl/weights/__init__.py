@@ -1,0 +1,1 @@
+"""The data plane of weight sync: what holds, sends, receives and installs a version. Deciding is execute/weights.py."""

@@ -1,0 +1,173 @@
+"""The vocabulary of carrying weights: peers, versions, and what of a version is where. Values only, and no torch.
+
+A version is a list of tensors under the names that engines load (Hugging Face's). Wherever some of it is held it lies
+in safetensors files whose data are the whole tensors, one behind the other in order of names; what is not held is a
+hole in a sparse file. A shard is what is sent: boxes of tensors, one behind the other in row-major order, as
+`planner.sync_tree.reshard` cuts them. Shards have a checksum (xxh3_64) for each of their blocks of `block_bytes`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+from planner.model import EngineId
+from planner.sync_tree.parameters import Box
+from planner.sync_tree.reshard import Slice
+
+PeerId = NewType("PeerId", str)
+Range = tuple[int, int]  # bytes into a shard: from, and how many
+
+# As safetensors writes them.
+DTYPE_BYTES: Mapping[str, int] = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """One whole tensor, however it is divided."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a tensor needs a name, got ''")
+        if self.name == "__metadata__":
+            raise ValueError(f"a tensor's name must not be what safetensors calls its metadata, got {self.name!r}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"{self.name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        if any(length < 1 for length in self.shape):
+            raise ValueError(f"{self.name}: every axis must have elements, got {self.shape}")
+
+    @property
+    def bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+
+    @property
+    def whole(self) -> Box:
+        return tuple((0, length) for length in self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMap:
+    """What a shard is made of. `sums`: of its blocks, in hexadecimal; empty where they are not known yet."""
+
+    id: str
+    bytes: int
+    slices: tuple[Slice, ...]
+    sums: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VersionMap:
+    """All of a version that one peer has to do with. Tensors are in order of their names, each once."""
+
+    version: int  # the policy version
+    tensors: tuple[TensorMeta, ...]
+    shards: tuple[ShardMap, ...]
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        names = [tensor.name for tensor in self.tensors]
+        if names != sorted(set(names)):
+            raise ValueError("tensors must be in order of their names, each once")
+        if self.version < 0 or self.block_bytes < 1:
+            raise ValueError(f"version must be >= 0 and block_bytes >= 1, got {self.version} and {self.block_bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one trainer rank has staged of a version: a file of its own in the version's folder, with whole tensors of
+    which these boxes are there."""
+
+    rank: int
+    boxes: Mapping[str, tuple[Box, ...]]  # by tensor
+
+    @property
+    def file(self) -> str:
+        return f"part-{self.rank}.safetensors"
+
+
+MODEL_FILE = "model.safetensors"  # of a version that is received, and installed
+
+
+class PeerRole(StrEnum):
+    TRAINER = "trainer"
+    ENGINE = "engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What an engine's peer needs of the weights: all, or what its ranks of TP, PP and EP load. Tensors whose names say
+    nothing of how they are divided are needed whole."""
+
+    tp: int = 1
+    tp_ranks: tuple[int, ...] = (0,)
+    pp: int = 1
+    pp_ranks: tuple[int, ...] = (0,)
+    ep: int = 1
+    ep_ranks: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep"):
+            size, ranks = getattr(self, name), getattr(self, f"{name}_ranks")
+            if size < 1 or not ranks or not all(0 <= rank < size for rank in ranks):
+                raise ValueError(f"{name}_ranks must be ranks below {name} {size}, got {ranks}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAt:
+    """An engine that a peer installs weights into."""
+
+    engine: EngineId
+    url: str
+    installed: int | None = None  # version that it has, as far as the peer knows: brought by it, engine not restarted
+    given: bool = False  # the daemon told the peer of it, not whoever started the peer
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version of which a peer has something. `missing`: ranges of its shards that are not there, or did not agree
+    with their sums; of one that trainers staged here: empty."""
+
+    version: int
+    shards: tuple[str, ...]
+    missing: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
+    staged_by: tuple[int, ...] = ()  # trainer ranks whose parts are here
+
+    @property
+    def complete(self) -> bool:
+        return not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a peer is: a GPU of the fabric's site, which says the rest, or pod, ToR and the NIC's rate by name."""
+
+    gpu: int | None = None
+    pod: str = ""
+    tor: str = ""
+    nic_gbps: float = 0.0  # 0: the configuration's
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A process that holds weights on one host, for a trainer or for engines, as it introduces itself."""
+
+    id: PeerId
+    role: PeerRole
+    host: str
+    place: Place
+    transports: Mapping[str, str]  # by name: where it listens
+    engines: tuple[EngineAt, ...] = ()
+    share: Share = Share()
+    held: tuple[Held, ...] = ()
+    room_bytes: int = 0  # that its folder has left
+    folder: str = ""  # on its host; a version that it has is in `vVERSION` there
+    # Where engines listen that it installs into as the daemon tells it of them: HOST, HOST:PORT, or HOST:FIRST-LAST.
+    serves: tuple[str, ...] = ()

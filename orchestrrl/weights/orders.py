@@ -1,0 +1,222 @@
+"""What the daemon orders of a peer, and what peers tell, as values.
+
+A peer carries an order out once per id, and answers a repeated one with the same result. Orders of an older generation
+than the newest seen are refused. Each is harmless when it is done twice, so a daemon that comes back gives its orders
+anew instead of asking what became of the old ones.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from orchestrrl.weights.model import Part, Peer, PeerId, Range, VersionMap
+from planner.model import EngineId
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Some bytes of a shard from one peer to another; both are given the same one. The receiver listens."""
+
+    id: str
+    shard: str
+    offset: int
+    bytes: int
+    src: PeerId
+    dst: PeerId
+    transport: str
+    address: str  # the receiver's
+    wave: int = 0
+    phase: Literal["A", "B"] = "B"
+    rate_gbps: float = 0.0  # most that it may take; 0: all there is
+
+
+@dataclass(frozen=True, slots=True)
+class OpenVersion:
+    """Hold this version: from parts that trainers staged here, or by receiving it. What is there of it stays.
+    `at_home`: shards that are in parts here, or in the file already, and that engines here need: nobody sends them, and
+    what parts have of them is copied into the file."""
+
+    map: VersionMap
+    parts: tuple[Part, ...] = ()
+    at_home: tuple[str, ...] = ()
+    kind: Literal["open"] = "open"
+
+
+@dataclass(frozen=True, slots=True)
+class SumShards:
+    """Tell the sums of shards that are here whole."""
+
+    version: int
+    shards: tuple[str, ...]
+    kind: Literal["sum"] = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """Send and receive these edges, beside those that run. Of its own edges a peer begins those of a wave when it has
+    ended those of the waves before; it forwards what it has of a range as soon as it has it. The result comes at once;
+    `EdgeEvent`s tell the rest."""
+
+    version: int
+    edges: tuple[Edge, ...]
+    chunk_bytes: int
+    stall_s: float  # an edge on which nothing has moved for so long, though there is something to send, is broken
+    kind: Literal["carry"] = "carry"
+
+
+@dataclass(frozen=True, slots=True)
+class EndEdges:
+    """Let go of these; empty: of all of the version's."""
+
+    version: int
+    edges: tuple[str, ...] = ()
+    kind: Literal["end_edges"] = "end_edges"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Compare what is here with the sums; what does not agree counts as missing from then on."""
+
+    version: int
+    kind: Literal["check"] = "check"
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Have the engine load the version, unless `valid_until_s` is over. It is at rest meanwhile, and afterwards as it
+    was before. Where it says that it has the version already nothing is done, unless `anew`: somebody else may have
+    given it others since."""
+
+    version: int
+    engine: EngineId
+    valid_until_s: float
+    anew: bool = False
+    kind: Literal["install"] = "install"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask the engine, which has no requests, to go on from a prompt, greedily. Paused before, it is so afterwards."""
+
+    engine: EngineId
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    valid_until_s: float
+    kind: Literal["probe"] = "probe"
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Pause the engine, its KV dropped, or let it run again: where no gateway does. What runs may come to its end
+    first, within `drain_s`; if it does not the engine goes on as it was. `ends`: what runs is ended at once."""
+
+    engine: EngineId
+    at_rest: bool
+    drain_s: float = 0.0
+    ends: bool = False
+    kind: Literal["rest"] = "rest"
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Discard all versions but these; `committed` is the fleet's, to be there again after a restart."""
+
+    versions: tuple[int, ...]
+    committed: int | None
+    kind: Literal["keep"] = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneAct:
+    """Have a plane whose trainer sends (planes/base.py) do something at an engine, unless `valid_until_s` is over.
+    `changes`: it may have other weights afterwards."""
+
+    plane: str
+    engine: EngineId
+    act: str
+    version: int
+    body_json: str
+    changes: bool
+    valid_until_s: float
+    kind: Literal["plane"] = "plane"
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Install into these engines from now on, by where they listen, and into those that it was started with; to be
+    there again after a restart. The others are nobody's business here any more."""
+
+    engines: Mapping[EngineId, str]
+    kind: Literal["serve"] = "serve"
+
+
+Order = OpenVersion | SumShards | Carry | EndEdges | Check | Install | Probe | Rest | Keep | PlaneAct | Serve
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOrder:
+    id: str
+    generation: int
+    # By its kind alone: a large one is not tried as each of them.
+    order: Annotated[Order, Field(discriminator="kind")] = field()
+
+
+class Outcome(StrEnum):
+    DONE = "done"
+    FAILED = "failed"  # nothing has changed, or what was there before is there again
+    UNKNOWN = "unknown"  # an engine may hold half of the weights, or a peer half of the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerResult:
+    """`detail` is for people. The fields behind it are what the order asked for."""
+
+    id: str
+    outcome: Outcome
+    detail: str = ""
+    began_s: float = 0.0  # seconds since the Unix epoch, by the peer's clock
+    ended_s: float = 0.0
+    sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # SumShards: of each shard's blocks
+    missing: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)  # OpenVersion, Check
+    loaded_sum: str = ""  # Install: of what the engine was given, or holds
+    is_read_back: bool = False  # Install: the sum is of what the engine holds
+    tokens: tuple[int, ...] = ()  # Probe
+    told_json: str = ""  # PlaneAct
+
+
+class EdgeState(StrEnum):
+    BEGAN = "began"
+    DONE = "done"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeEvent:
+    """What became of an edge, by one of its ends; the receiver's word counts for what has arrived."""
+
+    version: int
+    edge: str
+    state: EdgeState
+    is_receiver: bool
+    bytes: int  # that have arrived, or were sent
+    began_s: float  # Unix time of its first byte
+    ended_s: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """How far a peer is, a few times a second while edges run."""
+
+    version: int
+    received_bytes: int
+    needed_bytes: int
+
+
+PeerNews = Peer | PeerResult | EdgeEvent | Arrived
+
+ORDER: TypeAdapter[PeerOrder] = TypeAdapter(PeerOrder)
+NEWS: TypeAdapter[PeerNews] = TypeAdapter(PeerNews)

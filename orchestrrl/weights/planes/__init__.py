@@ -1,0 +1,1 @@
+"""Ways by which a version's bytes get into engines."""

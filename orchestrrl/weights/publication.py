@@ -1,0 +1,65 @@
+"""What one trainer rank tells the daemon of a version that it has staged. A value and its JSON."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import TypeAdapter
+
+from orchestrrl.weights.model import PeerId, TensorMeta
+from planner.sync_tree.parameters import Box
+
+NOT_ATTACHED = "peer: is not attached"  # how the daemon's word begins while a rank's peer is away
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """`tensors` are those of which this rank has something, whole; `boxes` what it has of each. Several ranks may have
+    the same.
+
+    `install`: "at_once": when all bytes are everywhere the gate is closed for it; "next_gate": the trainer goes on, and
+    engines take it when the gate is closed next, or is to be opened again; empty: as is configured. `expected`: tokens
+    that the trainer's own model goes on with from `probe`, greedily, where it says so. `run`: what all ranks call this
+    time that the version is published. Under another name it is published anew, by a trainer that was started again or
+    tries again: these are other bytes, whose parts do not go together with those of before. The same under the same
+    name was sent again as its answer was lost. `tensors` is empty where others of the rank's host have staged all that
+    it has.
+    """
+
+    version: int
+    rank: int
+    world: int
+    peer: PeerId
+    tensors: tuple[TensorMeta, ...]
+    boxes: Mapping[str, tuple[Box, ...]]
+    install: Literal["", "at_once", "next_gate"] = ""
+    plane: str = "tree"
+    began_s: float = 0.0  # seconds since the Unix epoch
+    offload_s: float = 0.0
+    gather_s: float = 0.0
+    probe: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)  # of the plane
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.version < 0:
+            faults.append(f"version: must be >= 0, got {self.version}")
+        if not 0 <= self.rank < self.world:
+            faults.append(f"rank: must be >= 0 and below world {self.world}, got {self.rank}")
+        known = {tensor.name: tensor.shape for tensor in self.tensors}
+        for name, boxes in self.boxes.items():
+            for box in boxes:
+                shape = known.get(name)
+                if shape is None:
+                    faults.append(f"boxes.{name}: is not one of tensors")
+                elif len(box) != len(shape) or any(
+                    not 0 <= a < b <= length for (a, b), length in zip(box, shape, strict=True)
+                ):
+                    faults.append(f"boxes.{name}: must be within {shape}, got {box}")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+
+PUBLICATION: TypeAdapter[Publication] = TypeAdapter(Publication)

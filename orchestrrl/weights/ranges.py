@@ -1,0 +1,54 @@
+"""Which bytes are there: disjoint ranges in order, joined where they touch. Not for several threads at once."""
+
+from bisect import bisect_left, bisect_right
+
+from orchestrrl.weights.model import Range
+
+
+class Ranges:
+    def __init__(self) -> None:
+        self._first: list[int] = []
+        self._last: list[int] = []  # behind each
+
+    def add(self, offset: int, size: int) -> None:
+        first, last = offset, offset + size
+        if size <= 0:
+            return
+        low = bisect_left(self._last, first)  # the first that it touches
+        high = bisect_right(self._first, last)
+        if low < high:
+            first, last = min(first, self._first[low]), max(last, self._last[high - 1])
+        self._first[low:high] = [first]
+        self._last[low:high] = [last]
+
+    def remove(self, offset: int, size: int) -> None:
+        first, last = offset, offset + size
+        low = bisect_right(self._last, first)
+        high = bisect_left(self._first, last)
+        if size <= 0 or low >= high:
+            return
+        left, right = self._first[low], self._last[high - 1]
+        kept = [(left, first)] * (left < first) + [(last, right)] * (last < right)
+        self._first[low:high] = [each for each, _ in kept]
+        self._last[low:high] = [each for _, each in kept]
+
+    def covers(self, offset: int, size: int) -> bool:
+        if size <= 0:
+            return True
+        at = bisect_right(self._first, offset) - 1
+        return at >= 0 and offset + size <= self._last[at]
+
+    def gaps(self, size: int) -> tuple[Range, ...]:
+        """What is not there of so many bytes."""
+        found, at = [], 0
+        for first, last in zip(self._first, self._last, strict=True):
+            if at < first:
+                found.append((at, first - at))
+            at = last
+        if at < size:
+            found.append((at, size - at))
+        return tuple(found)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._last) - sum(self._first)

@@ -1,0 +1,125 @@
+"""What carrying asks of a way for bytes: links from one peer to one other, each of one direction, chunk after chunk.
+
+A plug point: one module per way, registered in the entry-point group `orchestrrl.weight_transports`; every one passes
+`orchestrrl/weights/transports/conformance.py`. Calls block, and are made from the threads that own an edge; a link
+belongs to two of them, one at each end.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol
+
+from orchestrrl.errors import Permanent, Retryable
+
+ENTRY_POINT_GROUP = "orchestrrl.weight_transports"
+SMALL_BYTES = 64
+
+
+class LinkBroken(Retryable):
+    """The other end has gone, or nothing has moved for too long. What arrived before is whole."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, after_s=1.0)
+
+
+class NotYet(LinkBroken):
+    """The other end has not come within the time. It may yet: the same call may be made again."""
+
+
+class Pending(Protocol):
+    """A chunk on its way. They are waited for in the order in which they were given."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the buffer is the caller's again: sent, or filled. Raises LinkBroken."""
+        ...
+
+
+class Outgoing(Protocol):
+    """The sender's end. Two chunks may be on their way at once, and a few bytes (`SMALL_BYTES`) beside them.
+
+    Only `close` may be called by another thread than the link's own: it is how one that waits is interrupted, with
+    LinkBroken. It may be called twice. What was waited for before it still reaches the receiver.
+    """
+
+    def send(self, chunk: memoryview) -> Pending:
+        """The chunk must stay as it is until it is waited for. Raises LinkBroken."""
+        ...
+
+    def done(self) -> None:
+        """All that was to be sent is, and was waited for: what the link is made of may serve a later one between the
+        same two. `close` comes after it all the same."""
+        ...
+
+    def close(self) -> None:
+        """Let the link go; what is on its way may be lost."""
+        ...
+
+
+class Incoming(Protocol):
+    """The receiver's end: as many at once, and `close` likewise."""
+
+    def receive(self, into: memoryview) -> Pending:
+        """`into` is filled, in the order of the calls: both ends cut the same chunks. Raises LinkBroken."""
+        ...
+
+    def done(self) -> None:
+        """As the sender's, which says it of the same bytes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """One process's. Construction opens nothing; `open` does."""
+
+    def open(self) -> str:
+        """Listen. The address that other peers are told."""
+        ...
+
+    def accept(self, key: str, timeout_s: float) -> Incoming:
+        """The receiver's end of the link `key`, when the sender has dialled. Raises LinkBroken, and NotYet where it
+        has not within the time."""
+        ...
+
+    def dial(self, address: str, key: str, timeout_s: float) -> Outgoing:
+        """The sender's. The receiver may come later, within the time: else NotYet. Where nobody can listen:
+        LinkBroken."""
+        ...
+
+    def close(self) -> None:
+        """Of the transport alone: links that are open are closed by whoever has them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """What all have in common; `own` are the product's."""
+
+    host: str  # that others reach this one at; also what it listens on
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Ours, by name, also where the package is only on the path: a trainer's environment need not have it installed.
+BUILT_IN: Mapping[str, str] = {
+    "tcp": "orchestrrl.weights.transports.tcp:TcpTransport",
+    "gloo": "orchestrrl.weights.transports.gloo:GlooTransport",
+    "nccl": "orchestrrl.weights.transports.nccl:NcclTransport",
+}
+
+
+def known_transports() -> tuple[str, ...]:
+    return tuple(sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))}))
+
+
+def make_transport(name: str, options: TransportOptions) -> Transport:
+    """Raises Permanent for an unknown name, listing the known ones, and where what it needs is not installed."""
+    others = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in known_transports():
+        raise Permanent(f"unknown transport {name!r}; known: {', '.join(known_transports())}")
+    try:
+        factory: Any = EntryPoint(name, BUILT_IN.get(name) or others[name], ENTRY_POINT_GROUP).load()
+    except ImportError as error:
+        raise Permanent(f"transport {name!r} needs what is not installed here: {error}") from error
+    transport: Transport = factory(options)
+    return transport

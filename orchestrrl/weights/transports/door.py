@@ -1,0 +1,297 @@
+"""Where a peer is knocked at: sockets of senders, by the key of their link.
+
+The sender connects and says the key; the receiver answers when somebody here asks for that key. Whatever else comes to
+the door is bounded in bytes, time and number, and is shown out without an answer.
+
+    sender:   magic, version (1 byte), key's length (2 bytes, network order), key
+    receiver: magic, version, length of what it has to say to the sender (2 bytes), that
+
+A transport that has connections of its own (gloo, NCCL) meets here and keeps the socket: it tells at once when the
+other end's process has gone.
+"""
+
+import errno
+import logging
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrrl.weights.transports.base import LinkBroken, NotYet
+
+MAGIC = b"ORlw"
+VERSION = 1
+GREETING = struct.Struct("!4sBH")
+MOST_BYTES = 1024  # of a key, or an answer
+INTRODUCED_WITHIN_S = 5.0
+MOST_STRANGERS = 128
+MOST_WAITING = 4096
+REDIAL_S = 0.05
+ANSWERED_WITHIN_S = 10.0  # once both are there
+# The sender's way there may be being made (a circuit that moves, a route that is learnt).
+MAY_COME = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EAGAIN, errno.ENETDOWN})
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Stranger:
+    """Somebody who has not yet said a whole key."""
+
+    socket: socket.socket
+    until_s: float
+    said: bytearray = field(default_factory=bytearray)
+
+    def listen(self) -> str | None:
+        """The key, once it is whole. Raises ValueError where this is nobody of ours."""
+        wanted = GREETING.size
+        if len(self.said) >= wanted:
+            wanted += _length_of(bytes(self.said))
+        heard = self.socket.recv(wanted - len(self.said))  # not a byte that belongs to the link
+        if not heard:
+            raise ValueError("it left")
+        self.said += heard
+        if len(self.said) < GREETING.size:
+            return None
+        length = _length_of(bytes(self.said))
+        if len(self.said) < GREETING.size + length:
+            return None
+        return self.said[GREETING.size :].decode()
+
+
+class Door:
+    """`open` listens, in a thread of its own."""
+
+    def __init__(self, host: str, buffer_bytes: int = 0) -> None:
+        self._host = host
+        self._buffer_bytes = buffer_bytes
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[str, socket.socket] = OrderedDict()
+        self._strangers: dict[int, _Stranger] = {}
+        self._server: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._bell: tuple[socket.socket, socket.socket] | None = None
+
+    def open(self, port: int = 0) -> str:
+        """Where it listens, as `host:port`; an IPv6 host in brackets. Raises OSError."""
+        family, _, _, _, place = socket.getaddrinfo(self._host, port, type=socket.SOCK_STREAM)[0]
+        server = socket.create_server((str(place[0]), port), family=family, backlog=256)
+        server.setblocking(False)
+        widen(server, self._buffer_bytes)
+        self._server, self._bell = server, socket.socketpair()
+        self._thread = threading.Thread(target=self._attend, name="weights-door", daemon=True)
+        self._thread.start()
+        return address_of(self._host, server.getsockname()[1])
+
+    def accept(self, key: str, timeout_s: float, answer: Callable[[], bytes] = bytes) -> socket.socket:
+        """A blocking socket to the sender, who has been told `answer`. Raises NotYet, and LinkBroken once the door is
+        closed."""
+        until_s = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                while key not in self._waiting:
+                    left_s = until_s - time.monotonic()
+                    if self._closed:
+                        raise LinkBroken("this transport is closed")
+                    if left_s <= 0 or not self._changed.wait(left_s):
+                        if key in self._waiting:
+                            break
+                        raise NotYet(f"nobody has dialled {key!r} within {timeout_s:g} s")
+                found = self._waiting.pop(key)
+                if _is_there(found):
+                    break
+                found.close()
+        try:
+            found.settimeout(ANSWERED_WITHIN_S)
+            said = answer()
+            found.sendall(GREETING.pack(MAGIC, VERSION, len(said)) + said)
+            found.settimeout(None)
+        except OSError as error:
+            found.close()
+            raise LinkBroken(f"whoever dialled {key!r} has gone: {error}") from error
+        return found
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._bell is not None and self._server is not None:
+            self._bell[1].close()
+            self._thread.join()
+            self._bell[0].close()
+            self._server.close()
+        with self._changed:
+            for each in self._waiting.values():
+                each.close()
+            self._waiting.clear()
+
+    def _attend(self) -> None:
+        assert self._server is not None
+        assert self._bell is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._server, selectors.EVENT_READ)
+            selector.register(self._bell[0], selectors.EVENT_READ)
+            while not self._closed:
+                for ready, _ in selector.select(timeout=1.0 if self._strangers else None):
+                    if ready.fileobj is self._server:
+                        self._let_in(selector)
+                    elif (stranger := self._strangers.get(ready.fd)) is not None:
+                        self._hear(selector, stranger)
+                for stranger in [each for each in self._strangers.values() if each.until_s < time.monotonic()]:
+                    self._show_out(selector, stranger, "it said no key in time")
+            for stranger in list(self._strangers.values()):
+                self._show_out(selector, stranger, "the door is closed")
+
+    def _let_in(self, selector: selectors.BaseSelector) -> None:
+        assert self._server is not None
+        try:
+            came, _ = self._server.accept()
+        except OSError as error:  # it has left again, or there are no descriptors for it
+            log.debug("nobody came in: %s", error)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(REDIAL_S)
+            return
+        if len(self._strangers) >= MOST_STRANGERS:
+            self._show_out(selector, next(iter(self._strangers.values())), "others are waiting behind it")
+        came.setblocking(False)
+        self._strangers[came.fileno()] = _Stranger(came, time.monotonic() + INTRODUCED_WITHIN_S)
+        selector.register(came, selectors.EVENT_READ)
+
+    def _hear(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
+        try:
+            key = stranger.listen()
+        except BlockingIOError:
+            return
+        except (OSError, ValueError) as error:
+            self._show_out(selector, stranger, str(error))
+            return
+        if key is None:
+            return
+        selector.unregister(stranger.socket)
+        del self._strangers[stranger.socket.fileno()]
+        stranger.socket.setblocking(True)
+        stranger.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._changed:
+            if (before := self._waiting.pop(key, None)) is not None:
+                before.close()  # it has dialled again
+            self._waiting[key] = stranger.socket
+            if len(self._waiting) > MOST_WAITING:
+                self._waiting.popitem(last=False)[1].close()
+            self._changed.notify_all()
+
+    def _show_out(self, selector: selectors.BaseSelector, stranger: _Stranger, why: str) -> None:
+        log.debug("a connection was closed: %s", why)
+        selector.unregister(stranger.socket)
+        del self._strangers[stranger.socket.fileno()]
+        stranger.socket.close()
+
+
+def knock(address: str, key: str, timeout_s: float, buffer_bytes: int = 0) -> tuple[socket.socket, bytes]:
+    """A blocking socket to the receiver, when it has taken it, and what it says. Raises NotYet and LinkBroken."""
+    said = key.encode()
+    if len(said) > MOST_BYTES:
+        raise ValueError(f"a key must have at most {MOST_BYTES} bytes, got {len(said)}")
+    until_s = time.monotonic() + timeout_s
+    sock = _connect(address, until_s, timeout_s, buffer_bytes)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(GREETING.pack(MAGIC, VERSION, len(said)) + said)
+        sock.settimeout(max(until_s - time.monotonic(), 0.001))
+        try:
+            greeting = _exactly(sock, GREETING.size)
+        except TimeoutError as error:
+            raise NotYet(f"{address} has not asked for {key!r} within {timeout_s:g} s") from error
+        answer = _exactly(sock, _length_of(greeting))
+    except NotYet:
+        sock.close()
+        raise
+    except (OSError, ValueError) as error:
+        sock.close()
+        raise LinkBroken(f"{address}: {error}") from error
+    sock.settimeout(None)
+    return sock, answer
+
+
+def _connect(address: str, until_s: float, timeout_s: float, buffer_bytes: int) -> socket.socket:
+    host, port = parts_of(address)
+    while True:
+        try:
+            family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise LinkBroken(f"{address}: {error}") from error
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            widen(sock, buffer_bytes)
+            sock.settimeout(max(until_s - time.monotonic(), 0.001))
+            sock.connect(place)
+        except OSError as error:
+            sock.close()
+            if not isinstance(error, TimeoutError) and error.errno not in MAY_COME:
+                raise LinkBroken(f"{address}: {error}") from error
+            if time.monotonic() + REDIAL_S >= until_s:
+                raise NotYet(f"{address} cannot be reached within {timeout_s:g} s: {error}") from error
+            time.sleep(REDIAL_S)
+        else:
+            return sock
+
+
+def widen(sock: socket.socket, buffer_bytes: int) -> None:
+    """Room in the kernel for this much on its way. Where less is allowed, and with 0, it grows as the kernel sees fit:
+    a size that was asked for, and cut, would never grow."""
+    for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
+        if 0 < buffer_bytes <= _allowed_bytes(limit):
+            sock.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
+
+
+def _allowed_bytes(limit: str) -> int:
+    try:
+        return int(Path("/proc/sys/net/core", limit).read_text())
+    except OSError:  # not shown in this network namespace
+        return 0
+
+
+def address_of(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parts_of(address: str) -> tuple[str, int]:
+    """Host and port. Raises LinkBroken."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise LinkBroken(f"an address must be host:port, got {address!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _length_of(greeting: bytes) -> int:
+    magic, version, length = GREETING.unpack(greeting[: GREETING.size])
+    if magic != MAGIC or version != VERSION or length > MOST_BYTES:
+        raise ValueError(f"it does not speak version {VERSION} of this protocol")
+    return int(length)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    heard = bytearray()
+    while len(heard) < size:
+        part = sock.recv(size - len(heard))
+        if not part:
+            raise OSError("the receiver has gone")
+        heard += part
+    return bytes(heard)
+
+
+def _is_there(sock: socket.socket) -> bool:
+    """Whether it has not been closed at its other end."""
+    try:
+        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,106 @@
+"""torch.distributed's NCCL, for hosts with GPUs: chunks go over a GPU's memory, and from there as NCCL finds the way.
+
+It was written without a GPU at hand: construction, faults and all that it has in common with gloo (groups.py) are
+tested; that bytes move between two GPUs is not. Two ranks on one GPU
+are refused by NCCL, so two hosts, or two processes with a GPU each, are needed to see it.
+
+A chunk has a buffer on the GPU from when it is begun until it is waited for: with two in flight, two, and a small one.
+A receive is a kernel that runs until its bytes are there; each link has a stream of its own.
+"""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from orchestrrl.errors import Permanent
+from orchestrrl.weights.transports.base import TransportOptions
+from orchestrrl.weights.transports.groups import GroupTransport, Joined, Wait
+
+OPTIONS = frozenset({"gpu"})
+POLL_S = 0.0005
+
+
+class NcclTransport(GroupTransport):
+    """Options: `gpu` whose memory chunks go over, as CUDA numbers it in this process (0)."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        if unknown := sorted(options.own.keys() - OPTIONS):
+            raise Permanent(
+                f"transport nccl: unknown options {', '.join(unknown)}; known: {', '.join(sorted(OPTIONS))}"
+            )
+        if not torch.cuda.is_available() or not dist.is_nccl_available():
+            raise Permanent(
+                "transport nccl: needs a GPU, and a torch that is built with CUDA and NCCL; use transport gloo or tcp"
+            )
+        gpu = int(options.own.get("gpu", 0))
+        if not 0 <= gpu < torch.cuda.device_count():
+            raise Permanent(f"transport nccl: gpu must be below {torch.cuda.device_count()}, got {gpu}")
+        super().__init__(options)
+        self._device = torch.device("cuda", gpu)
+
+    def _join(self, store: Any, rank: int) -> Joined:
+        with torch.cuda.device(self._device):
+            group = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
+            joined = _Nccl(group, rank, self._device)
+            joined.meet()
+        return joined
+
+
+class _Nccl(Joined):
+    lingers = True
+    may_idle = False  # it holds memory of the GPU
+
+    def __init__(self, group: Any, rank: int, device: Any) -> None:
+        super().__init__(group, rank)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._interrupted = False
+
+    def meet(self) -> None:
+        """The communicator is made by the first bytes: one, so that it is there, or the link is broken."""
+        one = torch.zeros(1, dtype=torch.uint8)
+        begun = self.send(one) if self._other == 0 else self.receive(one)
+        begun(timedelta(seconds=30))
+
+    def send(self, chunk: torch.Tensor) -> Wait:
+        with torch.cuda.stream(self._stream):
+            bounce = chunk.to(self._device)
+            work = self.group.send([bounce], self._other, 0)
+
+        def wait(timeout: timedelta, _until_then: torch.Tensor = bounce) -> None:
+            self._until(work, timeout)
+
+        return wait
+
+    def receive(self, into: torch.Tensor) -> Wait:
+        with torch.cuda.stream(self._stream):
+            bounce = torch.empty(into.shape, dtype=torch.uint8, device=self._device)
+            work = self.group.recv([bounce], self._other, 0)
+
+        def wait(timeout: timedelta) -> None:
+            self._until(work, timeout)
+            into.copy_(bounce)
+
+        return wait
+
+    def _until(self, work: Any, timeout: timedelta) -> None:
+        """A wait of NCCL's own makes the stream wait, not us."""
+        until_s = time.monotonic() + timeout.total_seconds()
+        while not work.is_completed():
+            if self._interrupted:
+                raise RuntimeError("the link is closed")
+            if time.monotonic() >= until_s:
+                raise RuntimeError(f"nothing has moved for {timeout.total_seconds():g} s")
+            time.sleep(POLL_S)
+        if (error := work.exception()) is not None:
+            raise RuntimeError(str(error))
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def leave(self) -> None:
+        self.group.abort()  # what is under way on the GPU ends with it
+        self.group = None

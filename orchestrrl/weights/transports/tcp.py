@@ -1,0 +1,158 @@
+"""Plain sockets, one connection for each link: what every host has, and no torch.
+
+Sockets block, and their kernel watches the time (SO_RCVTIMEO, SO_SNDTIMEO): a chunk is mostly one system call, outside
+the interpreter's lock. A host that has gone without a word is noticed where bytes are under way (TCP_USER_TIMEOUT).
+"""
+
+import contextlib
+import socket
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+
+from orchestrrl.errors import Permanent
+from orchestrrl.weights.transports.base import Incoming, LinkBroken, Outgoing, TransportOptions
+from orchestrrl.weights.transports.door import Door, knock, widen
+
+BUFFER_BYTES = 4 * 1024 * 1024
+SAME_HOST_BUFFER_BYTES = 512 * 1024  # no time to bridge: what is under way stays in the processor's cache
+TIMEVAL = struct.Struct("@ll")
+OPTIONS = frozenset({"port", "buffer_bytes"})
+
+
+class TcpTransport:
+    """Options: `port` to listen at (0: any that is free), `buffer_bytes` of sockets (0: as the kernel sees fit; where
+    nothing is said, less between peers of one host)."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        if unknown := sorted(options.own.keys() - OPTIONS):
+            raise Permanent(f"transport tcp: unknown options {', '.join(unknown)}; known: {', '.join(sorted(OPTIONS))}")
+        self._port = int(options.own.get("port", 0))
+        self._buffer_bytes = int(options.own.get("buffer_bytes", BUFFER_BYTES))
+        self._is_told = "buffer_bytes" in options.own
+        self._door = Door(options.host, self._buffer_bytes)
+
+    def open(self) -> str:
+        return self._door.open(self._port)
+
+    def accept(self, key: str, timeout_s: float) -> Incoming:
+        return TcpIncoming(self._fitted(self._door.accept(key, timeout_s)))
+
+    def dial(self, address: str, key: str, timeout_s: float) -> Outgoing:
+        sock, _ = knock(address, key, timeout_s, self._buffer_bytes)
+        return TcpOutgoing(self._fitted(sock))
+
+    def close(self) -> None:
+        self._door.close()
+
+    def _fitted(self, sock: socket.socket) -> socket.socket:
+        with contextlib.suppress(OSError):  # the other end has gone: who uses it next is told
+            if not self._is_told and sock.getsockname()[0] == sock.getpeername()[0]:
+                widen(sock, SAME_HOST_BUFFER_BYTES)
+        return sock
+
+
+class _Chunk:
+    """What of it is not yet sent, or not yet filled. The link is worked on when one of its chunks is waited for."""
+
+    def __init__(self, link: "_Link", rest: memoryview) -> None:
+        self.link = link
+        self.rest = rest
+
+    def wait(self, timeout_s: float) -> None:
+        self.link.work_until(self, timeout_s)
+
+
+class _Link(ABC):
+    OPTION: int  # of the socket: its time limit
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._at_work = threading.Lock()
+        self._socket = sock
+        self._chunks: deque[_Chunk] = deque()
+        self._timeout_s = 0.0
+
+    def work_until(self, chunk: _Chunk, timeout_s: float) -> None:
+        if not chunk.rest:
+            self._drop_finished()
+            return
+        self._watch(timeout_s)
+        while chunk.rest:
+            self._drop_finished()
+            first = self._chunks[0]
+            try:
+                with self._at_work:
+                    moved = self._move(first.rest)
+            except BlockingIOError as error:
+                raise LinkBroken(f"nothing has moved for {timeout_s:g} s") from error
+            except OSError as error:
+                raise LinkBroken(f"the other end has gone: {error}") from error
+            if moved == 0:
+                raise LinkBroken("the other end has closed the link")
+            first.rest = first.rest[moved:]
+        self._drop_finished()
+
+    def done(self) -> None:
+        """Connections are not kept: one is made faster than it would be looked up."""
+        self._drop_finished()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the other end has closed it before
+            self._socket.shutdown(socket.SHUT_RDWR)  # who waits is woken
+        with self._at_work:  # not before: its descriptor would be another's
+            self._socket.close()
+
+    def _drop_finished(self) -> None:
+        while self._chunks and not self._chunks[0].rest:
+            self._chunks.popleft()
+
+    def _take(self, view: memoryview) -> _Chunk:
+        chunk = _Chunk(self, view.cast("B"))
+        self._chunks.append(chunk)
+        return chunk
+
+    def _watch(self, timeout_s: float) -> None:
+        if timeout_s == self._timeout_s:
+            return
+        self._timeout_s = timeout_s
+        whole_s = int(timeout_s)
+        try:
+            limit = TIMEVAL.pack(whole_s, max(int((timeout_s - whole_s) * 1e6), 0 if whole_s else 1))
+            self._socket.setsockopt(socket.SOL_SOCKET, self.OPTION, limit)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(int(timeout_s * 1e3), 1))
+        except OSError as error:
+            raise LinkBroken(f"the link is closed: {error}") from error
+
+    @abstractmethod
+    def _move(self, rest: memoryview) -> int:
+        """Bytes moved, as much of `rest` as is possible in the time. Raises OSError."""
+
+
+class TcpOutgoing(_Link):
+    OPTION = socket.SO_SNDTIMEO
+
+    def send(self, chunk: memoryview) -> _Chunk:
+        taken = self._take(chunk)
+        if self._chunks[0] is taken:
+            try:
+                with self._at_work:
+                    taken.rest = taken.rest[self._socket.send(taken.rest, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                pass  # the kernel's buffer is full: when it is waited for
+            except OSError as error:
+                raise LinkBroken(f"the other end has gone: {error}") from error
+        return taken
+
+    def _move(self, rest: memoryview) -> int:
+        return self._socket.send(rest)
+
+
+class TcpIncoming(_Link):
+    OPTION = socket.SO_RCVTIMEO
+
+    def receive(self, into: memoryview) -> _Chunk:
+        return self._take(into)
+
+    def _move(self, rest: memoryview) -> int:
+        return self._socket.recv_into(rest, len(rest), socket.MSG_WAITALL)

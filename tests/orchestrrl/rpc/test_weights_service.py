@@ -1,0 +1,400 @@
+"""The service Weights over gRPC, with somebody who carries nothing: what is refused, streamed, and kept in bounds."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+import grpc
+import pytest
+from fake_syncs import PEERS, FakePeers, FakeSyncs, carrying, done
+
+from orchestrrl.clock import VirtualClock, WallClock
+from orchestrrl.rpc.channel import CHANNEL_OPTIONS, SERVER_OPTIONS
+from orchestrrl.rpc.convert_weights import report_from_pb, status_from_pb
+from orchestrrl.rpc.pb import weights_pb2 as pb
+from orchestrrl.rpc.pb import weights_pb2_grpc
+from orchestrrl.rpc.weights_service import WeightsService
+from orchestrrl.sync_reports import SyncReport, SyncState
+from orchestrrl.weights.hub import PeerHub
+from orchestrrl.weights.model import Peer, PeerId, PeerRole, Place, ShardMap, TensorMeta, VersionMap
+from orchestrrl.weights.orders import (
+    NEWS,
+    ORDER,
+    Arrived,
+    Check,
+    EdgeEvent,
+    EdgeState,
+    OpenVersion,
+    Outcome,
+    PeerNews,
+    PeerOrder,
+    PeerResult,
+)
+from orchestrrl.weights.publication import PUBLICATION, Publication
+
+DEADLINE_S = 120.0
+PEER = Peer(PeerId("gen0"), PeerRole.ENGINE, "node1", Place(pod="gen0"), {"tcp": "node1:7300"})
+PUBLICATION_8 = Publication(8, 0, 1, PeerId("train0"), (TensorMeta("w", "F32", (4, 4)),), {"w": (((0, 4), (0, 4)),)})
+
+
+@dataclass
+class House:
+    syncs: FakeSyncs
+    peers: FakePeers
+    clock: VirtualClock
+    weights: "weights_pb2_grpc.WeightsAsyncStub"
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    syncs, peers, clock = FakeSyncs(committed=7), FakePeers(), VirtualClock()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(syncs, peers, clock), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(DEADLINE_S):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
+            yield House(syncs, peers, clock, weights_pb2_grpc.WeightsStub(channel))
+    await server.stop(0)
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.005)
+
+
+def news(what: PeerNews) -> pb.PeerMessage:
+    return pb.PeerMessage(news_json=NEWS.dump_json(what).decode())
+
+
+# --- peers
+
+
+class PlayedPeer:
+    """The other end of an Attach stream."""
+
+    def __init__(self, weights: "weights_pb2_grpc.WeightsAsyncStub") -> None:
+        self._outgoing: asyncio.Queue[pb.PeerMessage | None] = asyncio.Queue()
+        self.call = weights.Attach(self._messages())
+
+    def tell(self, message: pb.PeerMessage | None) -> None:
+        self._outgoing.put_nowait(message)
+
+    async def order(self) -> PeerOrder | None:
+        """The next, None once there will be none."""
+        message = await self.call.read()
+        return None if message is grpc.aio.EOF else ORDER.validate_json(message.order_json)
+
+    async def _messages(self) -> AsyncIterator[pb.PeerMessage]:
+        while (message := await self._outgoing.get()) is not None:
+            yield message
+
+
+async def test_orders_go_out_and_news_come_in(house: House) -> None:
+    peer = PlayedPeer(house.weights)
+    peer.tell(news(PEER))
+    await until(lambda: house.peers.lines)
+    (line,) = house.peers.lines
+    assert line.peer == PEER
+    order = PeerOrder("o1", 3, Check(8))
+    line.outgoing.put_nowait(order)
+    assert await peer.order() == order
+    told: list[PeerNews] = [
+        PeerResult("o1", Outcome.DONE, missing={"s0": ((0, 4096),)}),
+        EdgeEvent(8, "a1", EdgeState.BROKEN, True, 4096, 1000.0, 1001.0, "nothing came for 10 s"),
+        Arrived(8, 4096, 8192),
+        replace(PEER, room_bytes=5),
+    ]
+    for each in told:
+        peer.tell(news(each))
+    await until(lambda: len(line.heard) == len(told))
+    assert line.heard == told
+    peer.tell(None)
+    assert await peer.order() is None
+    assert line.ended.is_set()
+
+
+async def test_a_peer_that_dies_is_let_go(house: House) -> None:
+    peer = PlayedPeer(house.weights)
+    peer.tell(news(PEER))
+    await until(lambda: house.peers.lines)
+    peer.call.cancel()
+    await house.peers.lines[0].ended.wait()
+
+
+async def test_news_that_make_no_sense_do_not_end_the_stream(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    peer = PlayedPeer(house.weights)
+    peer.tell(news(PEER))
+    peer.tell(pb.PeerMessage(news_json='{"id": "o1", "outcome": "splendid"}'))
+    peer.tell(news(Arrived(8, 1, 2)))
+    await until(lambda: house.peers.lines and house.peers.lines[0].heard)
+    assert house.peers.lines[0].heard == [Arrived(8, 1, 2)]
+    assert "PeerResult.outcome" in caplog.text
+    assert "Arrived.version" not in caplog.text  # it was not meant to be one
+    peer.tell(None)
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "words"),
+    [
+        (news(Arrived(8, 1, 2)), grpc.StatusCode.INVALID_ARGUMENT, "says who it is"),
+        (pb.PeerMessage(news_json="{"), grpc.StatusCode.INVALID_ARGUMENT, "Invalid JSON"),
+        (
+            pb.PeerMessage(news_json='{"id": "x", "role": "spare", "host": "h", "place": {}, "transports": {}}'),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "Peer.role: should be 'trainer' or 'engine', got 'spare'",
+        ),
+        (news(replace(PEER, host="node2")), grpc.StatusCode.FAILED_PRECONDITION, "on another host already"),
+    ],
+)
+async def test_who_does_not_say_who_it_is_is_refused(
+    house: House, first: pb.PeerMessage, code: grpc.StatusCode, words: str
+) -> None:
+    house.peers.attach(PEER)
+    peer = PlayedPeer(house.weights)
+    peer.tell(first)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await peer.order()
+    assert refused.value.code() is code
+    assert words in str(refused.value.details())
+    assert len(house.peers.lines) == 1
+    peer.tell(None)
+
+
+def opens(shards: int) -> OpenVersion:
+    maps = tuple(ShardMap(f"s{number}", 1, (), ("0" * 16,) * 64) for number in range(shards))
+    return OpenVersion(VersionMap(8, (), maps, 4096))
+
+
+async def test_orders_of_megabytes_go_through_and_larger_ones_are_told_to_have_failed(house: House) -> None:
+    peer = PlayedPeer(house.weights)
+    peer.tell(news(PEER))
+    await until(lambda: house.peers.lines)
+    (line,) = house.peers.lines
+    large, too_large = PeerOrder("o1", 1, opens(8_000)), PeerOrder("o2", 1, opens(56_000))
+    assert len(ORDER.dump_json(large)) > 8 * 2**20
+    line.outgoing.put_nowait(large)
+    assert await peer.order() == large
+    line.outgoing.put_nowait(too_large)
+    line.outgoing.put_nowait(PeerOrder("o3", 1, Check(8)))
+    next_order = await peer.order()
+    assert next_order is not None
+    assert next_order.id == "o3"
+    (failed,) = line.heard
+    assert isinstance(failed, PeerResult)
+    assert (failed.id, failed.outcome) == ("o2", Outcome.FAILED)
+    assert "at most 64 MiB" in failed.detail
+    peer.tell(None)
+
+
+# --- trainers
+
+
+def published(publication: Publication) -> pb.PublishRequest:
+    return pb.PublishRequest(publication_json=PUBLICATION.dump_json(publication).decode())
+
+
+async def test_who_publishes_hears_until_it_is_over(house: House) -> None:
+    call = house.weights.Publish(published(PUBLICATION_8))
+    first = report_from_pb(await call.read())
+    assert (first.version, first.state) == (8, SyncState.PUBLISHING)
+    assert house.syncs.published == [PUBLICATION_8]
+    house.syncs.change(carrying(8))
+    assert report_from_pb(await call.read()) == carrying(8)
+    house.syncs.change(done(8))
+    assert report_from_pb(await call.read()) == done(8)
+    assert await call.read() is grpc.aio.EOF
+
+
+async def test_one_that_is_forgotten_is_refused(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fleet's version may have been published so long ago that nobody has its report."""
+    monkeypatch.setattr(house.syncs, "publish", lambda _: "s1-1")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await house.weights.Publish(published(PUBLICATION_8)).read()
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_who_leaves_before_does_not_end_it(house: House) -> None:
+    call = house.weights.Publish(published(PUBLICATION_8))
+    report = report_from_pb(await call.read())
+    call.cancel()
+    await until(lambda: house.syncs.followed == 0)
+    assert not house.syncs.report(report.id).over
+    assert house.syncs.asked == []
+
+
+async def test_a_publication_is_refused_with_all_that_is_wrong(house: House) -> None:
+    text = PUBLICATION.dump_json(PUBLICATION_8).decode()
+    cases = {
+        text.replace('"rank":0', '"rank":3').replace('"version":8', '"version":-1'): [
+            "version: must be >= 0, got -1",
+            "rank: must be >= 0 and below world 1, got 3",
+        ],
+        text.replace('"version":8', '"version":"new"').replace('"world":1', '"world":[]'): ["version: ", "world: "],
+        text.replace('"version":8', '"version":7'): ["version: must be above 7, got 7"],
+        "nonsense": ["(document): Invalid JSON"],
+    }
+    for each, faults in cases.items():
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await house.weights.Publish(pb.PublishRequest(publication_json=each)).read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        lines = str(refused.value.details()).splitlines()
+        assert len(lines) == len(faults)
+        assert all(line.startswith(fault) for line, fault in zip(lines, faults, strict=True))
+
+
+async def test_thousands_of_faults_are_told_in_a_few_lines(house: House) -> None:
+    """More would not fit into the header that a refusal travels in."""
+    boxes = ",".join(f'"layers.{number}.{"x" * 300}": [[[0, 1]]]' for number in range(5_000))
+    text = PUBLICATION.dump_json(PUBLICATION_8).decode().replace('"boxes":{', f'"boxes":{{{boxes},')
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await house.weights.Publish(pb.PublishRequest(publication_json=text)).read()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    lines = str(refused.value.details()).splitlines()
+    assert lines[0].startswith("boxes.layers.0.xxx")
+    assert lines[-1] == "(document): has 4980 more faults"
+
+
+# --- operators
+
+
+def later(report: SyncReport, arrived_bytes: int) -> SyncReport:
+    return replace(report, arrived_bytes=arrived_bytes)
+
+
+async def test_who_watches_hears_of_steps_at_once_and_of_bytes_now_and_then(house: House) -> None:
+    house.syncs.change(carrying(8))
+    call = house.weights.WatchSync(pb.GetSyncRequest(version=8))
+    assert report_from_pb(await call.read()) == carrying(8)
+    for number in range(1000):
+        house.syncs.change(later(carrying(8), number))
+    prepared = replace(carrying(8), state=SyncState.PREPARED)
+    house.syncs.change(prepared)
+    assert report_from_pb(await call.read()) == prepared
+    await house.clock.advance(1.0)
+    house.syncs.change(later(prepared, 5))
+    assert report_from_pb(await call.read()) == later(prepared, 5)
+    house.syncs.change(done(8))
+    assert report_from_pb(await call.read()) == done(8)
+    assert await call.read() is grpc.aio.EOF
+
+
+async def test_one_that_is_over_is_told_once(house: House) -> None:
+    house.syncs.change(done(8))
+    reports = [report_from_pb(each) async for each in house.weights.WatchSync(pb.GetSyncRequest())]
+    assert reports == [done(8)]
+
+
+async def test_syncs_are_found_by_id_by_version_or_as_the_newest(house: House) -> None:
+    for version in (6, 7, 8):
+        house.syncs.change(done(version))
+    for request, version in (
+        (pb.GetSyncRequest(), 8),
+        (pb.GetSyncRequest(version=6), 6),
+        (pb.GetSyncRequest(sync_id="sync-7"), 7),
+    ):
+        assert report_from_pb(await house.weights.GetSync(request)) == done(version)
+    listed = await house.weights.ListSyncs(pb.ListSyncsRequest(limit=2))
+    assert [report_from_pb(each) for each in listed.syncs] == [replace(done(v), slowest=()) for v in (8, 7)]
+
+
+async def test_no_more_are_listed_than_a_message_holds(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in range(50):
+        house.syncs.change(done(version))
+    monkeypatch.setattr("orchestrrl.rpc.weights_service.MESSAGE_BYTES", 4096)
+    listed = await house.weights.ListSyncs(pb.ListSyncsRequest())
+    assert listed.ByteSize() < 4096
+    versions = [each.version for each in listed.syncs]
+    assert versions == list(range(49, 49 - len(versions), -1))
+    assert len(versions) > 5
+
+
+async def test_what_is_not_there_is_not_found(house: House) -> None:
+    house.syncs.change(done(8))
+    for method in (
+        house.weights.GetSync(pb.GetSyncRequest(version=0)),
+        house.weights.GetSync(pb.GetSyncRequest(sync_id="x")),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await method
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await house.weights.WatchSync(pb.GetSyncRequest(version=0)).read()
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_status_is_there_whether_anything_was_published_or_not(house: House) -> None:
+    empty = status_from_pb(await house.weights.GetWeights(pb.GetWeightsRequest()))
+    assert empty == house.syncs.status()
+    house.syncs.change(carrying(8))
+    house.syncs.peers = PEERS
+    assert status_from_pb(await house.weights.GetWeights(pb.GetWeightsRequest())) == house.syncs.status()
+
+
+async def test_a_sync_is_aborted_or_installed_or_it_is_said_why_not(house: House) -> None:
+    house.syncs.change(carrying(8))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await house.weights.InstallSync(pb.InstallSyncRequest(reason="now"))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    house.syncs.change(replace(carrying(8), state=SyncState.PREPARED))
+    fencing = await house.weights.InstallSync(pb.InstallSyncRequest(sync_id="sync-8", reason="now"))
+    assert fencing.state == "fencing"
+    aborted = await house.weights.AbortSync(pb.AbortSyncRequest(sync_id="sync-8", reason="wrong weights"))
+    assert (aborted.state, aborted.code, aborted.detail) == ("aborted", "operator", "wrong weights")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await house.weights.AbortSync(pb.AbortSyncRequest())
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "sync-8 is over" in str(refused.value.details())
+
+
+# --- with the hub that daemons have
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[PeerHub, "weights_pb2_grpc.WeightsAsyncStub"]]:
+    hub = PeerHub(WallClock(), generation=3)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(FakeSyncs(), hub, WallClock()), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(DEADLINE_S):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
+            yield hub, weights_pb2_grpc.WeightsStub(channel)
+    hub.close()
+    await server.stop(0)
+
+
+async def test_an_order_reaches_a_peer_that_went_away_and_came_back(
+    served: tuple[PeerHub, "weights_pb2_grpc.WeightsAsyncStub"],
+) -> None:
+    hub, weights = served
+    first = PlayedPeer(weights)
+    first.tell(news(PEER))
+    await until(lambda: PEER.id in hub.peers)
+    asked = asyncio.ensure_future(hub.ask(PEER.id, Check(8), DEADLINE_S))
+    before = await first.order()
+    assert before is not None
+    first.call.cancel()
+    await until(lambda: not hub.peers[PEER.id].attached)
+    second = PlayedPeer(weights)
+    second.tell(news(PEER))
+    assert await second.order() == before
+    second.tell(news(PeerResult(before.id, Outcome.DONE, detail="as it should be")))
+    assert (await asked).detail == "as it should be"
+    second.tell(None)
+    assert await second.order() is None
+
+
+async def test_an_order_that_no_message_holds_has_failed_for_who_gave_it(
+    served: tuple[PeerHub, "weights_pb2_grpc.WeightsAsyncStub"],
+) -> None:
+    hub, weights = served
+    peer = PlayedPeer(weights)
+    peer.tell(news(PEER))
+    await until(lambda: PEER.id in hub.peers)
+    result = await hub.ask(PEER.id, opens(56_000), DEADLINE_S)
+    assert result.outcome is Outcome.FAILED
+    assert "at most 64 MiB" in result.detail
+    assert hub.peers[PEER.id].attached
+    peer.tell(None)
+    assert await peer.order() is None

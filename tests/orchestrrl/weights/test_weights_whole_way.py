@@ -1,0 +1,181 @@
+"""Four trainer ranks on two hosts publish rows of everything; the daemon, peers and an agent are processes, and engines
+take what they are to have: whole, or one half of tensor parallelism each. Some of it is quantised, with scales."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import numpy as np
+from peer_house import WITHIN_S, PeerProcess, peers
+from staged_parts import Array
+
+from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
+from orchestrrl.errors import Retryable
+from orchestrrl.instrument.checkpoint_files import folder_sum
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.convert_weights import status_from_pb
+from orchestrrl.rpc.pb import control_pb2, weights_pb2
+from orchestrrl.sync_reports import SyncReport, SyncState
+from orchestrrl.weights.client import Publishing, WeightsClient
+from orchestrrl.weights.layout import read_layout
+from orchestrrl.weights.model import DTYPE_BYTES, MODEL_FILE, TensorMeta
+from orchestrrl.weights.trainer_boxes import Piece, slices
+from planner.sync_tree.shares import needed_boxes
+from tests.orchestrrl.gateway.processes import free_port
+
+ROOT = Path(__file__).parents[3]
+WORLD = 4
+BEGIN_WITHIN_S = 300.0  # eight processes, on a machine that has other things to do
+TENSORS = tuple(
+    TensorMeta(name, dtype, shape)
+    for name, dtype, shape in [
+        ("model.embed_tokens.weight", "BF16", (256, 64)),
+        ("model.layers.0.mlp.down_proj.weight", "F8_E4M3", (64, 1 << 14)),
+        ("model.layers.0.mlp.down_proj.weight_scale_inv", "F32", (1, 128)),
+        ("model.layers.0.mlp.up_proj.weight", "F8_E4M3", (1 << 14, 64)),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", "F32", (128, 1)),
+        ("model.layers.0.input_layernorm.weight", "BF16", (64,)),
+        ("model.norm.weight", "BF16", (63,)),  # not as many rows on each rank
+        ("model.scale", "F32", ()),
+    ]
+)
+# Engine, its peer, and what that says of its share.
+ENGINES = (
+    ("e0", "gen0", ()),
+    ("e1", "gen1", ()),
+    ("left", "gen2", ("--tp", "2", "--tp-rank", "0")),
+    ("right", "gen3", ("--tp", "2", "--tp-rank", "1")),
+)
+
+
+def content(version: int) -> dict[str, Array]:
+    rng = np.random.default_rng(version)
+    return {
+        each.name: np.frombuffer(rng.bytes(each.bytes), dtype=f"u{DTYPE_BYTES[each.dtype]}").reshape(each.shape)
+        for each in TENSORS
+    }
+
+
+def rows_of(version: int, rank: int) -> list[Piece]:
+    """As FSDP divides: rows, the last rank's fewer; what has none is everybody's."""
+    found = []
+    whole = content(version)
+    for meta in TENSORS:
+        box = meta.whole
+        if meta.shape:
+            each = -(-meta.shape[0] // WORLD)
+            first, last = min(meta.shape[0], rank * each), min(meta.shape[0], (rank + 1) * each)
+            if first == last:
+                continue
+            box = ((first, last), *box[1:])
+        found.append(Piece(meta, box, whole[meta.name][slices(box)]))
+    return found
+
+
+@contextmanager
+def process(log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("ab") as out:
+        started = subprocess.Popen(
+            [sys.executable, "-m", "orchestrrl", *words],
+            stdout=out,
+            stderr=out,
+            cwd=log.parent,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    try:
+        yield started
+    finally:
+        started.terminate()
+        started.wait(WITHIN_S)
+
+
+async def until_ready(address: str) -> None:
+    """All peers are attached, and the daemon has heard of all engines."""
+    want = {"train0", "train1", *(peer for _, peer, _ in ENGINES)}
+    async with asyncio.timeout(BEGIN_WITHIN_S):
+        while True:
+            try:
+                async with ControlClient(address) as daemon:
+                    told = await daemon.ask(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest())
+                    known = await daemon.ask(daemon.control.GetStatus, control_pb2.GetStatusRequest())
+                there = {each.id for each in status_from_pb(told).peers if each.attached}
+                if want <= there and len(known.workers) == len(ENGINES):
+                    return
+            except Retryable:
+                pass  # it has not begun to listen
+            await asyncio.sleep(0.2)
+
+
+@asynccontextmanager
+async def fleet(folder: Path) -> AsyncIterator[tuple[str, dict[str, PeerProcess]]]:
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    # Simulated engines answer by all bytes of a file, holes as well, so halves would answer each another way.
+    config = "mode: advise\nlisten: {address: '%s'}\nweights: {probe: null, chunk_bytes: 100000, transports: [tcp]}\n"
+    (folder / "o.yaml").write_text(config % address)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(process(folder / "daemon.log", "daemon", "-c", "o.yaml"))
+        started = {name: PeerProcess(name, port, folder / name) for name in ("train0", "train1")}
+        agent = ["agent", "--daemon", address, "--engine", "simulated"]
+        for engine, name, words in ENGINES:
+            server = await stack.enter_async_context(SimulatedServer(SimulatedOptions()))
+            own = ("--engine", f"{engine}={server.url}", "--product", "simulated", *words)
+            started[name] = PeerProcess(name, port, folder / name, *own)
+            agent += ["--url", server.url, "--id", engine]
+        stack.enter_context(process(folder / "agent.log", *agent))
+        await stack.enter_async_context(peers(*started.values()))
+        await until_ready(address)
+        yield address, started
+
+
+def publish(address: str, started: dict[str, PeerProcess], version: int) -> list[SyncReport]:
+    """As four processes of a trainer would; what each is told in the end."""
+
+    def rank(number: int) -> SyncReport:
+        host = started[f"train{number // 2}"]
+        client = WeightsClient(address, peer=host.name, folder=host.folder, rank=number, world=WORLD, run="one")
+        with client:
+            handle = client.publish_arrays(version, rows_of(version, number), wait="staged")
+            assert isinstance(handle, Publishing)
+            return handle.result(BEGIN_WITHIN_S)
+
+    with ThreadPoolExecutor(WORLD) as ranks:
+        return list(ranks.map(rank, range(WORLD)))
+
+
+def check(folder: Path, version: int, words: Sequence[str]) -> None:
+    """What the peer's engine is to have is in the file, and what it is not to have takes no room."""
+    tp, ranks = (2, (int(words[-1]),)) if words else (1, (0,))
+    file = folder / f"v{version}" / MODEL_FILE
+    layout = read_layout(file)
+    image = np.fromfile(file, dtype=np.uint8)
+    for name, boxes in needed_boxes({each.name: each.shape for each in TENSORS}, tp=tp, tp_ranks=ranks).items():
+        right = content(version)[name]
+        found = image[layout.places[name] :][: right.nbytes].view(right.dtype).reshape(right.shape)
+        for box in boxes:
+            assert (found[slices(box)] == right[slices(box)]).all(), (folder, name, box)
+    if not words:
+        assert file.stat().st_size == layout.bytes
+    # Rows of `down_proj` are four pages; the half of one touches three at most.
+    assert file.stat().st_blocks * 512 <= layout.bytes * (0.7 if words else 1.0) + 65536
+
+
+async def test_rows_of_four_ranks_come_to_whole_engines_and_to_halves(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (address, started):
+        for version in (1, 2):
+            reports = await asyncio.to_thread(publish, address, started, version)
+            for report in reports:
+                assert (report.state, report.code) == (SyncState.DONE, "done"), report
+            for _, name, words in ENGINES:
+                check(started[name].folder, version, words)
+            whole = {folder_sum(started[name].folder / f"v{version}") for name in ("gen0", "gen1")}
+            assert len(whole) == 1
+            (report,) = {report.id: report for report in reports}.values()
+            # Two have all, two a half of what is divided: nobody was sent more.
+            size = sum(each.bytes for each in TENSORS)
+            assert 2.9 * size < report.carried_bytes < 3.1 * size

@@ -8,8 +8,9 @@ says the request is wrong) and `OutcomeUnknown` (the connection broke after the 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import entry_points
-from typing import Any, Protocol
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from orchestrrl.errors import Permanent, Retryable
 from planner.model import EngineHealth
@@ -163,12 +164,118 @@ class Reading:
     scrape_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The weights that an engine has. `sum` names its algorithm before a colon, and is equal wherever an engine of one
+    layout took the same bytes in the same way; empty where nobody took it."""
+
+    version: int
+    sum: str = ""
+    is_read_back: bool = False  # the sum is of what the engine holds, not of what it was given
+
+
+class WeightsEngine(Protocol):
+    """The weights of one engine, over the connections of its client. The engine has no requests meanwhile, or they are
+    frozen; its KV is dropped with the weights that it was computed under."""
+
+    async def load_weights(self, folder: Path, version: int) -> Loaded:
+        """Have it load a checkpoint, in a folder of its machine; it is paused afterwards where it was before. Raises
+        Retryable and Permanent where it has the weights from before, and OutcomeUnknown where it may have others, or
+        some of each: then it stays paused until a load succeeds."""
+        ...
+
+    async def loaded(self) -> Loaded | None:
+        """What it says that it has; None: it does not know, as one that was started anew."""
+        ...
+
+    async def continue_greedily(self, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+        """At most so many tokens, going on beyond end-of-text. One that is paused runs for so long, and is paused
+        again afterwards, also where that fails."""
+        ...
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """An engine's client that can have weights loaded."""
+
+    @property
+    def weights(self) -> WeightsEngine: ...
+
+
+def weights_engine(engine: Engine) -> WeightsEngine:
+    """Raises Permanent for a product that cannot load weights while it runs."""
+    if not isinstance(engine, TakesWeights):
+        raise Permanent(f"{engine.url}: engines of {type(engine).__name__} cannot load weights while they run")
+    return engine.weights
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnds:
+    """What a trainer would reach that sends weights straight into an engine: by which backend, and how many workers."""
+
+    backend: str  # empty: it was started without one
+    workers: int
+
+
+class TransferEngine(Protocol):
+    """Weights of one engine from a trainer's process, over what the engine's own product has for that. The engine is at
+    rest from `start` on, and stays so. From then until `finish` it names no version. Errors from `start` on: Permanent
+    and Retryable where it is as it was, OutcomeUnknown where it may not be."""
+
+    async def ends(self) -> TransferEnds: ...
+
+    async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
+        """Let its workers meet the trainer, who comes at the same time."""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def update(self, update_info: Mapping[str, Any] | Sequence[Any], within_s: float) -> None:
+        """Take what the trainer sends meanwhile."""
+        ...
+
+    async def finish(self, version: int, within_s: float) -> None:
+        """It has the version, and says so."""
+        ...
+
+    async def begin(self) -> None:
+        """As `start`, where something else than the product's own transfer brings the weights: then `call_workers`,
+        a method of all its workers, and `end`."""
+        ...
+
+    async def call_workers(self, method: str, arguments: Sequence[Any], within_s: float) -> None: ...
+
+    async def end(self, version: int) -> None: ...
+
+
+@runtime_checkable
+class TakesTransfers(Protocol):
+    """An engine's client that can have a trainer send weights into it."""
+
+    @property
+    def transfers(self) -> TransferEngine: ...
+
+
+def transfer_engine(engine: Engine) -> TransferEngine:
+    """Raises Permanent for a product that has nothing of the kind."""
+    if not isinstance(engine, TakesTransfers):
+        raise Permanent(f"{engine.url}: engines of {type(engine).__name__} take no weights from a trainer's process")
+    return engine.transfers
+
+
 ENTRY_POINT_GROUP = "orchestrrl.engines"
+
+# Ours, by name, also where the package is only on the path: peers of weights run in environments of others.
+BUILT_IN: Mapping[str, str] = {
+    "vllm": "orchestrrl.engines.vllm:VllmEngine",
+    "simulated": "orchestrrl.engines.simulated:SimulatedEngine",
+}
 
 
 def connect(name: str, url: str, **options: Any) -> Engine:
     """A client for the engine product `name` at `url`. Raises Permanent for an unknown name, listing the known ones."""
-    known = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    known = {own: EntryPoint(own, value, ENTRY_POINT_GROUP) for own, value in BUILT_IN.items()}
+    known |= {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in known:
         raise Permanent(f"unknown engine {name!r}; known: {', '.join(sorted(known))}")
     factory: Any = known[name].load()

@@ -18,9 +18,10 @@ from orchestrrl.clock import Clock, WallClock
 from orchestrrl.engines.base import Endpoint, PauseMode, Refused
 from orchestrrl.engines.simulated_asks import Served, read_ask, read_detokenize, read_tokenize, refusal
 from orchestrrl.engines.simulated_format import Formatter, metrics_page
-from orchestrrl.engines.simulated_managed import ManagedFace, first_model, json_of
+from orchestrrl.engines.simulated_managed import ManagedFace
 from orchestrrl.engines.simulated_options import SimulatedOptions
 from orchestrrl.engines.simulated_runtime import Answer, Part, Runtime
+from orchestrrl.engines.simulated_weights import first_model, json_of
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.errors import Permanent
 

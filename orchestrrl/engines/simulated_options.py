@@ -20,6 +20,9 @@ class Faults(BaseModel):
     hang: bool = False  # it listens, and never answers
     wrong_answers: bool = False  # out of other weights than it has
     misreport: dict[Literal["tp", "pp", "dp", "ep"], Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    # Which loads of weights, counted from 1, it says no to, and at which it fails halfway.
+    refuse_loads: Annotated[frozenset[int], Field(strict=False)] = frozenset()
+    tear_loads: Annotated[frozenset[int], Field(strict=False)] = frozenset()
 
 
 NO_FAULTS = Faults()
@@ -55,6 +58,8 @@ class SimulatedOptions(BaseModel):
     enable_elastic_ep: bool = False
     weights: Path | None = None  # folder of weights to begin with, instead of those of `seed`
     load_s: Annotated[float, Field(ge=0)] = 0.0  # to load weights
+    load_s_per_gb: Annotated[float, Field(ge=0)] = 0.0  # and for each GB of them
+    weight_transfer: bool = True  # it has OrchestrRL's backend, which checks before it loads, and tells what it has
     sleep_s: Annotated[float, Field(ge=0)] = 0.0  # to fall asleep, and to wake up
     scale_s: Annotated[float, Field(ge=0)] = 0.0  # to go on with more or fewer replicas
     faults: Faults = NO_FAULTS

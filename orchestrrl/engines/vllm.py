@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -31,6 +32,8 @@ from orchestrrl.engines.openai_chunks import ChunkReader, StreamError
 from orchestrrl.engines.vllm_calls import BUSY_STATUSES, NOT_OF_VLLM, Calls, failure
 from orchestrrl.engines.vllm_info import ServerInfo
 from orchestrrl.engines.vllm_managed import Management
+from orchestrrl.engines.vllm_transfer import VllmTransfers
+from orchestrrl.engines.vllm_weights import VllmWeights
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, shorten
 
 # What vLLM makes of `X-Request-Id: x`. It ignores ids that it does not know, so both are named.
@@ -83,6 +86,8 @@ class VllmEngine:
         self._headers = dict(headers or {})
         self._calls = Calls(self.url, self.name, timeout_s=timeout_s, session=session, headers=self._headers)
         self._management = Management(self._calls)
+        self.weights = VllmWeights(self._calls, self._management, self.metrics, self._model)
+        self.transfers = VllmTransfers(self.url, self._management)
         self._pool: Pool | None = None
         self._attempts: dict[str, _Attempt] = {}
 
@@ -228,7 +233,10 @@ class VllmEngine:
         return await self._management.weight_version()
 
     async def load_weights(self, source: str, policy_version: int | None) -> None:
-        await self._management.load_weights(source, policy_version)
+        if policy_version is not None and await self.weights.has_backend():
+            await self.weights.load_weights(Path(source), policy_version)
+        else:
+            await self._management.load_weights(source, policy_version)
 
     async def name_weights(self, policy_version: int) -> None:
         await self._management.name_weights(policy_version)

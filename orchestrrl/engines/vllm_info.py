@@ -22,6 +22,8 @@ class ServerInfo:
     max_sequences: int | None = None  # of the whole server
     sleep: bool = False  # --enable-sleep-mode
     elastic_ep: bool = False  # --enable-elastic-ep
+    model: str | None = None  # that it was started with: a name, or a folder of its machine
+    weight_backend: str | None = None  # --weight-transfer-config
 
 
 def read_server_info(answer: Mapping[str, Any]) -> ServerInfo:
@@ -41,6 +43,8 @@ def read_server_info(answer: Mapping[str, Any]) -> ServerInfo:
         max_sequences=int(seats) * _replicas_served(parallel),  # vLLM counts them for each replica
         sleep=config.get("model_config", {}).get("enable_sleep_mode") is True,
         elastic_ep=parallel.get("enable_elastic_ep") is True,
+        model=config.get("model_config", {}).get("model"),
+        weight_backend=(config.get("weight_transfer_config") or {}).get("backend"),
     )
 
 

@@ -53,20 +53,23 @@ class Management:
     # --- weights
 
     async def weight_version(self) -> int | None:
+        name = await self.weight_name()
+        return int(name) if name.isdecimal() else None
+
+    async def weight_name(self) -> str:
         try:
             answer = await self._calls.json("GET", "/weight_info")
         except Refused as refusal:
             if refusal.status in (404, 405):
-                return None
+                return UNNAMED
             raise
         with self._calls.reading("/weight_info"):
-            name = answer["weight_version"]
-        return int(name) if isinstance(name, str) and name.isdecimal() else None
+            return str(answer["weight_version"])
 
     async def name_weights(self, policy_version: int) -> None:
         """A server that takes no names goes on without."""
         if "/update_weight_version" in await self.paths():
-            await self._name(str(policy_version))
+            await self.name(str(policy_version))
 
     async def load_weights(self, source: str, policy_version: int | None) -> None:
         """It stays paused where it was, and where it may have half of the weights: one whose `reload_weights` failed
@@ -79,17 +82,16 @@ class Management:
             )
         if await self.asleep():
             raise Permanent(f"{self._url}: is asleep: weights can be loaded once it is awake")
-        was_paused = await self._is_paused()
+        was_paused = await self.is_paused()
         named = "/update_weight_version" in paths
         try:
-            # Paused so, vLLM drops all KV, cached prefixes included.
-            await self._order("/pause?mode=keep")
+            await self.pause_without_kv()
             if named:  # until it has the new ones nobody shall take them for those that were named last
-                await self._name(UNNAMED)
-            status, text = await self._reload(source)
+                await self.name(UNNAMED)
+            status, text = await self.reload(source)
         except (Retryable, Permanent) as error:
             try:
-                await self._resume_if(not was_paused)
+                await self.resume_if(not was_paused)
             except OrchestrRLError as another:
                 raise OutcomeUnknown(f"{error}; it may be left paused: {another}") from error
             raise
@@ -100,26 +102,31 @@ class Management:
             )
         try:
             if named and policy_version is not None:
-                await self._name(str(policy_version))
-            await self._resume_if(not was_paused)
+                await self.name(str(policy_version))
+            await self.resume_if(not was_paused)
         except OrchestrRLError as error:
             raise OutcomeUnknown(f"{self._url}: loaded {source}, but then: {error}") from error
 
-    async def _reload(self, source: str) -> tuple[int, str]:
+    async def pause_without_kv(self) -> None:
+        """Paused so, vLLM drops all KV, cached prefixes included, also where it was paused before."""
+        await self.order("/pause?mode=keep")
+
+    async def reload(self, source: str) -> tuple[int, str]:
+        """Status and text of vLLM's own load."""
         order = {"method": "reload_weights", "kwargs": {"weights_path": source}}
         return await self._calls.exchange("POST", "/collective_rpc", order, timeout_s=LOAD_TIMEOUT_S)
 
-    async def _name(self, name: str) -> None:
-        await self._order("/update_weight_version", {"new_version": name})
+    async def name(self, name: str) -> None:
+        await self.order("/update_weight_version", {"new_version": name})
 
-    async def _is_paused(self) -> bool:
+    async def is_paused(self) -> bool:
         answer = await self._calls.json("GET", "/is_paused")
         with self._calls.reading("/is_paused"):
             return bool(answer["is_paused"])
 
-    async def _resume_if(self, wanted: bool) -> None:
+    async def resume_if(self, wanted: bool) -> None:
         if wanted:
-            await self._order("/resume")
+            await self.order("/resume")
 
     # --- what it makes of a text
 
@@ -170,11 +177,11 @@ class Management:
     # --- sleep
 
     async def sleep(self) -> None:
-        await self._order("/sleep?level=1", timeout_s=SLEEP_TIMEOUT_S)
+        await self.order("/sleep?level=1", timeout_s=SLEEP_TIMEOUT_S)
 
     async def wake(self) -> None:
         await self.check_sleep()
-        text = await self._order("/wake_up", timeout_s=SLEEP_TIMEOUT_S)
+        text = await self.order("/wake_up", timeout_s=SLEEP_TIMEOUT_S)
         with self._calls.reading("/wake_up"):
             answer = json.loads(text or "{}")
             if answer.get("status") == "sleeping":
@@ -209,11 +216,11 @@ class Management:
         if not ("/server_info" in await self.paths() and (await self.info()).elastic_ep):
             raise Permanent(f"{self._url}: cannot be scaled: it was not started with --enable-elastic-ep")
         order = {"new_data_parallel_size": dp, "drain_timeout": SCALE_DRAIN_S}
-        await self._order("/scale_elastic_ep", order, timeout_s=SCALE_TIMEOUT_S)
+        await self.order("/scale_elastic_ep", order, timeout_s=SCALE_TIMEOUT_S)
         if (has := (await self.layout()).dp) != dp:
             raise OutcomeUnknown(f"{self._url}: was scaled to DP={dp}, and says DP={has}")
 
-    async def _order(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> str:
+    async def order(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> str:
         """Something that changes the engine. What it failed at may be half done."""
         status, text = await self._calls.exchange("POST", path, body, timeout_s)
         if status == 200:

@@ -1,3 +1,7 @@
 import pytest
 
-pytest.register_assert_rewrite("orchestrrl.engines.conformance", "orchestrrl.engines.managed_conformance")
+pytest.register_assert_rewrite(
+    "orchestrrl.engines.conformance",
+    "orchestrrl.engines.managed_conformance",
+    "orchestrrl.engines.weights_conformance",
+)

@@ -97,7 +97,7 @@ async def test_weights_to_begin_with_are_those_of_a_folder(weights: tuple[Path, 
 
 async def test_weights_that_cannot_be_read_leave_a_paused_engine_with_neither(tmp_path: Path) -> None:
     (tmp_path / "simulated.json").write_text('{"seed": "seven"}')
-    async for engine in engines(OPTIONS):
+    async for engine in engines(OPTIONS.model_copy(update={"weight_transfer": False})):
         excerpt = await engine.excerpt(PROMPT, TOKENS)
         with pytest.raises(OutcomeUnknown, match="may have half of it"):
             await engine.load_weights(str(tmp_path), 3)

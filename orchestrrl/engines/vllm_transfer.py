@@ -1,0 +1,89 @@
+"""vLLM's weight-transfer endpoints, one call each: a trainer's bytes go into a server's workers by the backend that it
+was started with (`--weight-transfer-config '{"backend": NAME}'`).
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from orchestrrl.engines.base import TransferEnds
+from orchestrrl.engines.vllm_managed import Management
+from orchestrrl.engines.vllm_weights import LOADING
+from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent
+
+NEEDED = frozenset(
+    {
+        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+        *("/pause", "/is_paused", "/server_info", "/update_weight_version", "/weight_info"),
+    }
+)
+
+
+class VllmTransfers:
+    """Of the server at `url`."""
+
+    def __init__(self, url: str, management: Management) -> None:
+        self._url = url
+        self._management = management
+
+    async def ends(self) -> TransferEnds:
+        if missing := NEEDED - await self._management.paths():
+            raise Permanent(f"{self._url}: has not {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1 offers")
+        info = await self._management.info()
+        layout = info.layout
+        return TransferEnds(info.weight_backend or "", (layout.tp or 1) * (layout.pp or 1) * (layout.dp or 1))
+
+    async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
+        """Workers wait for the trainer, and do nothing else meanwhile."""
+        if "/shutdown_weight_transfer_engine" in await self._management.paths():
+            with suppress(OrchestrRLError):  # one that has no connection, or whose last update was broken off
+                await self._management.order("/shutdown_weight_transfer_engine")
+        await self._management.order("/init_weight_transfer_engine", {"init_info": init_info}, within_s)
+
+    async def start(self) -> None:
+        await self._at_rest()
+        name = await self._management.weight_name()
+        if name == LOADING:  # an update before was broken off: vLLM may wait for the rest of it
+            with suppress(OrchestrRLError):
+                await self._management.order("/finish_weight_update")
+        await self.begin()
+        try:
+            await self._management.order("/start_weight_update")
+        except OrchestrRLError as error:
+            raise OutcomeUnknown(f"{self._url}: did not begin to take weights: {error}") from error
+
+    async def begin(self) -> None:
+        await self._at_rest()
+        await self._management.pause_without_kv()
+        # Until it has the new ones nobody shall take them for those that were named last.
+        await self._management.name(LOADING)
+
+    async def call_workers(self, method: str, arguments: Sequence[Any], within_s: float) -> None:
+        order = {"method": method, "args": list(arguments), "timeout": within_s}
+        try:
+            await self._management.order("/collective_rpc", order, within_s)
+        except OrchestrRLError as error:
+            raise OutcomeUnknown(f"{self._url}: may have half of the weights: {error}") from error
+
+    async def end(self, version: int) -> None:
+        try:
+            await self._management.name(str(version))
+        except OrchestrRLError as error:
+            raise OutcomeUnknown(f"{self._url}: is not named after its weights: {error}") from error
+
+    async def update(self, update_info: Mapping[str, Any] | Sequence[Any], within_s: float) -> None:
+        try:
+            await self._management.order("/update_weights", {"update_info": update_info}, within_s)
+        except OrchestrRLError as error:
+            raise OutcomeUnknown(f"{self._url}: may have half of the weights: {error}") from error
+
+    async def finish(self, version: int, within_s: float) -> None:
+        try:
+            await self._management.order("/finish_weight_update", timeout_s=within_s)
+        except OrchestrRLError as error:
+            raise OutcomeUnknown(f"{self._url}: may have half of the weights: {error}") from error
+        await self.end(version)
+
+    async def _at_rest(self) -> None:
+        if not await self._management.is_paused():
+            raise Permanent(f"{self._url}: is not at rest")

@@ -1,0 +1,237 @@
+"""New weights for a vLLM server that runs: from a folder of its machine, by either of two ways, and what it then has.
+
+With our backend in its workers (`--weight-transfer-config '{"backend": "orchestrrl"}'`, instrument/vllm_weights.py) a
+version goes through vLLM's weight-transfer endpoints, and each worker says what it was given, and whether it holds it.
+Else through `reload_weights`, which needs nothing but VLLM_SERVER_DEV_MODE=1: what was given is then summed here, where
+the folder can be seen, and nobody says what it holds.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrrl.engines.base import EngineMetrics, Loaded
+from orchestrrl.engines.vllm_calls import Calls, failure
+from orchestrrl.engines.vllm_managed import LOAD_TIMEOUT_S, Management
+from orchestrrl.engines.weight_backend import BACKEND, METHOD
+from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.instrument.checkpoint_files import (
+    BrokenCheckpoint,
+    check_same_model,
+    content_sum,
+    mapped,
+    read_checkpoint,
+    shapes_of,
+)
+
+LOADING = "loading"  # what weights are called from the begin of a load until it has succeeded
+NEEDED = frozenset({"/pause", "/resume", "/is_paused", "/is_sleeping", "/collective_rpc", "/update_weight_version"})
+EMPTY_WITHIN_S = 2.0  # requests that have ended are counted for a moment longer
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTold:
+    """As `Told` in instrument/vllm_weights.py, and whether a load was begun that was never ended."""
+
+    version: int | None
+    sum: str
+    is_read_back: bool
+    not_read_back: str
+    fault: str
+    is_torn: bool
+    is_updating: bool
+
+
+_WORKERS: TypeAdapter[list[WorkerTold]] = TypeAdapter(list[WorkerTold])
+
+
+class VllmWeights:
+    """Of the server that `calls` go to. `metrics` and `model` are those of its client."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        management: Management,
+        metrics: Callable[[], Awaitable[EngineMetrics]],
+        model: Callable[[], Awaitable[str]],
+    ) -> None:
+        self._calls = calls
+        self._url = calls.url
+        self._management = management
+        self._metrics = metrics
+        self._model = model
+
+    async def load_weights(self, folder: Path, version: int) -> Loaded:
+        paths = await self._management.paths()
+        if missing := NEEDED - paths:
+            raise Permanent(
+                f"{self._url}: cannot load weights without {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1"
+                " offers"
+            )
+        if await self._management.asleep():
+            raise Permanent(f"{self._url}: is asleep: weights can be loaded once it is awake")
+        has_backend = await self.has_backend()
+        given = "" if has_backend else await self._given(folder, paths)
+        was_paused, name = await self._management.is_paused(), await self._management.weight_name()
+        try:
+            await self._management.pause_without_kv()
+            # Until it has the new ones nobody shall take them for those that were named last.
+            await self._management.name(LOADING)
+            if has_backend:
+                loaded = await self._transfer(folder, version)
+            else:
+                loaded = await self._reload(folder, version, given, again=name == LOADING)
+        except (Retryable, Permanent) as error:
+            await self._as_before(error, name, was_paused)
+            raise
+        try:
+            await self._management.name(str(version))
+            await self._management.resume_if(not was_paused)
+        except OrchestrRLError as error:
+            raise OutcomeUnknown(f"{self._url}: has version {version}, but then: {error}") from error
+        return loaded
+
+    async def loaded(self) -> Loaded | None:
+        version = await self._management.weight_version()
+        if version is None:
+            return None
+        if await self.has_backend():
+            workers = await self._workers()
+            if any(worker.is_torn for worker in workers):
+                return None
+            if (told := self._agreed(workers, version)) is not None:
+                return told
+        # It was named so by a load that it knows nothing of, or for the weights that it began with.
+        return Loaded(version)
+
+    async def has_backend(self) -> bool:
+        """From its configuration: a call of a method that its workers lack may unsettle vLLM."""
+        paths = await self._management.paths()
+        wanted = {"/server_info", "/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"}
+        return wanted <= paths and (await self._management.info()).weight_backend == BACKEND
+
+    async def continue_greedily(self, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+        model = await self._model()
+        was_paused = await self._management.is_paused()
+        if was_paused:
+            await self._until_empty()
+        try:
+            await self._management.resume_if(was_paused)
+            return (await self._management.excerpt(model, prompt_ids, max_tokens)).token_ids
+        finally:
+            if was_paused:
+                await self._pause_again()
+
+    async def _transfer(self, folder: Path, version: int) -> Loaded:
+        if any(worker.is_updating for worker in await self._workers()):  # whoever began it has gone
+            await self._management.order("/finish_weight_update")
+        try:
+            await self._management.order("/start_weight_update")
+            update = {"update_info": {"folder": str(folder), "version": version}}
+            await self._management.order("/update_weights", update, LOAD_TIMEOUT_S)
+            await self._management.order("/finish_weight_update")
+        except OrchestrRLError as error:
+            await self._judge(await self._workers_after(error), error)
+            raise OutcomeUnknown(f"{self._url}: failed to load {folder}: {error}") from error
+        workers = await self._workers_after(None)
+        await self._judge(workers, None)
+        if (told := self._agreed(workers, version)) is None:
+            raise OutcomeUnknown(f"{self._url}: loaded {folder}, but its workers say {workers}")
+        return told
+
+    async def _judge(self, workers: Sequence[WorkerTold], error: OrchestrRLError | None) -> None:
+        """Raises by what the workers say of a load."""
+        faults = [worker.fault for worker in workers if worker.fault]
+        if not faults:
+            return
+        because = "; ".join(dict.fromkeys(faults))
+        if len(faults) == len(workers) and not any(worker.is_torn for worker in workers):
+            raise Permanent(f"{self._url}: refused {because}") from error
+        raise OutcomeUnknown(f"{self._url}: may have half of the weights: {because}") from error
+
+    async def _given(self, folder: Path, paths: set[str]) -> str:
+        """vLLM itself loads what it finds: of a folder without some tensors it keeps the old ones, and says nothing."""
+        model = (await self._management.info()).model if "/server_info" in paths else None
+        return await asyncio.to_thread(_checked_sum, folder, None if model is None else Path(model))
+
+    async def _reload(self, folder: Path, version: int, given: str, *, again: bool) -> Loaded:
+        """`again`: a load before this one did not succeed, and vLLM's layers may wait for the rest of its weights. They
+        take those of the next load for it, and only the one after that finds every layer at its beginning."""
+        for _ in range(2 if again else 1):
+            status, text = await self._management.reload(str(folder))
+            if status != 200:
+                raise OutcomeUnknown(
+                    f"{self._url}: failed to load {folder}, which it must see under this path; it is paused, and may"
+                    f" have half of it: {failure('/collective_rpc', status, text, None)}"
+                )
+        return Loaded(version, given)
+
+    async def _as_before(self, error: OrchestrRLError, name: str, was_paused: bool) -> None:
+        """After a load that changed nothing."""
+        try:
+            await self._management.name(name)
+            await self._management.resume_if(not was_paused)
+        except OrchestrRLError as another:
+            raise OutcomeUnknown(f"{error}; it may be left paused: {another}") from error
+
+    async def _pause_again(self) -> None:
+        try:
+            await self._management.order("/pause?mode=keep&clear_cache=false")
+        except OrchestrRLError as error:
+            raise OutcomeUnknown(f"{self._url}: may run, which was paused: {error}") from error
+
+    async def _until_empty(self) -> None:
+        """Requests that are frozen would go on. Raises Permanent where there are any."""
+        for _ in range(round(EMPTY_WITHIN_S / POLL_S)):
+            now = await self._metrics()
+            if not now.running + now.waiting:
+                return
+            await asyncio.sleep(POLL_S)
+        raise Permanent(f"{self._url}: has {now.running + now.waiting} requests, which would go on with it")
+
+    async def _workers(self) -> list[WorkerTold]:
+        answer = await self._calls.json("POST", "/collective_rpc", {"method": METHOD})
+        with self._calls.reading("/collective_rpc"):
+            try:
+                workers = _WORKERS.validate_python(answer["results"])
+            except ValidationError as error:
+                raise ValueError(f"not what our workers say: {error}") from error
+            if not workers:
+                raise ValueError("no worker says anything")
+            return workers
+
+    async def _workers_after(self, error: OrchestrRLError | None) -> list[WorkerTold]:
+        try:
+            return await self._workers()
+        except OrchestrRLError as another:
+            raise OutcomeUnknown(f"{self._url}: {error or 'loaded something'}, and says no more: {another}") from error
+
+    def _agreed(self, workers: Sequence[WorkerTold], version: int) -> Loaded | None:
+        """What they all have; None where that is not this version, or not the same."""
+        if {(worker.version, worker.is_torn) for worker in workers} != {(version, False)}:
+            return None
+        sums = list(dict.fromkeys(worker.sum for worker in workers))  # hosts that hold other parts say others
+        return Loaded(version, "+".join(sums), all(worker.is_read_back for worker in workers))
+
+
+def _checked_sum(folder: Path, model: Path | None) -> str:
+    """Of a checkpoint that can be seen here; of a folder of another machine nothing is known. Where the model that the
+    server was started with can be seen, too, it must be of that form. Raises Permanent."""
+    if not folder.exists():
+        return ""
+    wanted = None
+    if model is not None and model.is_dir():
+        with suppress(BrokenCheckpoint):  # it began with weights of another format, or with none
+            wanted = shapes_of(read_checkpoint(model))
+    try:
+        tensors = read_checkpoint(folder)
+        if wanted is not None:
+            check_same_model(shapes_of(tensors), wanted)
+        return content_sum(tensors, mapped(tensors))
+    except BrokenCheckpoint as fault:
+        raise Permanent(f"{folder} is not loaded: {fault}") from fault

@@ -1,0 +1,200 @@
+"""Read the safetensors files of a folder without copying them, check them, and sum what they hold.
+
+For engines' processes and for our own alike: the standard library alone, and xxhash where it is there. The form is that
+of https://huggingface.co/docs/safetensors: the header's length in 8 bytes, the header in JSON, and the data.
+"""
+
+import errno
+import hashlib
+import json
+import mmap
+import os
+import struct
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+try:
+    import xxhash
+except ImportError:  # an engine's environment may be without
+    xxhash = None  # type: ignore[assignment]
+
+INDEX_FILE = "model.safetensors.index.json"
+MODEL_FILE = "model.safetensors"
+ITEM_BITS: Mapping[str, int] = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+MOST_HEADER_BYTES = 100_000_000  # as safetensors itself has it
+MOST_THREADS = 4
+ZEROS = memoryview(bytes(1 << 20))
+MOST_NAMED = 5  # differences in one message
+
+
+class BrokenCheckpoint(ValueError):
+    """What is in the folder cannot be a whole checkpoint, or not one of this model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor: where its bytes lie in which file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+
+
+def read_checkpoint(folder: Path) -> dict[str, Stored]:
+    """What the folder holds, in order of name. Raises BrokenCheckpoint, also for a file that was cut short."""
+    found: dict[str, Stored] = {}
+    try:
+        for file in _files(folder):
+            for stored in _read_header(file):
+                if stored.name in found:
+                    raise BrokenCheckpoint(f"{file}: has {stored.name}, which {found[stored.name].file.name} has too")
+                found[stored.name] = stored
+    except OSError as error:
+        raise BrokenCheckpoint(f"{folder}: cannot be read: {error}") from error
+    if not found:
+        raise BrokenCheckpoint(f"{folder}: has no tensors")
+    return dict(sorted(found.items()))
+
+
+def shapes_of(tensors: Mapping[str, Stored]) -> dict[str, tuple[int, ...]]:
+    return {name: stored.shape for name, stored in tensors.items()}
+
+
+def check_same_model(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Shapes by name. Raises BrokenCheckpoint unless it has the tensors that the model wants, in their shapes, and no
+    other but a head: one that is tied to the embedding is left out by engines."""
+    faults = [f"lacks {name}" for name in wanted if name not in given]
+    for name, shape in given.items():
+        if name not in wanted:
+            if name != "lm_head.weight":
+                faults.append(f"has {name}, which the model does not have")
+        elif shape != wanted[name]:
+            faults.append(f"has {name} in shape {list(shape)}, and the model in {list(wanted[name])}")
+    if faults:
+        more = f" and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
+        raise BrokenCheckpoint("; ".join(faults[:MOST_NAMED]) + more)
+
+
+def mapped(tensors: Mapping[str, Stored]) -> dict[str, memoryview]:
+    """Each tensor's bytes where they lie, read when they are touched. Writing to them changes no file. Files stay
+    mapped for as long as any of their views is used."""
+    maps: dict[Path, memoryview] = {}
+    for file in {stored.file: None for stored in tensors.values()}:
+        with file.open("rb") as opened:
+            maps[file] = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
+    return {name: maps[stored.file][stored.begin : stored.end] for name, stored in tensors.items()}
+
+
+def content_sum(tensors: Mapping[str, Stored], data: Mapping[str, memoryview]) -> str:
+    """Of names, types, shapes and bytes, however they are divided into files: `ALGORITHM:HEX`. Holes are not touched:
+    in memory they would be filled, and what a host is not to have may be more than it has room for."""
+    written = {file: _written(file) for file in {stored.file for stored in tensors.values()}}
+
+    def one(name: str) -> str:
+        return _digest(data[name], written[tensors[name].file], tensors[name].begin)
+
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        sums = list(threads.map(one, sorted(tensors)))
+    lines = [
+        f"{name} {tensors[name].dtype} {list(tensors[name].shape)} {one}\n"
+        for name, one in zip(sorted(tensors), sums, strict=True)
+    ]
+    text = "".join(lines).encode()
+    return f"{ALGORITHM}:{_digest(text, [(0, len(text))], 0)}"
+
+
+def folder_sum(folder: Path) -> str:
+    """The `content_sum` of a checkpoint. Raises BrokenCheckpoint."""
+    tensors = read_checkpoint(folder)
+    return content_sum(tensors, mapped(tensors))
+
+
+ALGORITHM = "blake2b_64" if xxhash is None else "xxh3_64"
+
+
+def _digest(data: memoryview | bytes, written: Sequence[tuple[int, int]], begin: int) -> str:
+    """Of a part of a file from `begin` on, with zeros for its holes."""
+    digest: Any = hashlib.blake2b(digest_size=8) if xxhash is None else xxhash.xxh3_64()
+    at, end = begin, begin + len(data)
+    for first, last in written[max(0, bisect_right(written, (begin,)) - 1) :]:
+        if first >= end:
+            break
+        if at < min(last, end):
+            _zeros(digest, first - at)
+            at = max(at, first)
+            digest.update(data[at - begin : min(last, end) - begin])
+            at = min(last, end)
+    _zeros(digest, end - at)
+    return str(digest.hexdigest())
+
+
+def _zeros(digest: Any, size: int) -> None:
+    for left in range(size, 0, -len(ZEROS)):
+        digest.update(ZEROS[:left])
+
+
+def _written(file: Path) -> list[tuple[int, int]]:
+    """From and to of what is not a hole, in order."""
+    found: list[tuple[int, int]] = []
+    with file.open("rb") as opened:
+        at, size = 0, os.fstat(opened.fileno()).st_size
+        while at < size:
+            try:
+                first = os.lseek(opened.fileno(), at, os.SEEK_DATA)
+                at = os.lseek(opened.fileno(), first, os.SEEK_HOLE)
+            except OSError as error:
+                # There is no more, or a file system of which nobody knows.
+                return found if error.errno == errno.ENXIO else [(0, size)]
+            found.append((first, at))
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that make the checkpoint: what the index names, else the one of the usual name, else all."""
+    if (folder / INDEX_FILE).is_file():
+        try:
+            names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BrokenCheckpoint(f"{folder / INDEX_FILE}: is no index: {error!r}") from error
+        return [folder / str(name) for name in sorted(names)]
+    if (folder / MODEL_FILE).is_file():
+        return [folder / MODEL_FILE]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _read_header(file: Path) -> list[Stored]:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else MOST_HEADER_BYTES + 1
+        if length > min(MOST_HEADER_BYTES, size - 8):
+            raise BrokenCheckpoint(f"{file}: is cut short, or no safetensors file: it has {size} bytes")
+        text = opened.read(length)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+        tensors = [_stored(name, told, file, 8 + length) for name, told in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenCheckpoint(f"{file}: has a header that cannot be read: {error!r}") from error
+    if (end := max((stored.end for stored in tensors), default=0)) > size:
+        raise BrokenCheckpoint(f"{file}: is cut short: its tensors end at byte {end}, and it has {size}")
+    return tensors
+
+
+def _stored(name: str, told: Mapping[str, Any], file: Path, base: int) -> Stored:
+    begin, end = (int(place) for place in told["data_offsets"])
+    stored = Stored(name, str(told["dtype"]), tuple(map(int, told["shape"])), file, base + begin, base + end)
+    if begin < 0 or (end - begin) * 8 != ITEM_BITS[stored.dtype] * prod(stored.shape):
+        raise ValueError(f"{name} of {stored.dtype} {list(stored.shape)} does not lie in bytes {begin} to {end}")
+    return stored

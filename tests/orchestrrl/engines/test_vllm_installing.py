@@ -1,0 +1,168 @@
+"""New weights for servers that answer badly while they are installed. Good ones: the conformance suite."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from aiohttp import web
+
+from orchestrrl.engines.base import Engine, Loaded, PauseMode, weights_engine
+from orchestrrl.engines.simulated import SimulatedEngine, SimulatedOptions, SimulatedServer
+from orchestrrl.engines.weights_conformance import write_version
+from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.instrument.checkpoint_files import folder_sum
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+PROMPT = tuple(range(65, 81))
+
+
+class Meddled(SimulatedServer):
+    """Some of its answers are others. `after` an order was carried out its connection is cut."""
+
+    def __init__(self, options: SimulatedOptions) -> None:
+        super().__init__(options)
+        self.heard: list[str] = []
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.cut_after: set[str] = set()
+
+    def application(self) -> web.Application:
+        @web.middleware
+        async def meddle(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if request.method == "POST":
+                self.heard.append(request.path)
+            if request.path in self.answers:
+                status, body = self.answers[request.path]
+                return web.json_response(body, status=status)
+            response = await handler(request)
+            if request.path in self.cut_after:
+                assert request.transport is not None
+                request.transport.abort()
+            return response
+
+        application = super().application()
+        application.middlewares.insert(0, meddle)
+        return application
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> tuple[Path, Path]:
+    return write_version(tmp_path / "v0", 0), write_version(tmp_path / "v1", 1)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Meddled]:
+    async with Meddled(SimulatedOptions(speed=1000, tick_s=0.002, enable_sleep_mode=True)) as server:
+        yield server
+
+
+@pytest.fixture
+async def engine(server: Meddled) -> AsyncIterator[SimulatedEngine]:
+    engine = SimulatedEngine(server.url)
+    yield engine
+    await engine.close()
+
+
+async def test_a_lost_answer_leaves_it_paused_and_the_next_load_ends_what_was_begun(
+    engine: SimulatedEngine, server: Meddled, versions: tuple[Path, Path]
+) -> None:
+    server.cut_after = {"/update_weights"}
+    with pytest.raises(OutcomeUnknown):
+        await engine.weights.load_weights(versions[1], 1)
+    assert await engine.is_paused()
+    assert await engine.weights.loaded() is None
+    server.cut_after = set()
+    assert await engine.weights.load_weights(versions[1], 1) == await engine.weights.loaded()
+    assert await engine.is_paused()
+
+
+@pytest.mark.parametrize("field", ["version", "is_torn"])
+async def test_workers_that_do_not_agree_have_not_loaded_it(
+    field: str, engine: SimulatedEngine, server: Meddled, versions: tuple[Path, Path]
+) -> None:
+    told = {"version": 1, "sum": "s", "is_read_back": True, "not_read_back": "", "fault": "", "is_torn": False}
+    good = {**told, "is_updating": False}
+    bad = {**good, **({"version": 0} if field == "version" else {"version": None, "is_torn": True, "fault": "no"})}
+    server.answers["/collective_rpc"] = (200, {"results": [good, bad]})
+    with pytest.raises(OutcomeUnknown):
+        await engine.weights.load_weights(versions[1], 1)
+    assert await engine.is_paused()
+    server.answers["/collective_rpc"] = (200, {"results": [good, {**good, "sum": "t", "is_read_back": False}]})
+    # On hosts that hold other parts of a version.
+    assert await engine.weights.load_weights(versions[1], 1) == Loaded(1, "s+t", is_read_back=False)
+
+
+async def test_what_cannot_be_named_is_not_resumed(
+    engine: SimulatedEngine, server: Meddled, versions: tuple[Path, Path]
+) -> None:
+    server.cut_after = {"/update_weight_version"}
+    with pytest.raises(OutcomeUnknown):
+        await engine.weights.load_weights(versions[1], 1)
+    assert await engine.is_paused()
+    assert await engine.weights.loaded() is None
+
+
+async def test_a_server_that_is_busy_keeps_what_it_has(
+    engine: SimulatedEngine, server: Meddled, versions: tuple[Path, Path]
+) -> None:
+    first = await engine.weights.load_weights(versions[0], 1)
+    server.answers["/pause"] = (503, {"error": {"message": "scaling"}})
+    with pytest.raises(Retryable):
+        await engine.weights.load_weights(versions[1], 2)
+    assert await engine.weights.loaded() == first
+    assert not await engine.is_paused()
+
+
+async def test_one_that_is_asleep_or_lacks_endpoints_is_refused(
+    engine: SimulatedEngine, server: Meddled, versions: tuple[Path, Path]
+) -> None:
+    await engine.sleep()
+    with pytest.raises(Permanent, match="asleep"):
+        await engine.weights.load_weights(versions[1], 2)
+    await engine.wake()
+    server.answers["/openapi.json"] = (200, {"paths": {"/v1/completions": {}}})
+    with pytest.raises(Permanent, match="VLLM_SERVER_DEV_MODE"):
+        await engine.weights.load_weights(versions[1], 2)
+
+
+async def test_what_cannot_be_paused_again_after_a_probe_is_told(engine: SimulatedEngine, server: Meddled) -> None:
+    await engine.pause(PauseMode.ABORT)
+    server.answers["/pause"] = (500, {"error": {"message": "no"}})
+    with pytest.raises(OutcomeUnknown, match="may run"):
+        await engine.weights.continue_greedily(PROMPT, 4)
+
+
+async def test_a_probe_that_is_given_up_leaves_it_paused(engine: SimulatedEngine, server: Meddled) -> None:
+    await engine.pause(PauseMode.ABORT)
+    probe = asyncio.create_task(engine.weights.continue_greedily(PROMPT, 30_000))
+    while "/v1/completions" not in server.heard:
+        await asyncio.sleep(0.005)
+    probe.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await probe
+    assert await engine.is_paused()
+
+
+async def test_after_a_reload_that_failed_every_layer_is_loaded_from_its_beginning(
+    versions: tuple[Path, Path], tmp_path: Path
+) -> None:
+    async with Meddled(SimulatedOptions(weight_transfer=False)) as server:
+        engine = SimulatedEngine(server.url)
+        with pytest.raises(OutcomeUnknown):
+            await engine.weights.load_weights(tmp_path / "nowhere", 1)
+        server.heard.clear()
+        assert await engine.weights.load_weights(versions[1], 1) == Loaded(1, folder_sum(versions[1]))
+        assert server.heard.count("/collective_rpc") == 2
+        server.heard.clear()
+        await engine.weights.load_weights(versions[0], 2)
+        assert server.heard.count("/collective_rpc") == 1
+        await engine.close()
+
+
+def test_a_product_that_cannot_is_refused() -> None:
+    class Another:
+        url = "http://another"
+
+    with pytest.raises(Permanent, match="engines of Another cannot"):
+        weights_engine(cast("Engine", Another()))

@@ -26,6 +26,7 @@ from orchestrrl.documents import (
 from orchestrrl.errors import ProblemFaults, faults_of, shorten
 from orchestrrl.fabric_settings import FabricSettings, fabric_faults, read_fabric_site
 from orchestrrl.launch import LaunchSettings, ParallelismSection, launch_faults
+from orchestrrl.weight_settings import WeightSettings
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Knowledge, Mode, Parallelism
 
 if TYPE_CHECKING:  # its curves bring numpy: loaded where a configuration names a profile, and nowhere else
@@ -260,6 +261,7 @@ class Config(Section):
     fleet: Fleet = Fleet()
     ocs: tuple[SwitchSettings, ...] = Field(default=(), strict=False)
     fabric: FabricSettings | None = None  # None: circuits are changed by hand alone
+    weights: WeightSettings = WeightSettings()
     _site: "Site | None" = None  # what its file said when the configuration was read
 
     def site_value(self) -> "Site | None":
@@ -410,9 +412,11 @@ class Reloadable:
 
 
 def _fixed_changes(old: Config, new: Config) -> list[str]:
-    """Sections that are bound to sockets, files and devices, where the two differ."""
+    """Sections that are bound to sockets, files and devices, or to what is on its way, where the two differ."""
     fixed = [
-        name for name in ("listen", "journal", "metrics", "ocs", "fabric") if getattr(old, name) != getattr(new, name)
+        name
+        for name in ("listen", "journal", "metrics", "ocs", "fabric", "weights")
+        if getattr(old, name) != getattr(new, name)
     ]
     if old.fleet.deployer != new.fleet.deployer:
         fixed.append("fleet.deployer")
@@ -511,6 +515,7 @@ fleet:
     environment: {}
     configurations: {}          # more for one of them, or otherwise: {tp4: {arguments: [...], environment: {...}}}
     kv_directory: null          # where kv_transfer has a connector: a folder in it for each configuration
+    weight_backend: false       # true: vLLM checks versions of the weights as it loads them, and reads them back
   # Who starts and stops engines: `orchestrrl switch`, and the planner in mode act. There is none by default.
   deployer:
     product: local              # processes of this machine; ray and kubernetes are extras, see docs/deployers.md
@@ -544,4 +549,26 @@ ocs:
 # and beside `routers`, steering: {link_up_s: 2.0, neighbour_s: 1.0, settle_s: 0.002, look_again_s: 5.0,
 #  packet_hops: null}
 fabric: null
+
+# New weights reach the engines by way of peers (`orchestrrl sync peer`), see docs/weight-sync.md.
+weights:
+  transports: [nccl, gloo, tcp] # in order of preference: the first that both ends of an edge have
+  chunk_bytes: 4194304
+  seeds_per_pod: 1              # that receive the same bytes from outside
+  hop_latency_s: 0.001
+  rate_share: 1.0               # of NICs and links that a sync takes at most; 1.0: it is not held back
+  # Where there is no fabric. Peers say in which PoD and ToR they are; what is not named here has no limit but NICs:
+  # {pods: [{id: train0, boundary_circuits: 4}], tors: [{id: t0, circuits: 4}]}
+  network: {link_gbps: 100.0, nic_gbps: 100.0, pods: [], tors: []}
+  install: at_once              # next_gate: the trainer goes on, and engines take weights when the gate closes next
+  probe: {prompt_ids: [1, 2, 3, 4, 5, 6, 7, 8], max_tokens: 8}  # which every engine answers first; or null
+  publish_within_s: 120.0       # from the first trainer rank's word to the last one's
+  stall_s: 10.0                 # an edge on which nothing moves for so long is broken
+  patience_s: 30.0              # for a peer that has gone
+  fence_within_s: 60.0
+  install_within_s: 300.0
+  probe_within_s: 60.0
+  lease_s: 3600.0               # of the gate while engines are changed: how long requests wait for a dead daemon
+  attempts: 2                   # of one version
+  slowest_edges: 16             # that a report names
 """

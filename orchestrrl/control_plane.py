@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # its solvers are heavy, and most daemons have no fabric
     from orchestrrl.execute.fabric_gen import GenCircuits
     from orchestrrl.execute.fabric_routing import FabricRouting
     from orchestrrl.execute.fabric_verify import FabricVerifier
+    from orchestrrl.execute.weights import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class ControlPlane:
         self.routing: FabricRouting | None = None  # who has packets follow them
         self.verifier: FabricVerifier | None = None  # who holds both against the site
         self.gen_circuits: GenCircuits | None = None  # whose circuits follow the deployment
+        self.weights: WeightSync | None = None  # who brings new weights to engines by way of peers
         # To be done before the gate opens; given when it opens by itself.
         self.before_resume: Callable[[float], Awaitable[str]] | None = None
         self.watch_deployed: WatchDeployed | None = None  # who reads engines that no agent does
@@ -186,6 +188,7 @@ class ControlPlane:
         logger.info("%s %s attached", hello.kind, hello.node)
         if hello.kind is NodeKind.GATEWAY:
             self.routes.send(self.state.engines(now_s))
+            self.gate.attaching(hello.node)
         self.runner.attached(hello.node)
         if hello.kind is NodeKind.GATEWAY:
             self.gate.attached(hello.node)
@@ -207,6 +210,7 @@ class ControlPlane:
     def fast_tick(self) -> BalanceDecision:
         """One turn of the fast loop."""
         began = self._stopwatch()
+        self._share_nics()
         snapshot = self.state.snapshot(self.clock.now_s())
         self.runner.settle(lambda node: Evidence(snapshot, self.state.heard_s(node)))
         situation = Situation(
@@ -250,6 +254,12 @@ class ControlPlane:
             self._acting.add(task)
             task.add_done_callback(self._acted)
         return plan
+
+    def _share_nics(self) -> None:
+        """Moves of KV are priced with what a weight sync leaves them."""
+        if self.weights is not None:
+            left = self.weights.left_for_moves
+            self.planning.nic_share, self.planning.nic_taken_by = left.share, left.taken_by
 
     async def _plan(self) -> tuple[Plan, Snapshot]:
         if self._planning:
@@ -295,7 +305,9 @@ class ControlPlane:
         return self.plans.get(PlanId(plan))
 
     def current_weights(self) -> Weights:
-        return Weights(self.gate.state.newest, self.gate.state.newest_source)
+        newest, source = self.gate.state.newest, self.gate.state.newest_source
+        ours = self.weights is not None and newest is not None and self.weights.book.fleet.version == newest
+        return Weights(newest, source, tensors_only=ours and bool(source))  # a peer's folder has a version's tensors
 
     def switch_hold(self) -> str:
         """Why engines must not be changed now; empty: they may be."""

@@ -24,6 +24,7 @@ from orchestrrl.loops import run_loops
 from orchestrrl.metrics import serve_metrics
 from orchestrrl.rpc.server import Server
 from orchestrrl.rpc.switches import SwitchesService, drivers_of
+from orchestrrl.weight_syncs import weights_of
 from planner.model import Mode
 
 logger = logging.getLogger(__name__)
@@ -64,18 +65,23 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
             stack.push_async_callback(switching.close)
             plane.planning.unstartable = switching.unstartable()
             await switching.recover()
-        server = await Server.start(plane, config.listen, switches, hub)
+        weights = weights_of(config, plane, clock)
+        plane.weights = weights.syncs
+        weights.syncs.recover()
+        server = await Server.start(plane, config.listen, switches, hub, weights)
         stack.push_async_callback(server.stop, GRACE_S)
+        stack.push_async_callback(weights.syncs.close)
         # Undone in reverse: results come in while the server still serves.
         stack.push_async_callback(plane.close, DRAIN_S)
         if config.metrics is not None:
-            stack.push_async_callback((await serve_metrics(plane, config.metrics.address)).cleanup)
+            stack.push_async_callback((await serve_metrics(plane, config.metrics.address, weights.syncs)).cleanup)
         _reload_on_hangup(file, plane, mode, stack)
         announce(server.address)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(switches.run())
             tasks.create_task(SwitchEvents(drivers, clock, partial(_on_news, plane)).run())
             tasks.create_task(run_loops(plane, clock))
+            tasks.create_task(weights.syncs.run())
             if switching is not None:
                 tasks.create_task(switching.tend())
             if plane.fabric is not None:

@@ -1,5 +1,7 @@
 """Errors that say what to do next. Every failure of the world is one of three."""
 
+from collections.abc import Sequence
+
 from pydantic import ValidationError
 
 
@@ -57,6 +59,17 @@ def faults_of(error: ValidationError) -> list[str]:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
             faults.append(f"{path_of(item['loc'])}: {message}, got {shorten(item['input'])}")
     return faults
+
+
+def few(words: Sequence[str], most: int = 8, between: str = "; ") -> str:
+    """The first of them, cut, and how many more there are: a fleet has hundreds of engines, a model thousands of
+    tensors."""
+    more = [f"and {len(words) - most} more"] if len(words) > most else []
+    return between.join([*(cut(word) for word in words[:most]), *more])
+
+
+def cut(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -22,7 +22,12 @@ def pause_metrics(paused: Iterable[Part]) -> Metric:
 
 
 def defect_metrics(plane: "ControlPlane") -> Metric:
-    parts = {"circuits": plane.circuits, "generation": plane.gen_circuits, "routes": plane.routing}
+    parts = {
+        "circuits": plane.circuits,
+        "generation": plane.gen_circuits,
+        "routes": plane.routing,
+        "weights": plane.weights,
+    }
     family = CounterMetricFamily(
         "orchestrrl_defects",
         "Faults of our own that a loop met, logged with their traceback, and went on after.",

@@ -30,6 +30,7 @@ class Lease:
     began_s: float
     until_s: float
     quiet_by_s: float
+    weights_change: bool = False  # if it ends by itself nobody knows which weights engines have
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -90,14 +91,18 @@ class GateState:
         return GatePhase.QUIET if self.quiet else GatePhase.CLOSING
 
     def at(self, now_s: float) -> "GateState":
-        """The state as of now: itself, unless the lease has run out."""
+        """The state as of now: itself, unless the lease has run out. If weights were being changed then, nobody knows
+        which engine has which any longer."""
         if self.lease is None or now_s < self.lease.until_s:
             return self
         detail = (
             f"{self.lease} ended without a resume; requests have gone on since, and weights that were being changed may"
             " be mixed"
         )
-        return self._open(Opened(self.lease.id, self.lease.until_s, Ending.EXPIRED, detail))
+        state = self._open(Opened(self.lease.id, self.lease.until_s, Ending.EXPIRED, detail))
+        if self.lease.weights_change and self.quiet:
+            return replace(state, versions={}, newest=None, newest_source="")
+        return state
 
     def paused(self, lease: Lease) -> "GateState":
         if self.lease is not None:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class Part(StrEnum):
     BALANCER = "balancer"  # moves of the fast loop; an operator's own go on
     FABRIC = "fabric"  # all changes of circuits that periods ask for
-    SYNC = "sync"  # circuits for weight syncs
+    SYNC = "sync"  # weight syncs: none begins, and no circuits are changed for one
 
 
 @dataclass(frozen=True, slots=True)

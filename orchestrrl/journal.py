@@ -2,9 +2,9 @@
 
 One process writes (a lock file beside the journal sees to it), any number read meanwhile. An entry is on disk for good
 once `append` returns, as far as a killed process goes; a power cut may take the last few, never a generation. The
-oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations and switches, and the
-latest control, calibration, change of the deployment, mode, routes, gate, roster of engines, word on the fabric, pauses
-and way of its packets, and of each switch the latest word on whose its circuits are.
+oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations, switches and weight syncs,
+and the latest control, calibration, change of the deployment, mode, routes, gate, roster of engines, word on the
+fabric, pauses, way of its packets and weights, and of each switch the latest word on whose its circuits are.
 """
 
 import asyncio
@@ -66,6 +66,10 @@ class Kind(StrEnum):
     FABRIC_CONTROL = "fabric.control"  # an operator's pins, override and masks
     STEERED = "fabric.steered"  # over which cross-connects packets are routed
     HOLDS = "holds"  # what an operator has paused
+    SYNC_BEGAN = "sync.began"  # a weight version was published
+    SYNC_STEP = "sync.step"  # how it stands; what it is about to do is written down before
+    SYNC_ENDED = "sync.ended"
+    WEIGHTS = "weights"  # the version that the fleet is committed to, and engines that have not got it
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ CREATE TABLE IF NOT EXISTS entries (
 CREATE INDEX IF NOT EXISTS entries_by_kind ON entries (kind, sequence);
 CREATE INDEX IF NOT EXISTS results_by_subject ON entries (subject) WHERE kind = '{Kind.OPERATION_RESULT}';
 CREATE INDEX IF NOT EXISTS switches_by_subject ON entries (subject) WHERE kind = '{Kind.SWITCH_ENDED}';
+CREATE INDEX IF NOT EXISTS syncs_by_subject ON entries (subject) WHERE kind = '{Kind.SYNC_ENDED}';
 CREATE INDEX IF NOT EXISTS circuits_by_subject ON entries (subject) WHERE kind = '{Kind.CIRCUITS_RESULT}';
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
@@ -100,7 +105,9 @@ _RESULT_OF = {
     Kind.OPERATION_INTENT: Kind.OPERATION_RESULT,
     Kind.CIRCUITS_INTENT: Kind.CIRCUITS_RESULT,
     Kind.SWITCH_BEGAN: Kind.SWITCH_ENDED,
+    Kind.SYNC_BEGAN: Kind.SYNC_ENDED,
 }
+_STEP_OF = {Kind.SWITCH_STEP: Kind.SWITCH_BEGAN, Kind.SYNC_STEP: Kind.SYNC_BEGAN}
 
 
 def _open(intent: Kind) -> str:
@@ -122,6 +129,7 @@ _RECOVERED_FROM_LATEST = (
     Kind.FABRIC_CONTROL,
     Kind.STEERED,
     Kind.HOLDS,
+    Kind.WEIGHTS,
 )
 
 
@@ -260,8 +268,9 @@ class Journal(JournalReader):
         self._until_prune = PRUNE_EVERY
         kept = ", ".join("?" * len(_RECOVERED_FROM_LATEST))
         still_open = " OR ".join(_open(intent) for intent in _RESULT_OF)
-        switches = f"SELECT subject FROM entries WHERE {_open(Kind.SWITCH_BEGAN)}"
-        still_open += f" OR (kind = '{Kind.SWITCH_STEP}' AND subject IN ({switches}))"
+        for step, began in _STEP_OF.items():  # what an open one has changed so far
+            subjects = f"SELECT subject FROM entries WHERE {_open(began)}"
+            still_open += f" OR (kind = '{step}' AND subject IN ({subjects}))"
         with _naming(self.path):
             self._db.execute(
                 f"DELETE FROM entries WHERE sequence <= ? AND NOT ({still_open}) AND sequence NOT IN"

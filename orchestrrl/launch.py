@@ -70,6 +70,7 @@ class LaunchSettings(Section):
     environment: dict[str, str] = Field(default_factory=dict)
     configurations: dict[Name, OwnWords] = Field(default_factory=dict)  # by id: more, or otherwise
     kv_directory: Name | None = None  # for kv_transfer.connector: a folder in it for each configuration
+    weight_backend: bool = False  # vLLM: versions of the weights are checked as they are loaded, and read back
 
     @field_validator("ports")
     @classmethod
@@ -101,6 +102,7 @@ def launch_of(fleet: "Fleet") -> Launch:
         arguments=settings.arguments,
         environment=settings.environment,
         kv_directory=(settings.kv_directory or "") if hands_over else "",
+        weight_backend=settings.weight_backend and not simulated,
         where=WHERE,
     )
 

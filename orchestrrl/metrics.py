@@ -17,6 +17,7 @@ from orchestrrl.errors import Permanent
 from orchestrrl.fabric_metrics import defect_metrics, fabric_metrics, pause_metrics
 from orchestrrl.reports import GatePhase
 from orchestrrl.switch_metrics import SwitchMetrics
+from orchestrrl.sync_metrics import SyncMetrics, Syncs
 from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState
 
 _CONTENT_TYPE = "text/plain; version=0.0.4"
@@ -25,9 +26,11 @@ _CONTENT_TYPE = "text/plain; version=0.0.4"
 class PlaneCollector(Collector):
     """The control plane as Prometheus sees it."""
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, plane: ControlPlane, syncs: Syncs | None = None) -> None:
         self._plane = plane
         self._switches = SwitchMetrics()
+        self._syncs = syncs
+        self._weights = SyncMetrics(plane.started_s)
 
     def collect(self) -> Iterable[Metric]:
         snapshot = self._plane.state.snapshot(self._plane.clock.now_s())
@@ -50,6 +53,8 @@ class PlaneCollector(Collector):
         yield defect_metrics(self._plane)
         if self._plane.fabric is not None:
             yield from fabric_metrics(self._plane.fabric)
+        if self._syncs is not None:
+            yield from self._weights.collect(self._syncs)
 
     def _engine_states(
         self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]
@@ -254,10 +259,10 @@ def _gauges(name: str, help_text: str, label: str, values: Iterable[tuple[str, f
     return family
 
 
-async def serve_metrics(plane: ControlPlane, address: str) -> web.AppRunner:
+async def serve_metrics(plane: ControlPlane, address: str, syncs: Syncs | None = None) -> web.AppRunner:
     """Serve /metrics until the runner is cleaned up. Raises Permanent when the address is taken."""
     registry = CollectorRegistry()
-    registry.register(PlaneCollector(plane))
+    registry.register(PlaneCollector(plane, syncs))
 
     async def page(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": _CONTENT_TYPE})

@@ -120,6 +120,7 @@ class FrozenRequests(StrEnum):
     RECOMPUTE = "recompute"  # their KV is computed again, by the weights that are there then
     CONTINUE = "continue"  # with the KV that they have, of the weights before
     RESTART = "restart"  # from the beginning, but for those whose clients have had some of the answer
+    TAKEN_BACK = "taken_back"  # gateways have them, engines are empty; as with recompute they go on from their tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,8 @@ class CloseGate:
     by `quiet_by_s`, the gate opens again and the operation has failed. The same lease again renews it.
 
     `engines_run`: no engine is paused yet, since what other gateways have there is to finish, and the result is of this
-    gateway's own requests. The same lease again without it pauses them."""
+    gateway's own requests. The same lease again without it pauses them. `weights_change`: if the lease ends by itself
+    nobody knows which weights engines have, and answers say so."""
 
     lease: str
     holder: str
@@ -137,6 +139,7 @@ class CloseGate:
     lease_until_s: float  # the gate opens by itself then
     quiet_by_s: float
     engines_run: bool = False
+    weights_change: bool = False
     kind: Literal["close_gate"] = "close_gate"
 
 

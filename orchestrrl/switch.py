@@ -72,6 +72,7 @@ class Weights:
 
     version: int | None = None
     source: str = ""
+    tensors_only: bool = False  # no configuration beside them: engines begin with the model's own, and load these then
 
 
 @dataclass(frozen=True, slots=True)

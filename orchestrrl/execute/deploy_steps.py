@@ -443,8 +443,9 @@ class Hands:
 
 
 def started_with(spec: EngineSpec, weights: Weights) -> EngineSpec:
-    """An engine begins with the fleet's weights where it is known where they are: they are not loaded twice then."""
-    return replace(spec, weights=weights.source) if weights.source else spec
+    """An engine begins with the fleet's weights where it is known where they are, and can: they are not loaded twice
+    then."""
+    return replace(spec, weights=weights.source) if weights.source and not weights.tensors_only else spec
 
 
 @contextmanager

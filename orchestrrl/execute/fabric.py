@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
@@ -204,6 +204,17 @@ class Coordinator:
     def counts(self) -> Counter[tuple[str, str]]:
         """Of periods that ended since the start, by state and code."""
         return self._book.counts
+
+    @property
+    def up(self) -> dict[tuple[str, Stage], str]:
+        """The periods whose circuits came up last, by job and stage, the latest last."""
+        return dict(self._up)
+
+    def traced_on(self, hosts: Collection[str]) -> frozenset[str]:
+        """Jobs that are traced and have ranks on one of these."""
+        return frozenset(
+            job for job, theirs in self._windows.hosts_of_jobs().items() if not set(hosts).isdisjoint(theirs)
+        )
 
     @property
     def sync_is_up(self) -> bool:
@@ -573,6 +584,7 @@ class Coordinator:
                     OcsId(took.switch), control_s=took.control_s, device_s=took.device_s, route_s=took.route_s
                 )
         for intent in self._book.up():
+            self._up.pop((intent.job, intent.stage), None)  # as in `_committed`
             self._up[intent.job, intent.stage] = self.period = intent.period
 
 

@@ -23,7 +23,8 @@ def lane_of(intent: Intent) -> Lane:
 
 @dataclass(eq=False)
 class Announced:
-    """`stop`: why it is not to go on. `poked`: whoever carries it out is to look around."""
+    """`stop`: why it is not to go on. `poked`: whoever carries it out is to look around. `begun`: its first circuits
+    are being changed."""
 
     intent: Intent
     deadline_s: float
@@ -31,6 +32,7 @@ class Announced:
     report: PeriodReport
     stop: Hold | None = None
     poked: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -124,6 +126,7 @@ class Circuits:
         self.by = by
         self.changes += 1
         self._at_rest.clear()
+        by.begun.set()
 
     def end(self, by: Announced) -> bool:
         """Whether it had begun."""

@@ -15,7 +15,7 @@ from orchestrrl.engines.base import PauseMode
 from orchestrrl.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.execute.gate_orders import AGAIN_S, ANSWER_S, GateOrders, Order, Quieting, rested, why
 from orchestrrl.execute.runner import Runner
-from orchestrrl.gate import Ending, GateState, Lease, time_of_day
+from orchestrrl.gate import Ending, GateState, Lease, Opened, time_of_day
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.nodes import NodeRegistry
 from orchestrrl.operations import (
@@ -32,6 +32,7 @@ LEASE_S = 60.0  # where none is asked for
 LEASE_MAX_S = 24 * 3600.0  # whoever dies with a lease keeps the fleet for so long
 # Gateways that say that a gate is closed which was opened so long ago have not heard of it.
 MISSED_S = 2.0
+UNHEARD_S = 600.0  # a daemon that was away for so long need not hurry
 LEASES_REMEMBERED = 256
 BUSY_POLL_S = 0.25
 OUTDATED = "has not the fleet's weights, as far as anybody told: gets no requests until its version is told"
@@ -46,6 +47,7 @@ class GateWish:
     holder: str = ""
     lease_s: float = 0.0
     deadline_s: float = 0.0
+    weights_change: bool = False  # by us, who would otherwise say which weights engines have when the lease is over
 
     def lease(self, id: str, now_s: float) -> Lease:
         """It lasts at least until the deadline. Raises ProblemFaults."""
@@ -54,7 +56,8 @@ class GateWish:
             raise ProblemFaults(faults)
         quiet_s = self.deadline_s or self.lease_s or LEASE_S
         lasts_s = max(self.lease_s or LEASE_S, quiet_s)
-        return Lease(id, self.holder, self.mode, self.frozen, now_s, now_s + lasts_s, now_s + quiet_s)
+        until_s, quiet_by_s = now_s + lasts_s, now_s + quiet_s
+        return Lease(id, self.holder, self.mode, self.frozen, now_s, until_s, quiet_by_s, self.weights_change)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,10 @@ class GateKeeper:
         self._generated: dict[EngineId, int] = {}  # tokens, as each engine last counted
         self._still_since_s: float | None = None
         self._still: deque[tuple[float, float]] = deque(maxlen=LEASES_REMEMBERED)  # from quiet to open
+        self._over: dict[str, Opened] = {}  # how leases ended, the latest last: a gateway may have missed any
+        self._unheard: Opened | None = None  # of which gateways may not have heard, as the daemon before died
+        self._told: set[NodeId] = set()  # of that
+        self.restarted: Callable[[EngineId], None] = lambda _: None  # whoever wants to know; what they had is gone
         self.totals = GateTotals()
 
     # --- ask
@@ -162,12 +169,18 @@ class GateKeeper:
         latest = self._journal.latest(Kind.GATE)
         if latest is not None:
             self._state = GateState.from_body(latest.body["state"])
+            if self._state.opened is not None:
+                self._ended(self._state.opened)
             if self._state.lease is not None and self._state.quiet:
                 self._still_since_s = self._state.lease.began_s
         lease = self.state.lease
         if lease is not None and not self._state.quiet:
             detail = "the daemon was restarted while the fleet was coming to rest"
             self._take(self._state.given_up(lease.id, self._clock.now_s(), detail), "gave_up")
+        opened = self._state.opened
+        # It is written down before gateways are told, who refuse what they have done. Older ones tell what they missed.
+        if opened is not None and self._state.lease is None and self._clock.now_s() - opened.at_s < UNHEARD_S:
+            self._unheard = opened
 
     async def pause(self, wish: GateWish) -> GateState:
         """Answers when every gateway's engines are at rest. Raises ProblemFaults; Permanent where another holds the
@@ -268,8 +281,20 @@ class GateKeeper:
         assert self._state.newest is not None
         return self._state.newest
 
+    def attaching(self, node: NodeId) -> None:
+        """Before a gateway is told again what it has not answered: an order to close for a lease that is over by now
+        would keep it closed. It opens where it has closed for one, unless weights are being changed."""
+        state = self.state
+        for lease in self._orders.withdraw_closes(node, but=state.lease):
+            if not state.quiet:
+                self._orders.open(node, self._end(lease))
+
     def attached(self, node: NodeId) -> None:
-        """A gateway has come while requests stand still: it must not send any to engines at rest."""
+        """A gateway that has come while requests stand still must not send any to engines at rest. One that stands
+        still for a lease that was given up goes on, and can be closed again."""
+        if self._unheard is not None and node not in self._told:
+            self._told.add(node)
+            self._orders.open(node, self._unheard)
         if self.state.lease is not None:
             order = self._order_close(node)
             if self._quieting is not None:
@@ -280,11 +305,11 @@ class GateKeeper:
         self._break_off(f"gateway {node} has gone away")
 
     def reported(self, node: NodeId, report: GateReport) -> None:
-        """A gateway that has not heard of the end of the last lease is told again."""
-        if report.phase is GatePhase.OPEN or self._state.lease is not None or self._state.opened is None:
+        """A gateway that has not heard of the end of a lease is told again."""
+        if report.phase is GatePhase.OPEN or self._state.lease is not None or report.lease not in self._over:
             return
-        opened = self._state.opened
-        missed = opened.lease == report.lease and self._clock.now_s() - opened.at_s > MISSED_S
+        opened = self._end(report.lease)
+        missed = self._clock.now_s() - opened.at_s > MISSED_S
         if missed and not self._orders.opening(node) and node in self._nodes.gateways():
             self._orders.open(node, opened)
 
@@ -292,8 +317,9 @@ class GateKeeper:
         """An engine whose count goes back was restarted, and has not the weights any more that were told."""
         before = self._generated.get(engine, 0)
         self._generated[engine] = sample.generation_tokens_total
-        if sample.generation_tokens_total >= before or engine not in self._state.versions:
+        if sample.generation_tokens_total >= before:
             return
+        self.restarted(engine)
         self.forget([engine], "was restarted")
 
     def forget(self, engines: Iterable[EngineId], why: str) -> None:
@@ -310,6 +336,7 @@ class GateKeeper:
         told = sorted(engine for engine in engines if engine in self._state.versions)
         for engine in told:
             self._generated.pop(engine, None)
+            self.restarted(engine)
         if told:
             self._take(self.state.forgotten(told), "forgotten", f"{', '.join(told)} stopped")
 
@@ -347,6 +374,11 @@ class GateKeeper:
         opened = self._state.opened
         return self._orders.open_all(opened) if self._state.lease is None and opened is not None else {}
 
+    def _end(self, lease: str) -> Opened:
+        """What is to be said of it now. Which weights engines had at the end of an older one is no news."""
+        opened = self._over.get(lease) or Opened(lease, 0.0, Ending.GAVE_UP, "ended under a daemon before")
+        return opened if opened is self._state.opened else replace(opened, policy_version=None, without=())
+
     def _order_close(self, node: NodeId) -> Order:
         lease = self._state.lease
         assert lease is not None
@@ -365,9 +397,15 @@ class GateKeeper:
         if self._quieting is not None:
             self._quieting.break_off(because)
 
+    def _ended(self, opened: Opened) -> None:
+        self._over[opened.lease] = opened
+        if len(self._over) > LEASES_REMEMBERED:
+            del self._over[next(iter(self._over))]
+
     def _take(self, state: GateState, event: str, reason: str = "") -> None:
         before, self._state = self._state.lease, state
         if before is not None and state.lease is None and state.opened is not None:
+            self._ended(state.opened)
             expired = self.totals.expired + (state.opened.how is Ending.EXPIRED)
             self.totals = GateTotals(self.totals.paused_s + state.opened.at_s - before.began_s, expired)
             if self._still_since_s is not None:

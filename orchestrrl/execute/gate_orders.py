@@ -33,7 +33,16 @@ class GateOrders:
         self._tasks: set[Order] = set()
 
     def close(self, node: NodeId, lease: Lease, quiet_by_s: float, *, engines_run: bool = False) -> Order:
-        action = CloseGate(lease.id, lease.holder, lease.mode, lease.frozen, lease.until_s, quiet_by_s, engines_run)
+        action = CloseGate(
+            lease.id,
+            lease.holder,
+            lease.mode,
+            lease.frozen,
+            lease.until_s,
+            quiet_by_s,
+            engines_run,
+            lease.weights_change,
+        )
         return self._order(node, action, quiet_by_s - self._clock.now_s() + ANSWER_S)
 
     def open(self, node: NodeId, opened: Opened) -> Order:
@@ -41,6 +50,16 @@ class GateOrders:
 
     def open_all(self, opened: Opened) -> dict[NodeId, Order]:
         return {node: self.open(node, opened) for node in self._nodes.gateways()}
+
+    def withdraw_closes(self, node: NodeId, *, but: Lease | None) -> list[str]:
+        """Leases for which it was to close and has not answered, other than this one. It is not told so again."""
+        leases = []
+        for each in self._runner.open:
+            action = each.operation.action
+            if each.node == node and isinstance(action, CloseGate) and (but is None or action.lease != but.id):
+                self._runner.withdraw(each.operation.id, f"lease {action.lease} is over")
+                leases.append(action.lease)
+        return leases
 
     def opening(self, node: NodeId) -> bool:
         """Whether an order to open has no answer yet."""

@@ -116,6 +116,12 @@ class Runner:
             if opened.node == node:
                 self._send(opened)
 
+    def withdraw(self, id: OperationId, why: str) -> None:
+        """It is not sent again, and its result means nothing to anybody any more."""
+        opened = self._open.get(id)
+        if opened is not None:
+            self._close(opened, OperationResult(id, opened.node, OperationStatus.UNKNOWN, f"withdrawn: {why}"))
+
     def settle(self, evidence_of: Callable[[NodeId], Evidence]) -> None:
         """Close what telemetry shows, and give up on what nothing will show any more."""
         now_s = self._clock.now_s()

@@ -190,7 +190,8 @@ class Gate:
                 return
             if can_be_paused:
                 await self._pause(slot, drop_kv=order.frozen is not FrozenRequests.CONTINUE)
-                self._rests(slot, True)
+                stay = await self._take_back(slot, order) if order.frozen is FrozenRequests.TAKEN_BACK else 0
+                self._rests(slot, True, f"{stay} requests can only go on where they are, and stay" if stay else "")
                 return
             self._rests(slot, True, "cannot be paused: its requests were taken back")
         except OrchestrRLError as error:
@@ -199,6 +200,14 @@ class Gate:
         for relay in list(self._relays.values()):
             if relay.slot is slot:
                 relay.withdraw()
+
+    async def _take_back(self, slot: Slot, order: CloseGate) -> int:
+        """Return when what can be taken from a paused engine is here; how many stay."""
+        here = [relay for relay in self._relays.values() if relay.slot is slot]
+        taken = [relay for relay in here if relay.withdraw()]
+        while self._held_by(order) and any(relay.slot is slot for relay in taken):
+            await self._clock.sleep(REST_POLL_S)
+        return len(here) - len(taken)
 
     def _rests(self, slot: Slot, done: bool, detail: str = "") -> None:
         if self._fleet.get(slot.id) is slot:  # nobody asks about an engine's old house
@@ -223,9 +232,18 @@ class Gate:
             if left_s <= 0:
                 self.expired_total += 1
                 missed = "" if self._quiet.is_set() else f", and {self._still_running()}"
+                if order.weights_change and self._quiet.is_set():
+                    self._nobody_knows()
+                    missed = " while weights were being changed: nobody knows which engines have which"
                 await self._open(None, (), f"the lease of {order.holder or 'somebody'} ended{missed}")
                 return
             await self._clock.sleep(min(left_s, LEASE_LOOK_S))
+
+    def _nobody_knows(self) -> None:
+        """Which weights engines have. Answers are without a version until somebody tells."""
+        self._fleet.policy_version = None
+        for slot in self._fleet.with_retired():
+            slot.policy_version, slot.mixed = None, True
 
     # --- opening -----------------------------------------------------------------------------------------------------
 
@@ -284,7 +302,7 @@ class Gate:
             rest = rests.get(slot.id)
             slot.outdated = slot.id in without or (rest is not None and not rest.done)
             if not slot.outdated:
-                slot.policy_version = version
+                slot.has(version)
         for relay in list(self._relays.values()):
             self.hold_to_bound(relay)
 
@@ -377,7 +395,7 @@ class Gate:
             raise Permanent(f"no engine {', '.join(map(repr, unknown))}")
         for slot in slots:
             assert slot is not None
-            slot.policy_version = version
+            slot.has(version)
         newest = self._fleet.policy_version
         self._fleet.policy_version = version if newest is None else newest
         for slot in self._fleet:

@@ -40,6 +40,7 @@ class Slot:
     pool: str = ""
     seconds_per_token: float | None = None
     policy_version: int | None = None  # of its weights; None: nobody has told
+    mixed: bool = False  # a lease ended by itself while weights were being changed: nobody knows which it has
     outdated: bool = False  # it did not get the fleet's weights, and gets no requests until its version is told
     paused: bool = False  # by us, or it was tried: it is to be resumed
     resuming: bool = False  # it did not resume at once, and is asked again
@@ -73,8 +74,12 @@ class Slot:
     @property
     def kv_version(self) -> str:
         """What KV on it depends on; empty: it hands none over."""
-        version = self.route.kv_version
+        version = "" if self.mixed else self.route.kv_version
         return version if not version or self.policy_version is None else f"{version}@{self.policy_version}"
+
+    def has(self, policy_version: int) -> None:
+        """Weights of this version, as somebody who knows tells."""
+        self.policy_version, self.mixed = policy_version, False
 
     def follow(self, route: Route) -> None:
         """Take the daemon's newer word on this engine."""
@@ -83,7 +88,7 @@ class Slot:
         self.route = route
         self.routed = True
         if route.policy_version is not None:
-            self.policy_version = route.policy_version
+            self.has(route.policy_version)
         if route.newest_policy_version is not None:
             self.outdated = self.policy_version != route.newest_policy_version
         self.kv_capacity_tokens = route.kv_capacity_tokens

@@ -201,12 +201,14 @@ class TestReload:
         path = tmp_path / "c.yaml"
         path.write_text("fast: {theta: 0.5}")
         file = Reloadable.load(path)
-        path.write_text("fast: {theta: 0.6}\nlisten: {address: '127.0.0.1:1'}\njournal: {path: x}")
+        bound = "listen: {address: '127.0.0.1:1'}\njournal: {path: x}\nweights: {attempts: 1}"
+        path.write_text(f"fast: {{theta: 0.6}}\n{bound}")
         with pytest.raises(ProblemFaults) as caught:
             file.reload()
         assert caught.value.faults == [
             "listen: cannot change while the daemon runs",
             "journal: cannot change while the daemon runs",
+            "weights: cannot change while the daemon runs",
         ]
 
     def test_a_good_file_is_taken(self, tmp_path: Path) -> None:

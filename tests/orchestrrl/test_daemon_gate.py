@@ -309,6 +309,46 @@ async def test_a_gateway_that_missed_the_opening_is_told_again(house: House) -> 
         assert (away.phase, [order.action for order in away.of(OpenGate)]) == (GatePhase.OPEN, [OpenGate(lease, 4)])
 
 
+async def test_a_gateway_that_missed_an_opening_before_the_last_is_told_and_keeps_its_versions(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        lease = await house.pause(lease_s=600.0)
+        away = house.gateways["gw1"]
+        away.leave()
+        await house.resume(lease, 4)
+        await house.resume(await house.pause(), 5)
+        away.come_back()
+        await house.clock.advance(5.0)
+        assert (away.phase, [order.action for order in away.of(OpenGate)]) == (GatePhase.OPEN, [OpenGate(lease)])
+        assert [r.policy_version for r in away.routes] == [5, 5]
+
+
+@pytest.mark.parametrize("process", ["the same", "another"])
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_gateway_does_not_close_for_a_lease_that_is_over(house: House, process: str, again: bool) -> None:
+    """It went while it was closing, and nobody could tell it of the end."""
+    async with house.running("gw0", "gw1"):
+        house.gateways["gw1"].drains_s = 1000.0
+        asked = asyncio.create_task(house.plane.gate.pause(GateWish(lease_s=3600.0, deadline_s=600.0)))
+        await house.clock.advance(1.0)
+        gone = house.gateways["gw1"]
+        gone.leave()
+        await house.within(10.0, asked)
+        with pytest.raises(Retryable, match="gateway gw1 has gone away"):
+            await asked
+        gone.drains_s = 0.1
+        if process == "another":
+            await gone.stop()
+            house.gateways["gw1"] = Gateway(house.plane, house.clock, "gw1")
+        come = house.gateways["gw1"]
+        come.start() if process == "another" else come.come_back()
+        if again:
+            await house.pause()
+            assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.QUIET] * 2
+            await house.resume()
+        await house.clock.advance(1.0)
+        assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.OPEN] * 2
+
+
 async def test_a_gateway_that_somebody_else_closed_is_left_alone(house: House) -> None:
     async with house.running("gw0", "gw1"):
         await house.resume(await house.pause())
@@ -387,9 +427,24 @@ async def test_a_daemon_that_died_while_the_fleet_came_to_rest_opens_it(house: H
         await house.restart()
         asked.cancel()
         assert house.plane.gate.state.phase is GatePhase.OPEN
-        assert house.gateways["gw0"].phase is not GatePhase.OPEN
-        await house.clock.advance(4.0)
         assert house.gateways["gw0"].phase is GatePhase.OPEN
+        await house.pause()  # it can be closed again at once
+
+
+async def test_a_daemon_that_died_before_it_told_gateways_to_open_has_them_do_so(house: House) -> None:
+    async with house.running("gw0", "gw1"):
+        lease = await house.pause()
+        gate = house.plane.gate
+        gate._take(gate.state.resumed(lease, house.clock.now_s(), [E0, E1], 7, []), "resume")  # and no more
+        await house.restart()
+        assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.OPEN] * 2
+        await house.resume(await house.pause())  # it can be closed again at once
+        assert house.plane.gate.state.versions == {E0: 7, E1: 7}
+        await house.restart()
+        await house.clock.advance(5.0)
+        orders = [o for gateway in house.gateways.values() for o in gateway.of(OpenGate)]
+        assert len(orders) == 2, "told once more each, which they refuse"
+        await house.pause()
 
 
 # --- the loops

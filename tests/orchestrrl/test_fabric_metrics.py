@@ -56,9 +56,13 @@ def test_pauses() -> None:
 
 def test_faults_of_our_own_are_counted_by_loop() -> None:
     plane: Any = SimpleNamespace(
-        circuits=SimpleNamespace(defects=2), gen_circuits=None, routing=SimpleNamespace(defects=0)
+        circuits=SimpleNamespace(defects=2),
+        gen_circuits=None,
+        routing=SimpleNamespace(defects=0),
+        weights=SimpleNamespace(defects=1),
     )
     assert samples([defect_metrics(plane)]) == {
         ("orchestrrl_defects_total", "circuits"): 2,
         ("orchestrrl_defects_total", "routes"): 0,
+        ("orchestrrl_defects_total", "weights"): 1,
     }

@@ -213,3 +213,23 @@ def test_the_folder_of_the_fleets_weights_is_kept_while_they_are_the_same() -> N
     assert state.newest_source == "/shared/1"
     state = state.paused(lease("b", 2.0, 60.0)).resumed("b", 3.0, ENGINES, None, [], "", "/shared/1b")
     assert (state.newest, state.newest_source) == (1, "/shared/1b")
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("weights_change", [False, True])
+def test_nobody_knows_versions_after_a_lease_ended_while_weights_changed(weights_change: bool, quiet: bool) -> None:
+    """An engine that was left out before still is: it is not among those that were at rest for this."""
+    known = GateState().paused(lease("a", 0.0, 10.0)).resumed("a", 1.0, ENGINES, 7, [ENGINES[2]], weights_source="/w")
+    changing = Lease(
+        "b", "sync", PauseMode.KEEP, FrozenRequests.TAKEN_BACK, 2.0, 12.0, 12.0, weights_change=weights_change
+    )
+    state = known.paused(changing)
+    state = (state.at_rest("b") if quiet else state).at(12.0)
+    assert state.opened is not None
+    assert state.opened.how is Ending.EXPIRED
+    if weights_change and quiet:
+        assert (state.versions, state.newest, state.newest_source) == ({}, None, "")
+    else:
+        assert (state.versions, state.newest, state.newest_source) == (known.versions, 7, "/w")
+    assert [state.serves(engine) for engine in ENGINES] == [True, True, False]
+    assert GateState.from_body(state.body()) == state

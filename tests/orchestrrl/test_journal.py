@@ -153,6 +153,29 @@ def test_old_entries_go_and_what_recovery_needs_stays(path: Path, monkeypatch: p
         assert journal.append(0.0, Kind.MODE, "", {}) == 101
 
 
+def test_what_an_open_switch_or_sync_has_changed_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted daemon gives engines back what it knows to have changed."""
+    monkeypatch.setattr("orchestrrl.journal.PRUNE_EVERY", 10)
+    with Journal(path, 0.0, max_entries=20) as journal:
+        for began, step, ended in (
+            (Kind.SWITCH_BEGAN, Kind.SWITCH_STEP, Kind.SWITCH_ENDED),
+            (Kind.SYNC_BEGAN, Kind.SYNC_STEP, Kind.SYNC_ENDED),
+        ):
+            for subject in ("open", "over"):
+                journal.append(0.0, began, subject, {})
+                journal.append(0.0, step, subject, {})
+            journal.append(0.0, ended, "over", {})
+        fill(journal, 90)
+        kept = [(entry.kind, entry.subject) for entry in journal.since(0) if entry.sequence <= 10]
+    assert kept == [
+        (Kind.SWITCH_BEGAN, "open"),
+        (Kind.SWITCH_STEP, "open"),
+        (Kind.SWITCH_ENDED, "over"),  # the latest of its kind
+        (Kind.SYNC_BEGAN, "open"),
+        (Kind.SYNC_STEP, "open"),
+    ]
+
+
 async def test_following_gives_what_was_missed_and_then_what_comes(path: Path) -> None:
     with Journal(path, 0.0) as journal:
         fill(journal, 3)

@@ -37,6 +37,60 @@ async def test_what_is_frozen_stands_still_and_goes_on(frozen: FrozenRequests) -
         assert job.records[0].attempt == 1
 
 
+async def test_what_is_taken_back_leaves_engines_empty_and_goes_on_anywhere() -> None:
+    w = world()
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        for _ in range(4):
+            await w.step()
+        was = job.records[0].engine
+        closing = await close(w, frozen=FrozenRequests.TAKEN_BACK)
+        await w.clock.advance(1.0)
+        assert {item.id: (item.done, item.detail) for item in closing.result()} == {"e0": (True, ""), "e1": (True, "")}
+        assert all(engine.paused and not engine.attempts for engine in w.engines.values())
+        report = w.gateway.gate.report()
+        assert (report.phase, report.frozen, report.held) == (GatePhase.QUIET, 0, 1)
+        await open_gate(w, 1, without=(str(was),))
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+        assert job.records[0].engine != was
+        assert [span.version for span in job.records[0].versions.spans(30)] == [None, 1]
+
+
+async def test_what_can_only_go_on_where_it_is_stays_there_frozen() -> None:
+    w = world(1)
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=6)) as job:
+        await w.settle()
+        await w.step()
+        job.records[0].immovable_because = "the engine parses the answer"
+        closing = await close(w, frozen=FrozenRequests.TAKEN_BACK)
+        await w.clock.advance(1.0)
+        (item,) = closing.result()
+        assert item.done
+        assert "1 requests can only go on where they are" in item.detail
+        await open_gate(w)
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 6)
+
+
+@pytest.mark.parametrize("weights_change", [False, True])
+async def test_a_lease_that_ends_while_weights_change_leaves_nobody_with_a_version(weights_change: bool) -> None:
+    w = world()
+    await (await close(w, lease="1"))
+    await open_gate(w, 1, lease="1")
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+        await w.settle()
+        await w.step()
+        await (await close(w, lease="2", weights_change=weights_change))
+        await w.clock.advance(LEASE_S + 2.0)
+        await finish(w, job)
+        versions = [span.version for span in job.records[0].versions.spans(20)]
+        assert versions == ([1, None] if weights_change else [1])
+        assert [slot.mixed for slot in w.gateway.fleet] == [weights_change] * 2
+        await w.gateway.gate.set_version(tuple(map(EngineId, w.engines)), 1)
+        assert not any(slot.mixed for slot in w.gateway.fleet)
+
+
 async def test_what_comes_while_it_is_closed_waits_here_and_longer_than_for_engines() -> None:
     w = world(engine_wait_s=5.0)
     await (await close(w))

@@ -1,0 +1,103 @@
+"""Engines that are restarted behind their peer's back: an agent sees it, and what the peer last said is from before.
+
+The house checks at every point that no engine serves by another version than the gate says.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fabric_house import Killed
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from weights_house import House, played
+
+from orchestrrl.execute.weights_doubts import Doubts
+from orchestrrl.sync_reports import SyncState
+from orchestrrl.weights.orders import Install
+from planner.model import EngineId
+
+E1 = EngineId("e1")
+# When in version 2's way, whose engine, and how much later its peer asks it.
+RESTART = st.tuples(st.integers(0, 79), st.sampled_from(("e0", "e1", "e2")), st.sampled_from((0.2, 3.0, 9.0)))
+
+
+async def _first(house: House) -> None:
+    await house.pass_time(0.5)
+    await house.report(house.publish(1))
+    await house.pass_time(2.0)
+    house.check_one_version(1)
+
+
+def test_a_stale_word_is_not_told_to_the_gate(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await _first(house)
+        house.restart_behind("e1", lag_s=30.0)
+        house.peer("p1").introduce()  # it says what it knows
+        assert not house.fence.state.serves(E1)
+        await house.pass_time(10.0)
+        house.check_one_version(1)
+        assert [order.version for order in house.peer("p1").orders if isinstance(order, Install)] == [1, 1]
+
+    played(tmp_path, scene)
+
+
+def test_a_restart_that_only_the_daemon_before_heard_of(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await _first(house)
+        house.restart_behind("e1", lag_s=30.0)
+        house.kill()
+        await house.pass_time(1.0)
+        house.start()
+        assert not house.fence.state.serves(E1)
+        await house.pass_time(10.0)
+        house.check_one_version(1)
+
+    played(tmp_path, scene)
+
+
+@settings(max_examples=20)
+@given(st.lists(RESTART, min_size=1, max_size=3), st.booleans(), st.integers(0, 159))
+@example([(70, "e1", 9.0)], True, 159)
+def test_engines_restart_at_any_point_of_a_sync(
+    restarts: list[tuple[int, str, float]], has_gateways: bool, dies_at: int
+) -> None:
+    """The daemon may die, too."""
+
+    async def scene(house: House) -> None:
+        house.fence.manned = has_gateways
+        await _first(house)
+        for at, id, lag_s in restarts:
+            house.at_point[at] = lambda id=id, lag_s=lag_s: house.restart_behind(id, lag_s)  # type: ignore[misc]
+        house.at_point.setdefault(dies_at, house.kill)
+        house.counting = True
+        with suppress(Killed):
+            house.publish(2)
+        for _ in range(40):
+            await house.pass_time(0.25)
+            if house.daemon is None:
+                break
+        house.counting = False
+        if house.daemon is None:
+            await house.pass_time(1.0)
+            house.start()
+        await house.settled()
+        done = [report.version for report in house.sync.history(0) if report.state is SyncState.DONE]
+        house.check_one_version(max(done))
+        assert (await house.report(house.publish(3))).state is SyncState.DONE
+        house.check_one_version(3)
+
+    with TemporaryDirectory() as folder:
+        played(Path(folder), scene)
+
+
+def test_an_answer_dispels_no_later_doubt() -> None:
+    doubts = Doubts()
+    assert doubts.of(E1) is None
+    doubts.restarted(E1)
+    asked = doubts.of(E1)
+    doubts.restarted(E1)
+    doubts.dispel(E1, asked)
+    assert E1 in doubts
+    doubts.dispel(E1, doubts.of(E1))
+    assert E1 not in doubts

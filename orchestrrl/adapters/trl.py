@@ -1,6 +1,7 @@
 """TRL's GRPO trainer on OrchestrRL: completions through the gateway, and the new weights into the vLLM servers.
 
-    rollout = GatewayRollout("http://127.0.0.1:8000", engine_urls=urls, weights_dir=Path("/shared/weights"))
+    sync = WeightsClient("127.0.0.1:7070", peer="train0")
+    rollout = GatewayRollout("http://127.0.0.1:8000", engine_urls=urls, sync=sync)
     GRPOTrainer(model, reward_funcs=..., args=GRPOConfig(...), train_dataset=..., rollout_func=rollout).train()
 
 It runs in the trainer's environment, where it needs aiohttp and pydantic beside TRL; trl and torch are not imported
@@ -44,6 +45,14 @@ class Trainer(Protocol):
     def save_model(self, output_dir: str, _internal_call: bool) -> None: ...
 
 
+class Publishes(Protocol):
+    """`orchestrrl.weights.client.WeightsClient`, this rank's."""
+
+    def publish(self, version: int, model: Any) -> Any: ...
+
+    def next_version(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One answer: the ids that were drawn and the log-probability of each. None where the engine had not a number."""
@@ -64,9 +73,11 @@ class GatewayRollout:
     `tag` (also X-Tag) and the trainer's step; samples of one prompt share X-Group-Id, in all ranks.
 
     `engine_urls` are the vLLM servers behind the gateway. They are asked directly while the gateway is gone, and get
-    the weights. `weights_dir` is a folder that they and the trainer see under the same path. With it the engines get
-    the trainer's weights before the first rollout and before every later one that follows an optimizer step, while the
-    gateway's gate is closed; the step is their policy version. Without it that is the caller's to do, or the trainer
+    the weights. With `sync` or `weights_dir` the engines get the trainer's weights before the first rollout and before
+    every later one that follows an optimizer step, behind the gateway's closed gate; the step is their policy version.
+    `sync` publishes them, each rank what it has, and the daemon brings them to every engine; where the fleet has had
+    versions before, numbers go on above them. `weights_dir` is a folder that engines and trainer see under the same
+    path: they are saved there, and the engines load them. Without either that is the caller's to do, or the trainer
     learns from a policy that is not its own.
     """
 
@@ -76,14 +87,19 @@ class GatewayRollout:
         *,
         engine_urls: Sequence[str] = (),
         weights_dir: Path | None = None,
+        sync: Publishes | None = None,
         tag: str = "trl",
         patience: Patience | None = None,
     ) -> None:
         if weights_dir is not None and not engine_urls:
             raise ValueError("weights_dir needs engine_urls: the servers that the weights go to")
+        if weights_dir is not None and sync is not None:
+            raise ValueError("weights go one way: give sync, or weights_dir, not both")
         self._gateway_url = gateway_url
         self._engine_urls = tuple(engine_urls)
         self._weights_dir = None if weights_dir is None else weights_dir.absolute()
+        self._sync = sync
+        self._ahead: int | None = None  # by which the fleet's version is more than the step
         self._tag = tag
         self._patience = patience
         self._run = uuid.uuid4().hex[:8]  # a restarted trainer comes to the same steps again
@@ -100,7 +116,8 @@ class GatewayRollout:
         Raises Permanent for what cannot be served, Refused where an engine says that the request is wrong, Retryable
         when nobody answered for a minute.
         """
-        if self._weights_dir is not None and trainer.state.global_step != self._synced_step:
+        has_way = self._sync is not None or self._weights_dir is not None
+        if has_way and trainer.state.global_step != self._synced_step:
             self.sync_weights(trainer)
         prompt_ids = tokenize(prompts, trainer)
         parameters = sampling_parameters(trainer)
@@ -117,16 +134,27 @@ class GatewayRollout:
         """Give the engines the trainer's weights of now; every rank must call it. Returns when they answer with them.
 
         Called by itself before a rollout; after the last step it is the caller's to do, where the engines serve on.
-        Raises as `reload_weights` does.
+        Raises as `WeightsClient.publish` or `reload_weights` does.
         """
-        if self._weights_dir is None:
-            raise Permanent("weights_dir is not set: nowhere to write weights that the engines can read")
+        if self._sync is None and self._weights_dir is None:
+            raise Permanent("neither sync nor weights_dir is set: there is no way for weights to the engines")
         if hasattr(trainer.model, "peft_config"):
             raise Permanent(
-                "a PEFT model saves its adapter alone; leave out weights_dir and bring the weights yourself"
+                "a PEFT model has its adapter apart from the weights; leave out sync and weights_dir and bring the"
+                " weights yourself"
             )
+        if self._sync is not None:
+            if self._ahead is None:  # a trainer that starts again comes to the same steps, with other weights
+                self._ahead = max(0, self._sync.next_version() - trainer.state.global_step)
+            self._sync.publish(trainer.state.global_step + self._ahead, trainer.model)
+        elif self._weights_dir is not None:
+            self._save_and_load(trainer, self._weights_dir)
+        self._synced_step = trainer.state.global_step
+        self.syncs += 1
+
+    def _save_and_load(self, trainer: Trainer, weights_dir: Path) -> None:
         # A new folder each time: an engine may still map the files of the last.
-        folder = self._weights_dir / f"{self._run}-{self.syncs + 1}"
+        folder = weights_dir / f"{self._run}-{self.syncs + 1}"
         trainer.save_model(str(folder), _internal_call=True)  # without a push to the hub
         if trainer.accelerator.is_main_process:
             reload_weights(
@@ -140,8 +168,6 @@ class GatewayRollout:
                 shutil.rmtree(self._saved)
         trainer.accelerator.wait_for_everyone()
         self._saved = folder
-        self._synced_step = trainer.state.global_step
-        self.syncs += 1
 
     async def _ask_all(
         self, prompts: Sequence[Sequence[int]], parameters: Mapping[str, Any], name: str, step: str

@@ -27,15 +27,19 @@ def demo(
     switch: Annotated[
         bool, typer.Option("--switch", help="The daemon starts the engines, and may replace them by wider ones.")
     ] = False,
+    sync: Annotated[bool, typer.Option("--sync", help="The new weights alone, without the comparison.")] = False,
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")] = "",
     out: Annotated[Path, typer.Option(help="Where the report, the picture and the logs go.")] = Path("out/demo"),
     json: JsonFlag = False,
 ) -> None:
-    """Run one generation step without and with OrchestrRL, over several seeds, and compare.
+    """Run one generation step without and with OrchestrRL, over several seeds, and compare; then bring new weights.
 
     Starts the engines, a daemon, an agent and a gateway as processes on this machine, and ends them again. Writes
     `report.json` and `remaining_requests.png`. Exit status 1 if a request was lost or its tokens differ. With --kv,
     running requests move by KV or by computing their context again, whichever is predicted to take less.
+
+    At last a trainer publishes weights while requests run: peers bring them to every engine, and each token has to be
+    of the version that its answer names. --sync shows that alone.
 
     With --switch, a step of Qwen2.5-14B begins on eight TP=2 engines, once with the planner pinned to them and once
     without: it may go on with two of TP=8, as in the paper's case study. Circuits of a small optical fabric of virtual
@@ -56,17 +60,25 @@ def demo(
         ]
         if kv and switch:
             faults.append("--switch: does not go with --kv")
+        if sync and (kv or switch or seeds):
+            faults.append("--sync: goes without --kv, --switch and --seeds")
         if faults:
             raise ProblemFaults(faults)
         scenario = load_scenario("simulated-switch" if switch else "simulated-kv" if kv else engine)
         chosen = _seeds(seeds) or list(scenario.seeds)
-    whole = _demo_switch(scenario, chosen, out, json) if switch else _demo(scenario, engine, chosen, out, json)
+    if switch:
+        whole = _demo_switch(scenario, chosen, out, json)
+    elif sync:
+        whole = _demo_sync(scenario, engine, out, json)
+    else:
+        whole = _demo(scenario, engine, chosen, out, json)
     if not whole:
         raise typer.Exit(EXIT_FAILURE)
 
 
 def _demo(scenario: "Scenario", engine: str, seeds: list[int], out: Path, json: bool) -> bool:
-    """Whether nothing was lost and no answer differs."""
+    """Whether nothing was lost, no answer differs, and every engine has the new weights."""
+    from orchestrrl.cli.demo_sync import print_sync_demo
     from orchestrrl.demo.report import as_json, write
     from orchestrrl.demo.run import run_demo
 
@@ -77,8 +89,28 @@ def _demo(scenario: "Scenario", engine: str, seeds: list[int], out: Path, json: 
         print_json(as_json(outcome))
     else:
         _print_tables(outcome)
-        print_lines([*_summary(outcome), f"wrote {report_path} and {picture_path}"])
-    return not outcome.lost and not outcome.differing
+        print_lines(_summary(outcome))
+        if outcome.sync is not None:
+            print_sync_demo(outcome.sync)
+        print_lines([f"wrote {report_path} and {picture_path}"])
+    return outcome.is_well
+
+
+def _demo_sync(scenario: "Scenario", engine: str, out: Path, json: bool) -> bool:
+    """Whether every engine has the new weights, and every token is of the version that it should be of."""
+    from orchestrrl.cli.demo_sync import print_sync_demo
+    from orchestrrl.demo.report import sync_json, write_sync
+    from orchestrrl.demo.run import run_sync_demo
+
+    with reporting_errors():
+        outcome = _with_progress(lambda report: run_sync_demo(scenario, engine, out, report))
+        path = write_sync(outcome, out)
+    if json:
+        print_json(sync_json(outcome))
+    else:
+        print_sync_demo(outcome)
+        print_lines([f"wrote {path}"])
+    return outcome.is_well
 
 
 def _demo_switch(scenario: "Scenario", seeds: list[int], out: Path, json: bool) -> bool:

@@ -68,6 +68,7 @@ def simulated(
         bool, typer.Option("--enable-elastic-ep", help="It can go on with other numbers of replicas.")
     ] = False,
     load_s: Annotated[float, typer.Option(help="Virtual seconds to load weights.")] = _DEFAULT.load_s,
+    load_s_per_gb: Annotated[float, typer.Option(help="And for each GB of them.")] = _DEFAULT.load_s_per_gb,
     sleep_s: Annotated[float, typer.Option(help="To fall asleep, and to wake up.")] = _DEFAULT.sleep_s,
     scale_s: Annotated[float, typer.Option(help="To go on with another number of replicas.")] = _DEFAULT.scale_s,
     start_delay_s: Annotated[float, typer.Option(help="Listen so many virtual seconds later.")] = 0.0,
@@ -78,6 +79,12 @@ def simulated(
     ] = False,
     misreport: Annotated[
         list[str] | None, typer.Option(metavar="tp|pp|dp|ep=N", help="Fault: say that it is laid out so; repeat it.")
+    ] = None,
+    refuse_load: Annotated[
+        list[int] | None, typer.Option(help="Fault: say no to this load of weights, counted from 1; repeat it.")
+    ] = None,
+    tear_load: Annotated[
+        list[int] | None, typer.Option(help="Fault: fail halfway through this load of weights; repeat it.")
     ] = None,
     speed: Annotated[float, typer.Option(help="Virtual seconds per second.")] = _DEFAULT.speed,
     tick_s: Annotated[float, typer.Option(help="Seconds between looks at the clock.")] = _DEFAULT.tick_s,
@@ -111,6 +118,7 @@ def simulated(
         "enable_sleep_mode": enable_sleep_mode,
         "enable_elastic_ep": enable_elastic_ep,
         "load_s": load_s,
+        "load_s_per_gb": load_s_per_gb,
         "sleep_s": sleep_s,
         "scale_s": scale_s,
         "faults": {
@@ -119,6 +127,8 @@ def simulated(
             "hang": hang,
             "wrong_answers": wrong_answers,
             "misreport": dict(_pair(words) for words in misreport or ()),
+            "refuse_loads": refuse_load or (),
+            "tear_loads": tear_load or (),
         },
         "speed": speed,
         "tick_s": tick_s,

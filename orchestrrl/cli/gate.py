@@ -29,6 +29,7 @@ _FROZEN = {
     FrozenRequests.RECOMPUTE: agent_pb2.FROZEN_REQUESTS_RECOMPUTE,
     FrozenRequests.CONTINUE: agent_pb2.FROZEN_REQUESTS_CONTINUE,
     FrozenRequests.RESTART: agent_pb2.FROZEN_REQUESTS_RESTART,
+    FrozenRequests.TAKEN_BACK: agent_pb2.FROZEN_REQUESTS_TAKEN_BACK,
 }
 
 WeightsOption = Annotated[
@@ -42,9 +43,7 @@ def pause(
     mode: Annotated[PauseMode, typer.Option(help="What becomes of what runs: frozen, finished first, ended.")] = (
         PauseMode.KEEP
     ),
-    frozen: Annotated[FrozenRequests, typer.Option(help="How frozen requests go on: KV anew, as it is, restarted.")] = (
-        FrozenRequests.RECOMPUTE
-    ),
+    frozen: Annotated[FrozenRequests, typer.Option(help="How frozen requests go on.")] = (FrozenRequests.RECOMPUTE),
     lease_s: LeaseSeconds = USUAL_S,
     deadline_s: Annotated[float, typer.Option(min=0.0, help="All must be at rest by then; 0: as the lease.")] = 0.0,
     holder: Annotated[str, typer.Option(help="Who asks and why, for others to see.")] = "",

@@ -72,6 +72,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "fabric_place": ("fabric",),
     "fabric_transition": ("fabric",),
     "sync_plan": ("sync",),
+    "sync_peer": ("sync",),
+    "sync_box": ("sync",),
+    "sync_live": ("sync",),
+    "sync_publish": ("sync",),
 }
 
 

@@ -19,7 +19,7 @@ from orchestrrl.rpc.pb import control_pb2
 _WHAT = {
     Part.BALANCER: "the fast loop's moves; an operator's own go on",
     Part.FABRIC: "every change of circuits that periods ask for",
-    Part.SYNC: "changes of circuits for weight syncs",
+    Part.SYNC: "weight syncs: none begins, and no circuits are changed for one; what is under way goes on",
 }
 
 

@@ -1,5 +1,6 @@
 """What the daemon sees, and what it may do: status, workers, requests, mode, move."""
 
+import contextlib
 from typing import Annotated, Any
 
 import typer
@@ -12,9 +13,10 @@ from orchestrrl.cli.gate import gate_lines
 from orchestrrl.cli.groups import RUNNING_DAEMON
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stdout
 from orchestrrl.cli.switch_words import switch_summary
+from orchestrrl.errors import Permanent
 from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
+from orchestrrl.rpc.pb import control_pb2, weights_pb2
 from planner.model import Mode
 
 _MODE_TO_PB = {Mode.ADVISE: control_pb2.MODE_ADVISE, Mode.ACT: control_pb2.MODE_ACT}
@@ -30,11 +32,15 @@ def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> 
 
     Example: `orchestrrl status`
     """
-    seen = ask(daemon, fetch_status)
+
+    async def conversation(client: ControlClient) -> dict[str, Any]:
+        return {**await fetch_status(client), "weights": await fetch_weights(client)}
+
+    seen = ask(daemon, conversation)
     if as_json:
         print_json(seen)
         return
-    print_lines(summary(seen))
+    print_lines([*summary(seen), *weights_summary(seen["weights"], seen["now_unix_s"])])
     _print_workers(seen["workers"])
     print_table(
         "Nodes",
@@ -154,6 +160,13 @@ async def fetch_status(client: ControlClient) -> dict[str, Any]:
     return await answer(client, client.control.GetStatus, control_pb2.GetStatusRequest())
 
 
+async def fetch_weights(client: ControlClient) -> dict[str, Any] | None:
+    """None of a daemon that brings no weights."""
+    with contextlib.suppress(Permanent):
+        return await answer(client, client.weights.GetWeights, weights_pb2.GetWeightsRequest())
+    return None
+
+
 def summary(seen: dict[str, Any]) -> list[str]:
     """The state of the whole in a few lines."""
     lines = [
@@ -219,6 +232,20 @@ def fabric_control_words(control: dict[str, Any]) -> str:
             return f"circuits of {name_of_period(control)}, whatever else its job announces{until}{because}"
         case _:
             return f"free{because}"
+
+
+def weights_summary(weights: dict[str, Any] | None, now_unix_s: float) -> list[str]:
+    """Nothing where they were never brought."""
+    if weights is None:
+        return []
+    told = [] if weights["committed_version"] is None else [f"version {weights['committed_version']}"]
+    sync = weights["sync"]
+    if sync is not None and sync["ended_unix_s"] is None:
+        told.append(f"version {sync['version']} is {sync['state']} for {duration(now_unix_s - sync['began_unix_s'])}")
+    if weights["quarantined"]:
+        names = ", ".join(engine["engine_id"] for engine in weights["quarantined"])
+        told.append(f"[red]quarantined[/red]: {escape(names)}, see `orchestrrl sync status`")
+    return [f"weights: {'; '.join(told)}"] if told else []
 
 
 def pause_words(pause: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """`orchestrrl sync plan`: how a weight version reaches every engine, for a site and shards in a file."""
 
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,6 +69,9 @@ forwarded while it comes. Phase A crosses PoDs over circuits, phase B fans out i
 of the very waves that are printed, beside a bound that no plan beats and the best that every receiver straight from a
 holder could do. Nothing is sent. Exit status 3: a PoD or ToR has no circuits and shards have to pass it.
 
+Where PoDs are joined as they are, by circuits that exist or by Ethernet across sites, `links` say which two, with how
+many circuits in each direction, of which rate: `[{"a", "b", "circuits", "gbps"}]`. There is no way but these then.
+
 Example:
 
     orchestrrl sync plan --print-example > sync.json
@@ -98,6 +102,13 @@ class ShardPart(ProblemPart):
     receivers: list[str]
 
 
+class LinkPart(ProblemPart):
+    a: str
+    b: str
+    circuits: int = Field(ge=1, le=MOST_CIRCUITS)
+    gbps: float = Field(ge=SLOWEST_GBPS, le=FASTEST_GBPS)
+
+
 class SyncPlanProblem(ProblemPart):
     link_gbps: float = Field(ge=SLOWEST_GBPS, le=FASTEST_GBPS)
     pods: list[PodPart]
@@ -107,6 +118,7 @@ class SyncPlanProblem(ProblemPart):
     seeds_per_pod: int = Field(ge=1)
     chunk_bytes: int = Field(ge=1, le=MOST_BYTES)
     hop_latency_s: float = Field(ge=0, le=1e9)
+    links: list[LinkPart] | None = None  # None: any two PoDs can be joined, at `link_gbps`
 
 
 def _tors(document: Any) -> Iterator[str]:
@@ -139,6 +151,21 @@ def _held(document: Any) -> Iterator[str]:
                     named.add(name)
 
 
+def _links(document: Any) -> Iterator[str]:
+    """Each joins two, which no other does."""
+    joined: set[frozenset[str]] = set()
+    for location, link in values_at(document, "links[]"):
+        ends = [end for end in (link.get("a"), link.get("b")) if isinstance(end, str)] if isinstance(link, dict) else []
+        if len(ends) < 2:
+            continue
+        pods = frozenset(ends)
+        if len(pods) == 1:
+            yield f"{path_of((*location, 'b'))}: must be another PoD than a, got {shorten(ends[1])}"
+        elif pods in joined:
+            yield f"{path_of(location)}: these two are joined already, got {shorten(link)}"
+        joined.add(pods)
+
+
 CHECKS = (
     unique("pods[].id"),
     unique("endpoints[].id"),
@@ -146,8 +173,11 @@ CHECKS = (
     known("endpoints[].pod", "pods[].id"),
     known("shards[].holders[]", "endpoints[].id"),
     known("shards[].receivers[]", "endpoints[].id"),
+    known("links[].a", "pods[].id"),
+    known("links[].b", "pods[].id"),
     _tors,
     _held,
+    _links,
 )
 
 
@@ -189,11 +219,12 @@ def plan_sync(file: ProblemFile, as_json: JsonFlag = False, _example: ExampleFla
 def _problem(read: SyncPlanProblem) -> "SyncProblem":
     import numpy as np
 
-    from planner.sync_tree.model import Shard, SyncProblem
+    from planner.sync_tree.model import Shard, SyncProblem, pairs_of
 
     pods = {pod.id: place for place, pod in enumerate(read.pods)}
     tors = {tor: place for place, tor in enumerate(read.tor_circuits)}
     ends = {end.id: place for place, end in enumerate(read.endpoints)}
+    links = None if read.links is None else [(each.a, each.b, each.circuits, each.gbps) for each in read.links]
     shards = tuple(
         Shard(
             shard.id,
@@ -217,6 +248,7 @@ def _problem(read: SyncPlanProblem) -> "SyncProblem":
         seeds_per_pod=read.seeds_per_pod,
         chunk_bytes=read.chunk_bytes,
         hop_latency_s=read.hop_latency_s,
+        pairs=None if links is None else pairs_of(pods, links),
     )
 
 
@@ -228,7 +260,7 @@ def _json(problem: "SyncProblem", plan: "SyncPlan", solve_s: float) -> dict[str,
         ],
         "estimate_s": plan.estimate_s,
         "lower_bound_s": plan.lower_bound_s,
-        "naive_s": plan.naive_s,
+        "naive_s": plan.naive_s if math.isfinite(plan.naive_s) else None,  # with `links`: not all are joined directly
         "solve_s": solve_s,
     }
 
@@ -262,7 +294,7 @@ def _show(problem: "SyncProblem", plan: "SyncPlan", solve_s: float) -> None:
         [
             f"[bold]{duration(plan.estimate_s)}[/bold] in {len(plan.waves):,} waves of {edges:,} edges:"
             f" {plan.estimate_s / plan.lower_bound_s:.2f} times the bound of {duration(plan.lower_bound_s)};"
-            f" straight from the holders {duration(plan.naive_s)}, {plan.naive_s / plan.estimate_s:.1f} times as long;"
+            f" {_naive(plan)};"
             f" solved in {duration(solve_s)}"
         ]
     )
@@ -270,6 +302,12 @@ def _show(problem: "SyncProblem", plan: "SyncPlan", solve_s: float) -> None:
     title = "Waves" if len(shown) == len(plan.waves) else f"The first {ROWS_SHOWN} of {len(plan.waves):,} waves"
     columns = ("wave", "takes", "GB delivered", "PoD to PoD", "circuits", "inside PoDs", "deepest", "shards")
     print_table(title, columns, [_row(number, wave) for number, wave in enumerate(shown)])
+
+
+def _naive(plan: "SyncPlan") -> str:
+    if not math.isfinite(plan.naive_s):
+        return "straight from the holders no link leads everywhere"
+    return f"straight from the holders {duration(plan.naive_s)}, {plan.naive_s / plan.estimate_s:.1f} times as long"
 
 
 def _row(number: int, wave: "Wave") -> tuple[object, ...]:

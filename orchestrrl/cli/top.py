@@ -18,7 +18,17 @@ from orchestrrl.cli.groups import RUNNING_DAEMON
 from orchestrrl.cli.journal import print_line
 from orchestrrl.cli.moves import move_row, reasons
 from orchestrrl.cli.output import JsonFlag, print_json, stdout
-from orchestrrl.cli.status import ago, control_words, fetch_status, gate_summary, health_words, kv_used, summary
+from orchestrrl.cli.status import (
+    ago,
+    control_words,
+    fetch_status,
+    fetch_weights,
+    gate_summary,
+    health_words,
+    kv_used,
+    summary,
+    weights_summary,
+)
 from orchestrrl.cli.switch_words import switch_summary
 from orchestrrl.errors import OrchestrRLError, Permanent
 from orchestrrl.rpc.channel import DEFAULT_TARGET
@@ -63,8 +73,9 @@ def top(
 
 
 async def look(client: ControlClient) -> dict[str, Any]:
-    """Everything that one picture shows: `status`, `balance` and `plan`, null where there is none yet."""
+    """Everything that one picture shows: `status`, `balance`, `plan` and `weights`, null where there is none yet."""
     seen: dict[str, Any] = {"status": await fetch_status(client), "balance": None, "plan": None}
+    seen["weights"] = await fetch_weights(client)
     with contextlib.suppress(Permanent):
         seen["balance"] = await answer(client, client.control.GetBalance, control_pb2.GetBalanceRequest())
     with contextlib.suppress(Permanent):
@@ -75,6 +86,7 @@ async def look(client: ControlClient) -> dict[str, Any]:
 def picture(seen: dict[str, Any]) -> RenderableType:
     status, balance, plan = seen["status"], seen["balance"], seen["plan"]
     parts: list[RenderableType] = [*summary(status)[:3], *gate_summary(status["gate"])]
+    parts += weights_summary(seen["weights"], status["now_unix_s"])
     parts += [*switch_summary(status["switch"]), _workers(status["workers"])]
     if balance is not None:
         parts += [*reasons(balance), *_moves(balance["moves"])]

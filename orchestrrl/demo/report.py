@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.demo.run import DemoOutcome
+from orchestrrl.demo.sync_run import SyncOutcome
+from orchestrrl.sync_advice import advice
 
 
 def as_json(demo: DemoOutcome) -> dict[str, Any]:
@@ -35,7 +37,34 @@ def as_json(demo: DemoOutcome) -> dict[str, Any]:
             "static": [outcome.static.idle_s for outcome in demo.seeds],
             "orchestrrl": [outcome.orchestrrl.idle_s for outcome in demo.seeds],
         },
+        "sync": None if demo.sync is None else sync_json(demo.sync),
         "faults": demo.faults,
+    }
+
+
+def sync_json(synced: SyncOutcome) -> dict[str, Any]:
+    """Seconds of the clock."""
+    took = synced.took
+    return {
+        "version": took.report.version,
+        "state": took.report.state,
+        "code": took.report.code,
+        "bytes": took.report.bytes,
+        "engines": synced.engines,
+        "serve_it": synced.serve_it,
+        "requests": synced.requests,
+        "answered": synced.answered,
+        "answers_of_both_versions": synced.crossed,
+        "tokens_by_version": {str(version): count for version, count in synced.tokens.items()},
+        "tokens_differing": synced.differing,
+        "whole_s": took.whole_s,
+        "stood_still_s": took.still_s,
+        "transfer_s": took.transfer_s,
+        "estimate_s": took.report.estimate_s,
+        "phases_s": {row.phase: row.seconds for row in took.rows},
+        "dominating": took.dominating,
+        "advice": [each.words for each in advice(took)],
+        "faults": synced.faults,
     }
 
 
@@ -45,6 +74,13 @@ def write(demo: DemoOutcome, out_dir: Path) -> tuple[Path, Path]:
     report_path.write_text(json.dumps(as_json(demo), indent=1, allow_nan=False) + "\n")
     draw(demo, picture_path)
     return report_path, picture_path
+
+
+def write_sync(synced: SyncOutcome, out_dir: Path) -> Path:
+    """Write sync.json; its path."""
+    path = out_dir / "sync.json"
+    path.write_text(json.dumps(sync_json(synced), indent=1, allow_nan=False) + "\n")
+    return path
 
 
 def draw(demo: DemoOutcome, path: Path) -> None:

@@ -14,6 +14,7 @@ from orchestrrl.demo.stack import READY_WITHIN_S, Stack
 from orchestrrl.demo.stack import engines as started_engines
 from orchestrrl.demo.stack import orchestrrl as started_orchestrrl
 from orchestrrl.demo.step import StepRecord, run_step
+from orchestrrl.demo.sync_run import SyncOutcome, run_sync
 from orchestrrl.engines.base import Engine, connect
 from orchestrrl.errors import Permanent
 from orchestrrl.rpc.control_client import ControlClient
@@ -73,7 +74,12 @@ class DemoOutcome:
     lost: int = 0
     differing: int = 0
     moves_by_method: list[MethodMark] = field(default_factory=list)
+    sync: SyncOutcome | None = None  # None: the scenario has no new weights
     faults: list[str] = field(default_factory=list)
+
+    @property
+    def is_well(self) -> bool:
+        return not self.lost and not self.differing and (self.sync is None or self.sync.is_well)
 
     @property
     def ratio_median(self) -> float:
@@ -110,7 +116,8 @@ class DemoOutcome:
 
 
 async def run_demo(scenario: Scenario, engine: str, seeds: Sequence[int], out_dir: Path, report: Report) -> DemoOutcome:
-    """Run every seed without OrchestrRL, then start it beside the same engines and run every seed again."""
+    """Run every seed without OrchestrRL, then start it beside the same engines and run every seed again; then bring new
+    weights to them."""
     report("starting the engines", 0, 0)
     async with started_engines(scenario, engine, out_dir) as running:
         clients = [connect(engine, local.url) for local in running]
@@ -119,14 +126,33 @@ async def run_demo(scenario: Scenario, engine: str, seeds: Sequence[int], out_di
             report("starting OrchestrRL", 0, 0)
             async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
                 marks = await _with(scenario, engine, outcomes, stack, clients, report)
+                synced = None
+                if scenario.sync is not None:
+                    synced = await run_sync(scenario, engine, running, stack, clients, out_dir, report)
         finally:
             for client in clients:
                 await client.close()
-    demo = DemoOutcome(engine, scenario, outcomes, moves_by_method=marks)
+    demo = DemoOutcome(engine, scenario, outcomes, moves_by_method=marks, sync=synced)
     for index, outcome in enumerate(outcomes):
         report("asking the oracle", index, len(outcomes))
         await asyncio.to_thread(_judge, demo, outcome)
     return demo
+
+
+async def run_sync_demo(scenario: Scenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
+    """The new weights alone."""
+    report("starting the engines", 0, 0)
+    async with started_engines(scenario, engine, out_dir) as running:
+        clients = [connect(engine, local.url) for local in running]
+        try:
+            report("starting OrchestrRL", 0, 0)
+            async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
+                async with ControlClient(stack.daemon_address) as control:
+                    await _all_attached(control, len(clients))
+                return await run_sync(scenario, engine, running, stack, clients, out_dir, report)
+        finally:
+            for client in clients:
+                await client.close()
 
 
 async def _without(

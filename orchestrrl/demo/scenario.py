@@ -102,6 +102,18 @@ class DeploymentSection(_Section):
     fabric: FabricSection | None = None
 
 
+class SyncSection(_Section):
+    """Weights that a trainer publishes while requests of a step run. vLLM's are those of its model."""
+
+    prompts: _Count  # of that step
+    max_tokens: _Count
+    tensors: _Count
+    tensor_bytes: _Count
+    # What peers on one machine reach, for the plan's estimate.
+    gbps: _Positive
+    hop_s: _Positive
+
+
 class Scenario(_Section):
     """One generation step, to be run over several seeds."""
 
@@ -116,6 +128,7 @@ class Scenario(_Section):
     length_is_max_tokens: bool = False
     kv: KvSection | None = None  # None: moved requests are computed again
     deployment: DeploymentSection | None = None  # None: the demo starts the engines, and they stay
+    sync: SyncSection | None = None  # None: weights stay as they are
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
     speed: _Positive
     tick_s: _Positive = 0.03

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from orchestrrl.demo.scenario import ENGINES, Scenario
+from orchestrrl.demo.scenario import ENGINES, Scenario, SyncSection
 from orchestrrl.deployers.attended import LocalEngine, start_simulated, start_vllm
 from orchestrrl.errors import Permanent
 
@@ -56,8 +56,16 @@ class Process:
             if self._process.poll() is not None:
                 break
             await asyncio.sleep(0.05)
+        raise Permanent(self._obituary())
+
+    def check(self) -> None:
+        """Raises Permanent with the end of its log if it has ended."""
+        if self._process.poll() is not None:
+            raise Permanent(self._obituary())
+
+    def _obituary(self) -> str:
         tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-        raise Permanent(f"{self.name} did not start; the end of {self.log_path}:\n{tail}")
+        return f"{self.name} did not start; the end of {self.log_path}:\n{tail}"
 
     def kill(self) -> None:
         """SIGKILL, as a crash would have it."""
@@ -266,7 +274,12 @@ def _daemon_config(scenario: Scenario, running: Sequence[LocalEngine], out_dir: 
                 for index, local in enumerate(running)
             ],
         },
+        **({} if scenario.sync is None else {"weights": _weights(scenario.sync)}),
     }
+
+
+def _weights(sync: SyncSection) -> dict[str, object]:
+    return {"network": {"link_gbps": sync.gbps, "nic_gbps": sync.gbps}, "hop_latency_s": sync.hop_s}
 
 
 def _kv_transfer(scenario: Scenario) -> dict[str, object] | None:

@@ -13,6 +13,7 @@ import aiohttp
 from orchestrrl.demo.scenario import Sample, Scenario
 from orchestrrl.engines.base import Engine, PauseMode
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown
+from orchestrrl.gateway.versions import Span
 from planner.model import RequestId
 
 ACCEPTED_WITHIN_S = 60.0
@@ -29,6 +30,7 @@ class StepRecord:
     makespan_s: float = 0.0
     finish_s: dict[RequestId, float] = field(default_factory=dict)
     answers: dict[RequestId, list[int]] = field(default_factory=dict)
+    spans: dict[RequestId, list[Span]] = field(default_factory=dict)  # where they were asked for
     faults: dict[RequestId, str] = field(default_factory=dict)
     idle_s: list[float] = field(default_factory=list)  # per engine: nothing running while the step went on
 
@@ -47,11 +49,13 @@ async def run_step(
     *,
     hold: bool,
     begun: Callable[[], Awaitable[None]] | None = None,
+    spans: bool = False,
 ) -> StepRecord:
     """Send every sample to its URL at once and wait for all answers.
 
     hold: freeze the engines until they have every request, so that handing them in, which takes the same wall time at
     any speed of the engines, does not count as engine time. `begun` is awaited after that, while the engines run.
+    spans: ask the gateway which policy version each token is from.
     Failures of single requests are recorded, not raised.
     """
     record = StepRecord()
@@ -62,7 +66,9 @@ async def run_step(
             await asyncio.gather(*(engine.pause(PauseMode.KEEP) for engine in engines))
         start = _Start(scenario.speed)
         sending = [
-            asyncio.create_task(_ask(session, url_of(sample), sample, scenario, start, record, progress, len(samples)))
+            asyncio.create_task(
+                _ask(session, url_of(sample), sample, scenario, start, record, progress, len(samples), spans)
+            )
             for sample in samples
         ]
         if hold:
@@ -101,12 +107,15 @@ async def _ask(
     record: StepRecord,
     progress: Progress,
     total: int,
+    spans: bool,
 ) -> None:
     body: dict[str, Any] = {"prompt": list(sample.prompt_ids), "temperature": 0, "return_token_ids": True}
     if scenario.length_is_max_tokens:
         body |= {"max_tokens": sample.output_tokens, "ignore_eos": True}
     else:
         body |= {"max_tokens": scenario.max_tokens}
+    if spans:
+        body |= {"return_policy_versions": True}
     headers = {"X-Request-Id": sample.id, "X-Group-Id": sample.group}
     try:
         async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
@@ -114,7 +123,10 @@ async def _ask(
         if response.status != 200:
             record.faults[sample.id] = f"HTTP {response.status}: {text[:200]}"
             return
-        record.answers[sample.id] = json.loads(text)["choices"][0]["token_ids"]
+        choice = json.loads(text)["choices"][0]
+        if spans:
+            record.spans[sample.id] = [Span(**told) for told in choice["policy_versions"]]
+        record.answers[sample.id] = choice["token_ids"]
     except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError, KeyError) as error:
         record.faults[sample.id] = f"{type(error).__name__}: {error}"
         return

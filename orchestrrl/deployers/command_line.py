@@ -26,7 +26,7 @@ from orchestrrl.deployers.layout_flags import (
 )
 from orchestrrl.deployers.simulator_flags import SIMULATED_DECIDED, SIMULATED_PROGRAM, simulated_layout
 from orchestrrl.deployers.user_arguments import SET, Argument, Owned, read_arguments, replaced
-from orchestrrl.engines import handover
+from orchestrrl.engines import handover, weight_backend
 from orchestrrl.errors import ProblemFaults, shorten
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
@@ -61,6 +61,7 @@ class Launch:
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     kv_directory: str = ""  # through which engines of one configuration hand over KV; empty: they do not
+    weight_backend: bool = False  # vLLM takes versions of the weights through OrchestrRL's own
     where: str = "launch"  # what to call this in messages
 
 
@@ -266,8 +267,11 @@ def _command_line(
     if launch.kv_directory and group.roles[0] is Role.SERVER:
         flag, config = handover.vllm_arguments(_kv_folder(spec, launch))
         values[flag] = config
+    usual = _usual(spec, launch)
+    if launch.weight_backend and group.roles[0] is Role.SERVER:
+        usual |= dict([weight_backend.VLLM_ARGUMENTS])
     by = spec.configuration if group.afd is None else f"{spec.configuration}'s {group.afd['role']} side"
-    words, more = Owned(values, {"--model": model}, decided_for(group), by).merge(given, _usual(spec, launch))
+    words, more = Owned(values, {"--model": model}, decided_for(group), by).merge(given, usual)
     line = CommandLine(
         role=group.roles[0 if serving else 1],
         node=part.node,
@@ -323,6 +327,6 @@ def _environment(spec: EngineSpec, launch: Launch, group: Group, part: Part) -> 
     for _, variables in _environments(spec, launch):
         made |= variables
     made |= _pinned(part.gpus, launch)
-    if launch.kv_directory and group.roles[0] is Role.SERVER:
+    if (launch.kv_directory or launch.weight_backend) and group.roles[0] is Role.SERVER:
         made["PYTHONPATH"] = ":".join(filter(None, (str(handover.MODULE_FOLDER), made.get("PYTHONPATH"))))
     return made

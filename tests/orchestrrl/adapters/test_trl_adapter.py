@@ -59,6 +59,52 @@ class FakeTrainer:
         (folder / "model.safetensors").write_text(f"weights of step {self.state.global_step}")
 
 
+class FakePublishes:
+    def __init__(self) -> None:
+        self.published: list[tuple[int, object]] = []
+        self.error: Exception | None = None
+        self.newest = -1
+
+    def publish(self, version: int, model: object) -> None:
+        if self.error is not None:
+            raise self.error
+        self.published.append((version, model))
+
+    def next_version(self) -> int:
+        return self.newest + 1
+
+
+async def test_weights_are_published_before_a_rollout_that_follows_a_step() -> None:
+    sync, trainer = FakePublishes(), FakeTrainer()
+    async with servers() as (gateway,):
+        rollout = GatewayRollout(gateway.url, sync=sync)
+        for trainer.state.global_step in (0, 0, 1, 1, 2):
+            await asyncio.to_thread(rollout, ["ab"], trainer)
+        assert sync.published == [(step, trainer.model) for step in (0, 1, 2)]
+        assert rollout.syncs == 3
+        trainer.state.global_step = 3
+        sync.error = Permanent("version 3 is not the fleet's")
+        with pytest.raises(Permanent, match="version 3"):
+            await asyncio.to_thread(rollout, ["ab"], trainer)
+        assert len(gateway.asked) == 5  # nothing is learnt from the version before
+        sync.error = None
+        await asyncio.to_thread(rollout, ["ab"], trainer)
+    assert sync.published[-1] == (3, trainer.model)
+
+
+@pytest.mark.parametrize(("newest", "first_step", "versions"), [(7, 0, [8, 9]), (7, 5, [8, 9]), (7, 30, [30, 31])])
+async def test_a_trainer_that_starts_again_goes_on_above_the_fleets_version(
+    newest: int, first_step: int, versions: list[int]
+) -> None:
+    sync, trainer = FakePublishes(), FakeTrainer()
+    sync.newest = newest
+    rollout = GatewayRollout("http://127.0.0.1:1", sync=sync)
+    for trainer.state.global_step in (first_step, first_step + 1):
+        rollout.sync_weights(trainer)
+        sync.newest = sync.published[-1][0]
+    assert [version for version, _ in sync.published] == versions
+
+
 async def test_a_batch_is_asked_at_once_and_answered_in_order() -> None:
     async with servers() as (gateway,):
         gateway.batch = 6
@@ -143,10 +189,14 @@ def test_what_cannot_be_served_is_said() -> None:
         GatewayRollout("http://127.0.0.1:1", weights_dir=Path("weights"))
     with pytest.raises(Permanent, match="weights_dir"):
         GatewayRollout("http://127.0.0.1:1").sync_weights(trainer)
+    with pytest.raises(ValueError, match="not both"):
+        GatewayRollout("http://127.0.0.1:1", engine_urls=["x"], weights_dir=Path("weights"), sync=FakePublishes())
     trainer.model = SimpleNamespace(peft_config={})
     rollout = GatewayRollout("http://127.0.0.1:1", engine_urls=["http://127.0.0.1:2"], weights_dir=Path("weights"))
     with pytest.raises(Permanent, match="PEFT"):
         rollout.sync_weights(trainer)
+    with pytest.raises(Permanent, match="PEFT"):
+        GatewayRollout("http://127.0.0.1:1", sync=FakePublishes()).sync_weights(trainer)
 
 
 def test_generation_kwargs_win_over_settings_but_not_over_what_the_adapter_needs() -> None:

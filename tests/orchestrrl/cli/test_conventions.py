@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from orchestrrl.cli.main import application
 
 # Services run until stopped; their output is their address and their log.
-SERVICES = {"daemon", "agent", "gateway", "engine simulated", "ocs serve", "ocs emulate"}
+SERVICES = {"daemon", "agent", "gateway", "engine simulated", "ocs serve", "ocs emulate", "sync peer"}
 
 
 def leaves(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:

@@ -112,11 +112,12 @@ def test_a_name_that_breaks_the_line_does_not_break_the_fault(tmp_path: Path) ->
     assert faults == [r"a\nb: is not a known field, got 'c\nd'"]
 
 
-def test_a_file_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent.json", tmp_path):
+def test_a_file_that_cannot_be_read_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a path may be too long to be told whole
+    for path in ("absent.json", "."):
         with pytest.raises(ProblemFaults, match=r"^\(document\): cannot be read: ") as caught:
-            read_problem(str(path), Tree)
-        assert repr(str(path)) in str(caught.value)
+            read_problem(path, Tree)
+        assert repr(path) in str(caught.value)
 
 
 def test_values_at_passes_over_what_has_another_shape() -> None:

@@ -154,6 +154,53 @@ def test_every_fault_comes_at_once_and_nothing_else() -> None:
     assert len(faults) == len(set(faults))
 
 
+def test_links_are_the_only_ways_and_as_fast_as_they_are() -> None:
+    slow = answer(links=[{"a": "gen", "b": "train", "circuits": 1, "gbps": 10}])
+    assert slow["estimate_s"] == pytest.approx(20.0, rel=0.01)
+    assert slow["naive_s"] == pytest.approx(40.0)
+    assert answer(links=None) == answer()
+    result = run("-", document=problem(links=[]))
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "PoD train has no circuits" in result.stderr
+
+
+def test_who_is_joined_to_no_holder_is_reached_by_others_and_not_straight() -> None:
+    far = {"id": "far", "role": "gen", "boundary_circuits": 1}
+    end = {"id": "f0", "pod": "far", "tor": "far-tor", "nic_gbps": 200}
+    changed = {
+        "pods": [*problem()["pods"][:1], {"id": "gen", "role": "gen", "boundary_circuits": 2}, far],
+        "endpoints": [*problem()["endpoints"], end],
+        "tor_circuits": {"train-tor": 1, "gen-tor": 1, "far-tor": 1},
+        "shards": [{**problem()["shards"][0], "receivers": ["g0", "g1", "f0"]}],
+        "links": [{"a": a, "b": b, "circuits": 1, "gbps": 100} for a, b in (("train", "gen"), ("far", "gen"))],
+    }
+    found = answer(**changed)
+    assert found["naive_s"] is None
+    assert {edge["src"][0] for wave in found["waves"] for edge in wave["edges"] if edge["dst"] == "f0"} == {"g"}
+    assert "no link leads everywhere" in " ".join(run("-", document=problem(**changed)).stdout.split())
+
+
+def test_faults_of_links_come_all_at_once() -> None:
+    links = [
+        {"a": "train", "b": "gen", "circuits": 0, "gbps": 0},
+        {"a": "gen", "b": "train", "circuits": 1, "gbps": 1},
+        {"a": "gen", "b": "gen", "circuits": 1, "gbps": 1},
+        {"a": "gen", "b": "mars", "circuits": 1},
+        7,
+    ]
+    result = run("-", document=problem(links=links))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert {fault.partition(":")[0] for fault in result.stderr.splitlines()} == {
+        "links[0].circuits",
+        "links[0].gbps",
+        "links[1]",
+        "links[2].b",
+        "links[3].b",
+        "links[3].gbps",
+        "links[4]",
+    }
+
+
 def test_a_tor_is_in_one_pod() -> None:
     ends = problem()["endpoints"]
     ends[2]["tor"] = "train-tor"

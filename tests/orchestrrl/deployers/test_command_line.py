@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.deployers.command_line import CommandLine, Device, EngineSpec, Launch, render, url_of
 from orchestrrl.deployers.layout_flags import Role
-from orchestrrl.engines import handover
+from orchestrrl.engines import handover, weight_backend
 from orchestrrl.errors import ProblemFaults
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
@@ -54,7 +54,7 @@ def read(line: CommandLine) -> argparse.Namespace:
         parser.add_argument(f"--{flag}", type=int, default=default)
     for flag in ("data-parallel-address", "master-addr", "host", "model", "served-model-name", "tokenizer"):
         parser.add_argument(f"--{flag}")
-    for flag in ("additional-config", "kv-transfer-config"):
+    for flag in ("additional-config", "kv-transfer-config", "weight-transfer-config"):
         parser.add_argument(f"--{flag}", type=json.loads, default={})
     for flag in ("enable-expert-parallel", "headless", "enable-dbo"):
         parser.add_argument(f"--{flag}", action="store_true")
@@ -367,6 +367,17 @@ def test_kv_is_handed_over_among_engines_of_one_configuration() -> None:
     assert "contradicts `--kv-transfer-config" in faults(spec(Parallelism(tp=2)), theirs)[0]
     (line,) = render(spec(Parallelism(tp=2)), replace(theirs, kv_directory=""))
     assert line.arguments[-2:] == ("--kv-transfer-config.kv_role", "kv_producer")
+
+
+def test_versions_of_the_weights_go_through_our_backend_unless_a_user_has_another() -> None:
+    launch = replace(LAUNCH, weight_backend=True)
+    (line,) = render(spec(Parallelism(tp=2)), launch)
+    assert line.environment["PYTHONPATH"] == str(weight_backend.MODULE_FOLDER)
+    assert read(line).weight_transfer_config == {"backend": "orchestrrl"}
+    assert list(weight_backend.MODULE_FOLDER.glob("*.dist-info/entry_points.txt"))  # where vLLM finds it
+    theirs = replace(launch, arguments=("--weight-transfer-config", '{"backend": "nccl"}'))
+    (line,) = render(spec(Parallelism(tp=2)), theirs)
+    assert read(line).weight_transfer_config == {"backend": "nccl"}
 
 
 def test_a_checkpoint_takes_the_place_of_the_model_s_weights_under_the_model_s_name() -> None:

@@ -1,0 +1,26 @@
+"""`orchestrrl bench`: its help names what there is, and one that cannot run here says why."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrrl.bench import weights_bandwidth
+from orchestrrl.bench.run import BENCHMARKS
+from orchestrrl.cli.bench import bench
+from orchestrrl.cli.main import application
+
+
+def test_help_names_every_benchmark() -> None:
+    told = " ".join((bench.__doc__ or "").split()).partition("Benchmarks: ")[2].partition(".")[0]
+    assert sorted(told.split(", ")) == sorted(BENCHMARKS)
+
+
+def test_one_without_its_environment_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_bandwidth, "PYTHON", tmp_path / "none")
+    words = ["bench", "--only", "weights_bandwidth", "--out", str(tmp_path / "bench.json"), "--json"]
+    result = CliRunner().invoke(application(), words)
+    assert result.exit_code == 0
+    assert result.stdout.split() == ["{", '"benchmarks":', "[]", "}"]
+    assert "weights_bandwidth: left out" in result.stderr
+    assert "make venv-vllm" in result.stderr

@@ -26,6 +26,9 @@ from orchestrrl.bench.solve import solver
 from orchestrrl.bench.startup import import_cli
 from orchestrrl.bench.sync_plan import sync_plan
 from orchestrrl.bench.ticks import balancer_tick, fast_tick, plan_tick
+from orchestrrl.bench.weights_bandwidth import weights_bandwidth
+from orchestrrl.bench.weights_box import weights_box
+from orchestrrl.bench.weights_vllm import weights_vllm
 from orchestrrl.errors import ProblemFaults
 
 # In the order in which they run. Each is given a folder for the logs of what it starts.
@@ -52,6 +55,9 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "fabric_materialize": lambda _: fabric_materialize(),
     "fabric_windows": fabric_windows,
     "slack": lambda _: slack(),
+    "weights_bandwidth": weights_bandwidth,
+    "weights_box": weights_box,
+    "weights_vllm": weights_vllm,
 }
 
 

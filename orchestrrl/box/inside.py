@@ -41,12 +41,20 @@ async def _cycle(box: Box, order: dict[str, Any]) -> dict[str, Any]:
     return await cycle(box, **{name: order[name] for name in ("seconds", "iterations", "collective_s", "pause_s")})
 
 
+async def _weights(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    from orchestrrl.box.weights import weights  # it plans, which takes a while to import
+
+    words = {"transport": order["transport"], "python": order["python"]}
+    return await weights(box, order["sync_bytes"], order["sync_rounds"], order["sync_ways"], **words)
+
+
 SHOWS = {
     "circuits": _circuits,
     "transition": _transition,
     "failed_port": _failed_port,
     "wrong_cable": _wrong_cable,
     "cycle": _cycle,
+    "weights": _weights,
 }
 
 

@@ -13,6 +13,8 @@ from orchestrrl.errors import Permanent
 LOG_TAIL_LINES = 15
 # In the order in which they are shown: from the second on, the daemon drives the switches.
 SHOWS = ("circuits", "cycle", "transition", "failed_port", "wrong_cable")
+# Ways of bringing weights to engines that "weights" compares, see weights_schemes.py.
+SYNC_WAYS = ("tree", "two_stage", "naive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,12 @@ class Order:
     collective_s: float = 1.0  # of an iteration, in which it sends
     pause_s: float = 3.0  # and in which it does not
     changes: int = 4  # that a transfer lives through
+    # Of "weights", which has a site of its own (weights_site.py), and is not one of SHOWS.
+    sync_bytes: int = 200_000_000
+    sync_rounds: int = 1
+    sync_ways: tuple[str, ...] = SYNC_WAYS
+    transport: str = "tcp"
+    python: str = ""  # of the processes that carry; empty: this one
 
 
 async def run_box(order: Order, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Every command in the README and in docs/ is run here, as it stands, on simulated engines."""
 
+import itertools
 import os
 import re
 import shutil
@@ -108,9 +109,10 @@ def test_the_shipped_example_is_the_one_that_the_command_prints() -> None:
 @pytest.mark.parametrize("unit", sorted((ROOT / "deploy" / "systemd").glob("*.service")), ids=lambda path: path.name)
 def test_a_unit_uses_flags_that_exist(unit: Path) -> None:
     (line,) = re.findall(r"^ExecStart=/opt/orchestrrl/bin/orchestrrl (.*)$", unit.read_text(), flags=re.MULTILINE)
-    command, *words = line.split()
+    words = line.split()
+    command = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     shown = subprocess.run(
-        [sys.executable, "-m", "orchestrrl", command, "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "orchestrrl", *command, "--help"], capture_output=True, text=True, check=True
     ).stdout
     for flag in (word for word in words if word.startswith("-")):
-        assert re.search(rf"{flag}\b", shown), f"{unit.name}: {command} has no {flag}"
+        assert re.search(rf"{flag}\b", shown), f"{unit.name}: {' '.join(command)} has no {flag}"

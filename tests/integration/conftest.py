@@ -1,16 +1,22 @@
 """Real vLLM servers for the integration tests: made once per session, a tiny random model, no GPU."""
 
 import asyncio
+import contextlib
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
 from orchestrrl.deployers.attended import LocalEngine, start_vllm
+from orchestrrl.engines.vllm import VllmEngine
 
-pytest.register_assert_rewrite("orchestrrl.engines.conformance", "orchestrrl.engines.managed_conformance")
+pytest.register_assert_rewrite(
+    "orchestrrl.engines.conformance",
+    "orchestrrl.engines.managed_conformance",
+    "orchestrrl.engines.weights_conformance",
+)
 
 REPOSITORY = Path(__file__).parents[2]
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
@@ -68,6 +74,20 @@ def vllm_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     engines = asyncio.run(start())
     yield tuple(engines)
     asyncio.run(stop(engines))
+
+
+@contextlib.asynccontextmanager
+async def as_they_were(servers: Sequence[LocalEngine], model: Path) -> AsyncIterator[None]:
+    """Afterwards they have the model's weights again, which nobody has named, and are not paused."""
+    try:
+        yield
+    finally:
+        for server in servers:
+            engine = VllmEngine(server.url, timeout_s=100)
+            await engine.load_weights(str(model), None)
+            if await engine.is_paused():
+                await engine.resume()
+            await engine.close()
 
 
 @pytest.fixture

@@ -34,6 +34,12 @@ def demo(folder: Path, *words: str, moved: Callable[[dict[str, Any]], bool]) -> 
 def test_the_demo(tmp_path: Path) -> None:
     report = demo(tmp_path, "--seeds", "2", moved=lambda told: told["moves"] > 0 and told["tokens_recomputed"] > 0)
     assert report["requests"] == 256
+    # New weights while requests ran: on every engine, and each token is of the version that its answer names.
+    synced = report["sync"]
+    assert (synced["code"], synced["serve_it"], synced["answered"]) == ("done", 4, synced["requests"])
+    assert (synced["tokens_differing"], synced["faults"]) == (0, [])
+    assert set(synced["tokens_by_version"]) <= {"1", "2"}
+    assert {"gather", "phase_a", "fence", "install", "resume"} <= set(synced["phases_s"])
 
 
 @pytest.mark.timeout(1200)

@@ -1,4 +1,5 @@
-"""TRL's own GRPO trainer on real vLLM servers: it generates through the gateway, and the servers follow its weights."""
+"""TRL's own GRPO trainer on real vLLM servers: it generates through the gateway, and the servers follow its weights:
+from a folder that they see as well, or published as versions of the fleet's."""
 
 import asyncio
 import json
@@ -11,11 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.adapters.vllm_weights import reload_weights
+from orchestrrl.bench.weights_vllm import TRAINER, held, peers_beside
 from orchestrrl.demo.scenario import load_scenario
 from orchestrrl.demo.stack import Stack, orchestrrl
 from orchestrrl.deployers.attended import LocalEngine
-from tests.integration.conftest import REPOSITORY, VLLM_PYTHON
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import weights_pb2
+from tests.integration.conftest import REPOSITORY, VLLM_PYTHON, as_they_were
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -36,7 +39,7 @@ async def train(
     sizes = ["--steps", str(STEPS), "--prompts", str(PROMPTS // processes), "--samples", str(SAMPLES)]
     process = await asyncio.create_subprocess_exec(
         *(str(VLLM_PYTHON), *launcher, str(EXAMPLE), "--model", str(model), "--gateway", stack.gateway_url, *named),
-        *(*sizes, "--weights-dir", str(out / "weights"), "--out", str(out), *more),
+        *(*sizes, "--out", str(out), *more),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={
@@ -76,22 +79,37 @@ async def ledger(stack: Stack) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("processes", "more"), [(1, []), (2, ["--conversations"])], ids=["text", "two processes, conversations"]
+    ("processes", "by_peers", "more"),
+    [(1, False, []), (2, True, ["--conversations"])],
+    ids=["from a folder, text", "by peers, two processes, conversations"],
 )
 async def test_grpo_through_the_gateway(
-    processes: int, more: list[str], vllm_servers: tuple[LocalEngine, ...], tiny_model: Path, tmp_path: Path
+    processes: int,
+    by_peers: bool,
+    more: list[str],
+    vllm_servers: tuple[LocalEngine, ...],
+    tiny_model: Path,
+    tmp_path: Path,
 ) -> None:
     urls = [engine.url for engine in vllm_servers]
     probe = [[40, 41, 42, 43]]
     untrained_probe = await greedy(urls[0], probe, 16)
-    try:
-        async with orchestrrl(load_scenario("vllm"), "vllm", vllm_servers, tmp_path) as stack:
-            report = await train(stack, vllm_servers, tiny_model, tmp_path, processes, more)
-            told = await ledger(stack)
+    async with (
+        as_they_were(vllm_servers, tiny_model),
+        orchestrrl(load_scenario("vllm"), "vllm", vllm_servers, tmp_path) as stack,
+        ControlClient(stack.daemon_address) as daemon,
+    ):
+        if by_peers:
+            way = ["--peer", TRAINER, "--folder", str(held(tmp_path, TRAINER)), "--daemon", stack.daemon_address]
+            async with peers_beside(stack, vllm_servers, tmp_path):
+                report = await train(stack, vllm_servers, tiny_model, tmp_path, processes, [*way, *more])
+        else:
+            way = ["--weights-dir", str(tmp_path / "weights")]
+            report = await train(stack, vllm_servers, tiny_model, tmp_path, processes, [*way, *more])
+        told = await ledger(stack)
+        carried = await daemon.ask(daemon.weights.ListSyncs, weights_pb2.ListSyncsRequest())
         prompts, expected = report["prompt_ids"], report["greedy_ids"]
         trained = [await greedy(url, prompts, len(expected[0])) for url in urls]
-    finally:  # the next test expects the model that the servers were started with
-        await asyncio.to_thread(reload_weights, urls, tiny_model)
     restored = [await greedy(url, probe, 16) for url in urls]
     untrained = await greedy(urls[0], prompts, len(expected[0]))
 
@@ -106,6 +124,9 @@ async def test_grpo_through_the_gateway(
     assert trained == [expected, expected]
     assert untrained != expected
     assert restored == [untrained_probe, untrained_probe]
+    # Each step's weights were a version of the fleet's, where they were published.
+    versions = [(sync.version, sync.code) for sync in carried.syncs]
+    assert versions == [(step, "done") for step in range(STEPS, -1, -1) if by_peers]
     # Every request went through the gateway, once: tokens are counted there as in the trainer.
     assert (report["requests"], report["bypassed"], report["syncs"]) == (REQUESTS, 0, STEPS + 1)
     assert told["in_flight"] == []

@@ -1,0 +1,49 @@
+"""A peer that only carries, in a process of its own: `carrying_peer.py NAME TRANSPORT BYTES HELD_BYTES`.
+
+Of a shard of BYTES it has the first HELD_BYTES. It writes its address, reads the other ends' edges as one line of JSON,
+and writes what it is told of them, a line each: edge, state, bytes, and whether what it holds is as it should be. It
+ends when its standard input does.
+"""
+
+import json
+import sys
+import threading
+
+from orchestrrl.weights.carry import ThreadedCarrier
+from orchestrrl.weights.in_memory import InMemory
+from orchestrrl.weights.model import PeerId
+from orchestrrl.weights.orders import Arrived, Carry, Edge, EdgeEvent
+from orchestrrl.weights.transports.base import TransportOptions, make_transport
+from orchestrrl.weights.transports.conformance import pattern
+
+
+def main() -> None:
+    name, transport, size, held = PeerId(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    whole = pattern(size)
+    staged = InMemory(1, {"s": size})
+    staged.write("s", 0, memoryview(whole)[:held])
+    if held:
+        staged.arrived("s", 0, held)
+    line = threading.Lock()
+
+    def tell(news: EdgeEvent | Arrived) -> None:
+        if isinstance(news, Arrived):
+            return
+        there = size - sum(missing for ranges in staged.missing().values() for _, missing in ranges)
+        is_right = bytes(staged.bytes["s"][:there]) == whole[:there]
+        with line:
+            print(json.dumps([news.edge, news.state, news.bytes, is_right, news.detail]), flush=True)
+
+    with_bytes = make_transport(transport, TransportOptions("127.0.0.1"))
+    print(json.dumps(with_bytes.open()), flush=True)
+    carrier = ThreadedCarrier(name, {transport: with_bytes}, tell)
+    for order in sys.stdin:
+        edges = tuple(Edge(**each) for each in json.loads(order))
+        carrier.carry(staged, Carry(1, edges, chunk_bytes=65536, stall_s=20.0))
+    carrier.close()
+    with_bytes.close()
+    print(json.dumps(["left", [each.name for each in threading.enumerate() if each.name.startswith("weights-")]]))
+
+
+if __name__ == "__main__":
+    main()

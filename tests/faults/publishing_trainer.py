@@ -1,0 +1,58 @@
+"""A trainer's process: `publishing_trainer.py ADDRESS PEER FOLDER`.
+
+It publishes what lines of its standard input say, as JSON: `version`, `seed` of its content, `install`. Of each it
+writes when it is staged, and how it came out.
+"""
+
+import json
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from orchestrrl.errors import OrchestrRLError
+from orchestrrl.weights.client import Publishing, WeightsClient
+
+SHAPE = (256, 256)
+TENSORS = 16  # of 256 KiB
+PATIENCE_S = 600.0  # for a daemon that is started again on a machine that has other things to do
+
+
+def content(seed: int) -> dict[str, Any]:
+    chance = np.random.default_rng(seed)
+    return {f"model.layers.{i}.w": chance.standard_normal(SHAPE, dtype=np.float32) for i in range(TENSORS)}
+
+
+def main() -> None:
+    address, peer, folder = sys.argv[1:]
+    line = threading.Lock()
+
+    def say(*words: Any) -> None:
+        with line:
+            print(json.dumps(words), flush=True)
+
+    def wait(handle: Publishing) -> None:
+        try:
+            report = handle.result()
+            say("over", handle.version, str(report.state), report.code, report.detail)
+        except OrchestrRLError as error:
+            say("over", handle.version, type(error).__name__, "", str(error))
+
+    client = WeightsClient(address, peer=peer, folder=folder, patience_s=PATIENCE_S)
+    say("ready")
+    for order in sys.stdin:
+        told = json.loads(order)
+        arrays = content(told["seed"])
+        try:
+            handle = client.publish_arrays(told["version"], arrays, wait="staged", install=told["install"])
+        except OrchestrRLError as error:
+            say("over", told["version"], type(error).__name__, "", str(error))
+            continue
+        assert isinstance(handle, Publishing)
+        say("staged", told["version"])
+        threading.Thread(target=wait, args=(handle,), daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

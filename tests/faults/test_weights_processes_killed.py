@@ -1,0 +1,195 @@
+"""Weight syncs on real processes, each of which is killed somewhere on the way.
+
+Whatever dies: it is started again, all engines end with one version, no request is lost, and each token of each answer
+is of the version that the answer says.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from syncing_house import House, Marked
+
+DONE = ("done", "done", "")
+
+
+@pytest.fixture(scope="module")
+def whole_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    house = House(tmp_path_factory.mktemp("syncing"))
+    try:
+        asyncio.run(house.open())
+        yield house
+    finally:
+        house.close()
+
+
+@pytest.fixture
+async def house(whole_house: House) -> House:
+    """All of it runs, has one version, and is at rest."""
+    await whole_house.at_rest()
+    return whole_house
+
+
+async def again(process: Marked) -> None:
+    """It comes to its mark, and is started again."""
+    await process.until_killed()
+    await process.start()
+
+
+async def test_nothing_goes_wrong(house: House) -> None:
+    async with house.requests():
+        version = house.publish()
+        assert await house.trainer.over(version) == DONE
+        await house.brought(version)
+
+
+# began, prepared, fence, the gate is told to close, it is quiet, install, weights (the commit), the gate opens, ended
+ENTRIES = 9
+COMMIT = 7
+# What happens between an entry and the next has happened when it is killed before the next.
+TELLING = {("entry-after", 6), ("entry-after", 7)}
+
+
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [
+        pytest.param(point, number, marks=() if (point, number) in TELLING else pytest.mark.slow)
+        for number in range(1, ENTRIES + 1)
+        for point in ("entry", "entry-after")
+    ],
+)
+async def test_the_daemon_is_killed(house: House, point: str, number: int) -> None:
+    """The trainer waits, and publishes again what was not committed."""
+    house.daemon.mark(point, number=number)
+    async with house.requests():
+        version = house.publish()
+        await again(house.daemon)
+        assert await house.trainer.over(version) == DONE
+        await house.brought(version)
+
+
+@pytest.mark.parametrize("step", ["install", pytest.param("prepared", marks=pytest.mark.slow)])
+async def test_daemon_and_trainer_are_killed_at_once(house: House, step: str) -> None:
+    """Nobody publishes it again: all have the version from before. Then somebody does."""
+    before = house.version
+    house.daemon.mark("entry-after", step=step)
+    async with house.requests():
+        version = house.publish()
+        await house.daemon.until_killed()
+        house.trainer.kill()
+        await asyncio.gather(house.daemon.start(), house.trainer.start())
+        await house.brought(before)
+        assert house.publish(version) == version
+        assert await house.trainer.over(version) == DONE
+        await house.brought(version)
+
+
+@pytest.mark.parametrize("kind", ["sync.began", pytest.param("weights", marks=pytest.mark.slow)])
+async def test_the_trainer_is_killed(house: House, kind: str) -> None:
+    """Its peer has the bytes."""
+    house.daemon.mark("entry-after", kind=kind, stop=True)
+    async with house.requests():
+        version = house.publish()
+        await house.daemon.until_still()
+        house.trainer.kill()
+        house.daemon.go_on()
+        await house.brought(version)
+    await house.trainer.start()
+
+
+@pytest.mark.parametrize(
+    ("point", "where"),
+    [
+        ("sent", {"number": 20}),
+        pytest.param("order-after", {"kind": "sum"}, marks=pytest.mark.slow),
+        pytest.param("order", {"kind": "carry"}, marks=pytest.mark.slow),
+    ],
+)
+async def test_the_trainers_peer_is_killed(house: House, point: str, where: dict[str, Any]) -> None:
+    await check_killed(house, house.peers["train0"], point, **where)
+
+
+@pytest.mark.parametrize(
+    ("point", "where"),
+    [
+        pytest.param("received", {"number": 20}, marks=pytest.mark.slow),
+        pytest.param("order", {"kind": "open"}, marks=pytest.mark.slow),
+        pytest.param("order-after", {"kind": "check"}, marks=pytest.mark.slow),
+        ("order", {"kind": "install"}),
+        pytest.param("order-after", {"kind": "install"}, marks=pytest.mark.slow),
+        pytest.param("order", {"kind": "probe"}, marks=pytest.mark.slow),
+        pytest.param("order-after", {"kind": "probe"}, marks=pytest.mark.slow),
+        pytest.param("order", {"kind": "keep"}, marks=pytest.mark.slow),
+    ],
+)
+async def test_an_engines_peer_is_killed(house: House, point: str, where: dict[str, Any]) -> None:
+    await check_killed(house, house.peers["gen0"], point, **where)
+
+
+async def check_killed(house: House, process: Marked, point: str, **where: Any) -> None:
+    """It comes back, and the version is brought all the same."""
+    process.mark(point, **where)
+    async with house.requests():
+        version = house.publish()
+        await again(process)
+        assert await house.trainer.over(version) == DONE
+        await house.brought(version)
+
+
+async def test_an_engine_is_killed_while_it_loads(house: House) -> None:
+    engine = house.engines["e1"]
+    engine.mark("load")
+    async with house.requests():
+        version = house.publish()
+        await again(engine)
+        assert (await house.trainer.over(version))[0] == "done"  # it may be repaired later
+        await house.brought(version)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["order-after", "order"])
+async def test_an_engine_is_killed_around_its_load(house: House, point: str) -> None:
+    """Before its peer tells it to load the version, and when it has."""
+    peer, engine = house.peers["gen1"], house.engines["e2"]
+    peer.mark(point, kind="install", stop=True)
+    async with house.requests():
+        version = house.publish()
+        await peer.until_still()
+        engine.kill()
+        await engine.start()
+        peer.go_on()
+        assert (await house.trainer.over(version))[0] == "done"  # it may be repaired later
+        await house.brought(version)
+
+
+@pytest.mark.parametrize("kind", ["weights", pytest.param("sync.ended", marks=pytest.mark.slow)])
+async def test_an_engine_is_killed_after_the_commit(house: House, kind: str) -> None:
+    engine = house.engines["e0"]
+    house.daemon.mark("entry-after", kind=kind, stop=True)
+    async with house.requests():
+        version = house.publish()
+        await house.daemon.until_still()
+        engine.kill()
+        await engine.start()
+        house.daemon.go_on()
+        assert (await house.trainer.over(version))[0] == "done"  # it may be repaired later
+        await house.brought(version)
+
+
+@pytest.mark.parametrize(
+    "kind", ["sync.step", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sync.began", "gate", "weights"))]
+)
+async def test_the_gateway_is_killed(house: House, kind: str) -> None:
+    """Before the gate closes, while it does, when it is closed, and before it opens. Nobody tells the next one which
+    version engines have, until the daemon goes on: it is the one from before."""
+    where: dict[str, Any] = {"step": "install"} if kind == "sync.step" else {"kind": kind}
+    house.daemon.mark("entry-after", stop=True, **where)
+    async with house.requests(unknown=house.version):
+        version = house.publish()
+        await house.daemon.until_still()
+        house.gateway.kill()
+        await house.gateway.start()
+        house.daemon.go_on()
+        assert await house.trainer.over(version) == DONE
+        await house.brought(version)

@@ -1,0 +1,29 @@
+"""A trainer that publishes the checkpoints of some folders, one version after the other, by vLLM's weight transfer. A
+line of JSON tells what became of each."""
+
+import json
+import sys
+
+import gloo_weights
+import torch
+from transformers import AutoModelForCausalLM
+
+from orchestrrl.sync_reports import SYNC
+from orchestrrl.weights.client import SyncAborted, WeightsClient
+
+gloo_weights.register()
+address, prompt, *folders = sys.argv[1:]
+with WeightsClient(address, peer="trainer") as client:
+    for version, folder in enumerate(folders, max(1, client.next_version())):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        try:
+            report = client.publish(
+                version,
+                model,
+                plane="vllm_transfer",
+                options={"backend": gloo_weights.BACKEND, "address": "127.0.0.1"},
+                probe=json.loads(prompt),
+            )
+        except SyncAborted as aborted:
+            report = aborted.report
+        print(SYNC.dump_json(report).decode(), flush=True)

@@ -6,7 +6,7 @@ UV_VERSION := 0.13.8
 # Options for pip, for a mirror or a local folder of wheels.
 PIP_ARGS ?=
 FUZZ_ROUNDS ?= 3
-# Processes for the tests that touch nothing.
+# Processes for the tests that run side by side.
 TEST_WORKERS ?= 2
 
 BIN := .venv/bin
@@ -17,7 +17,7 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := .venv-vllm/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fabric-box fuzz test test-slow test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
+.PHONY: help demo fabric-box sync-box fuzz test test-slow test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,15 +56,21 @@ demo: $(VENV_STAMP)  ## one generation step without and with OrchestrRL (ENGINE=
 fabric-box: $(VENV_STAMP)  ## a site in network namespaces, its circuits switched under real TCP (Linux; root or user namespaces)
 	@$(BIN)/orchestrrl fabric box
 
-# Tests that decide and touch nothing: no process, no socket, no time that passes. They run side by side; all others would
-# be in each other's way, and run one after the other. What is not named here is one of those.
+sync-box: $(VENV_STAMP)  ## weights to engines in network namespaces: a tree, two stages and naive, each on circuits of its own
+	@$(BIN)/orchestrrl sync box
+
+# Tests that run side by side: those that decide and touch nothing, and those whose processes and sockets are few and
+# their own. All others would be in each other's way, and run one after the other. What is not named here is one of those.
 TESTS := tests/orchestrrl
-PURE := tests/balancer \
+TOGETHER := tests/balancer tests/ocs_drivers \
+  $(addprefix $(TESTS)/,adapters bench cli instrument profiles rpc) \
   $(filter-out %/test_watching.py,$(wildcard $(TESTS)/execute/test_*.py)) \
   $(wildcard $(TESTS)/gateway/test_expected*.py $(TESTS)/gateway/test_relay*.py) \
   $(addprefix $(TESTS)/gateway/test_,gate_closes.py gate_properties.py gateway_any_order.py handing.py ledger.py \
     movable.py policy_versions.py queue.py routing.py store_pieces.py) \
   $(wildcard $(TESTS)/test_daemon_gate*.py $(TESTS)/test_fabric_in*.py $(TESTS)/test_state*.py) \
+  $(wildcard $(TESTS)/test_sync_*.py $(TESTS)/weights/test_client_[bm]*.py) $(TESTS)/test_daemon_weights.py \
+  $(addprefix $(TESTS)/weights/test_,carry_pacing.py hub.py weight_layout.py) \
   $(addprefix $(TESTS)/test_,convert.py daemon_loops.py daemon_policy.py enrolment.py fast_packing.py gate_state.py \
     live_profile.py moves_without_preemption.py outlook.py plans.py roster.py site.py step_lengths.py switch_steps.py) \
   tests/planner tests/sim
@@ -72,8 +78,8 @@ PURE := tests/balancer \
 # $(call tests,MARKED): the failures of both halves are told.
 define tests
 	@status=0; \
-	$(BIN)/python -m pytest -m "$(1)" -n $(TEST_WORKERS) --dist loadfile $(PURE) || status=1; \
-	$(BIN)/python -m pytest -m "$(1)" $(PURE:%=--ignore=%) || status=1; \
+	$(BIN)/python -m pytest -m "$(1)" -n $(TEST_WORKERS) --dist loadfile $(TOGETHER) || status=1; \
+	$(BIN)/python -m pytest -m "$(1)" $(TOGETHER:%=--ignore=%) || status=1; \
 	exit $$status
 endef
 

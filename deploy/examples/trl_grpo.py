@@ -3,6 +3,8 @@
     python deploy/examples/trl_grpo.py --model DIR --gateway http://127.0.0.1:8000 \
         --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 --weights-dir DIR --out DIR
 
+With `--peer NAME` in place of `--weights-dir` the weights are published through the daemon.
+
 The task is a toy, to say many different letters, so that nothing has to be downloaded: put your own dataset, reward and
 GRPOConfig in its place. What belongs to OrchestrRL is the rollout function, and one more sync at the end. The rest of
 what it reports shows that the engines follow the trainer. Where it runs as several processes (torchrun), each asks
@@ -11,6 +13,7 @@ for its own samples.
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from orchestrrl.adapters.trl import GatewayRollout
+from orchestrrl.weights.client import WeightsClient
 
 GREEDY_TOKENS = 12
 
@@ -30,7 +34,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="folder of the model that the engines serve, in HF's format")
     parser.add_argument("--gateway", required=True, help="URL of OrchestrRL's gateway")
     parser.add_argument("--engine", action="append", required=True, help="URL of a vLLM server behind it; repeat")
-    parser.add_argument("--weights-dir", type=Path, required=True, help="folder that the engines see as well")
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--weights-dir", type=Path, help="folder that the engines see as well: weights are saved there")
+    way.add_argument("--peer", help="peer on this host (orchestrrl sync peer): weights are published")
+    parser.add_argument("--folder", help="the peer's, where it is not its default")
+    parser.add_argument("--daemon", default="127.0.0.1:7070", help="where weights are published to")
     parser.add_argument("--out", type=Path, required=True, help="where TRL and this script write")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=4, help="per step and process")
@@ -93,7 +101,13 @@ def greedy(trainer: GRPOTrainer, prompts: list[list[int]]) -> list[list[int]]:
 
 def main() -> None:
     asked = arguments()
-    rollout = WatchedRollout(asked.gateway, engine_urls=asked.engine, weights_dir=asked.weights_dir, tag="trl-example")
+    sync = None
+    if asked.peer:
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        sync = WeightsClient(asked.daemon, peer=asked.peer, folder=asked.folder, rank=rank, world=world)
+    rollout = WatchedRollout(
+        asked.gateway, engine_urls=asked.engine, weights_dir=asked.weights_dir, sync=sync, tag="trl-example"
+    )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(asked.model),

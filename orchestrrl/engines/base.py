@@ -184,6 +184,10 @@ class WeightsEngine(Protocol):
         some of each: then it stays paused until a load succeeds."""
         ...
 
+    async def get_ready(self) -> None:
+        """Learn now what a load would have to ask, while requests stand still. Changes nothing."""
+        ...
+
     async def loaded(self) -> Loaded | None:
         """What it says that it has; None: it does not know, as one that was started anew."""
         ...

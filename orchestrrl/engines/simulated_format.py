@@ -9,6 +9,7 @@ from orchestrrl.engines.handover import EXTERNAL_SOURCE
 from orchestrrl.engines.simulated_asks import Ask
 from orchestrrl.engines.simulated_runtime import Part, Runtime
 from orchestrrl.engines.simulated_tokens import FIRST_WORD, TokenModel
+from orchestrrl.engines.vllm_info import BEGAN_AT
 
 
 class Formatter:
@@ -163,4 +164,5 @@ def metrics_page(runtime: Runtime, model_name: str, asleep: bool = False) -> str
         for pairs, value in samples:
             inside = ",".join(f'{key}="{item}"' for key, item in pairs.items())
             lines.append(f"vllm:{name}{{{inside}}} {float(value)}")
+    lines += ["# TYPE process_start_time_seconds gauge", f"{BEGAN_AT}{runtime.began_s!r}"]
     return "\n".join(lines) + "\n"

@@ -126,7 +126,7 @@ class Runtime:
         self._clock = clock
         self._speed = speed
         self._tick_s = tick_s
-        self._epoch_s = clock.now_s()
+        self.began_s = clock.now_s()
         self._answers: dict[RequestId, Answer] = {}
         self._link = link  # None: KV is neither saved nor loaded
         self._loading: dict[RequestId, asyncio.Task[None]] = {}
@@ -247,7 +247,7 @@ class Runtime:
             await self._clock.sleep(self._tick_s)
 
     def _virtual_s(self) -> float:
-        return (self._clock.now_s() - self._epoch_s) * self._speed
+        return (self._clock.now_s() - self.began_s) * self._speed
 
     def _enqueue(self, answer: Answer) -> None:
         self._advance()

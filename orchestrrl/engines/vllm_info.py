@@ -11,6 +11,7 @@ from typing import Any
 from orchestrrl.engines.managed import EngineLayout
 
 PATH = "/server_info?config_format=json"
+BEGAN_AT = "process_start_time_seconds "
 TIMEOUT_S = 60.0  # the first answer collects facts about the machine, which takes seconds
 
 
@@ -24,6 +25,15 @@ class ServerInfo:
     elastic_ep: bool = False  # --enable-elastic-ep
     model: str | None = None  # that it was started with: a name, or a folder of its machine
     weight_backend: str | None = None  # --weight-transfer-config
+
+
+@dataclass(frozen=True, slots=True)
+class AsStarted:
+    """What a server cannot change while it runs; its layout it can."""
+
+    paths: frozenset[str]
+    model: str | None = None
+    weight_backend: str | None = None
 
 
 def read_server_info(answer: Mapping[str, Any]) -> ServerInfo:
@@ -46,6 +56,13 @@ def read_server_info(answer: Mapping[str, Any]) -> ServerInfo:
         model=config.get("model_config", {}).get("model"),
         weight_backend=(config.get("weight_transfer_config") or {}).get("backend"),
     )
+
+
+def began_at(metrics_page: str) -> str:
+    """When the server's process was started, as its metrics tell it: two that have one URL in turn differ in it. Empty
+    where it is not told, as by several processes that answer as one server."""
+    told = (line for line in metrics_page.splitlines() if line.startswith(BEGAN_AT))
+    return next(told, "").removeprefix(BEGAN_AT)
 
 
 def _replicas_served(parallel: Mapping[str, Any]) -> int:

@@ -13,7 +13,7 @@ from orchestrrl.engines import vllm_info
 from orchestrrl.engines.base import Refused
 from orchestrrl.engines.managed import EngineLayout, Excerpt
 from orchestrrl.engines.vllm_calls import RETRY_AFTER_S, Calls, failure
-from orchestrrl.engines.vllm_info import ServerInfo
+from orchestrrl.engines.vllm_info import AsStarted, ServerInfo
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 
 # Big models take minutes. Whoever waits less cancels.
@@ -32,6 +32,27 @@ class Management:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._url = calls.url
+        self._known: tuple[str, AsStarted] | None = None  # when the process was started that told it
+
+    async def as_started(self, page: str | None = None) -> AsStarted:
+        """`page`: its metrics, where they have just been read. It takes seconds to be told, so that each process is
+        asked once; one of which nobody knows whether it still is the same is asked again."""
+        began = vllm_info.began_at(await self.metrics_page() if page is None else page)
+        if began and self._known is not None and self._known[0] == began:
+            return self._known[1]
+        self._known = None
+        paths = await self.paths()
+        info = await self.info() if "/server_info" in paths else ServerInfo()
+        told = AsStarted(frozenset(paths), info.model, info.weight_backend)
+        if began and began == vllm_info.began_at(await self.metrics_page()):  # else another one may have answered
+            self._known = began, told
+        return told
+
+    async def metrics_page(self) -> str:
+        status, page = await self._calls.exchange("GET", "/metrics")
+        if status != 200:
+            raise failure(f"{self._url}/metrics", status, page, None)
+        return page
 
     async def info(self) -> ServerInfo:
         answer = await self._calls.json(
@@ -187,7 +208,8 @@ class Management:
             if answer.get("status") == "sleeping":
                 raise OutcomeUnknown(f"{self._url}: is awake in part only: {shorten(answer)}")
 
-    async def asleep(self) -> bool:
+    async def asleep(self, page: str | None = None) -> bool:
+        """`page`: its metrics, where they have just been read."""
         try:
             answer = await self._calls.json("GET", "/is_sleeping")
         except Refused as refusal:
@@ -198,9 +220,7 @@ class Management:
             if not answer["is_sleeping"]:
                 return False
         # vLLM says so of an engine that is only paused, too.
-        status, page = await self._calls.exchange("GET", "/metrics")
-        if status != 200:
-            raise failure(f"{self._url}/metrics", status, page, None)
+        page = await self.metrics_page() if page is None else page
         with self._calls.reading("/metrics"):
             return _says_asleep(page)
 

@@ -35,7 +35,7 @@ class VllmTransfers:
 
     async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
         """Workers wait for the trainer, and do nothing else meanwhile."""
-        if "/shutdown_weight_transfer_engine" in await self._management.paths():
+        if "/shutdown_weight_transfer_engine" in (await self._management.as_started()).paths:
             with suppress(OrchestrRLError):  # one that has no connection, or whose last update was broken off
                 await self._management.order("/shutdown_weight_transfer_engine")
         await self._management.order("/init_weight_transfer_engine", {"init_info": init_info}, within_s)

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.engines.base import EngineMetrics, Loaded
 from orchestrrl.engines.vllm_calls import Calls, failure
+from orchestrrl.engines.vllm_info import AsStarted
 from orchestrrl.engines.vllm_managed import LOAD_TIMEOUT_S, Management
 from orchestrrl.engines.weight_backend import BACKEND, METHOD
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
@@ -30,6 +31,7 @@ from orchestrrl.instrument.checkpoint_files import (
 
 LOADING = "loading"  # what weights are called from the begin of a load until it has succeeded
 NEEDED = frozenset({"/pause", "/resume", "/is_paused", "/is_sleeping", "/collective_rpc", "/update_weight_version"})
+BACKEND_NEEDS = frozenset({"/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"})
 EMPTY_WITHIN_S = 2.0  # requests that have ended are counted for a moment longer
 POLL_S = 0.1
 
@@ -67,16 +69,17 @@ class VllmWeights:
         self._model = model
 
     async def load_weights(self, folder: Path, version: int) -> Loaded:
-        paths = await self._management.paths()
-        if missing := NEEDED - paths:
+        page = await self._management.metrics_page()
+        started = await self._management.as_started(page)
+        if missing := NEEDED - started.paths:
             raise Permanent(
                 f"{self._url}: cannot load weights without {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1"
                 " offers"
             )
-        if await self._management.asleep():
+        if await self._management.asleep(page):
             raise Permanent(f"{self._url}: is asleep: weights can be loaded once it is awake")
-        has_backend = await self.has_backend()
-        given = "" if has_backend else await self._given(folder, paths)
+        has_backend = _has_backend(started)
+        given = "" if has_backend else await self._given(folder, started.model)
         was_paused, name = await self._management.is_paused(), await self._management.weight_name()
         try:
             await self._management.pause_without_kv()
@@ -109,11 +112,12 @@ class VllmWeights:
         # It was named so by a load that it knows nothing of, or for the weights that it began with.
         return Loaded(version)
 
+    async def get_ready(self) -> None:
+        await self._management.as_started()
+
     async def has_backend(self) -> bool:
         """From its configuration: a call of a method that its workers lack may unsettle vLLM."""
-        paths = await self._management.paths()
-        wanted = {"/server_info", "/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"}
-        return wanted <= paths and (await self._management.info()).weight_backend == BACKEND
+        return _has_backend(await self._management.as_started())
 
     async def continue_greedily(self, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
         model = await self._model()
@@ -154,9 +158,8 @@ class VllmWeights:
             raise Permanent(f"{self._url}: refused {because}") from error
         raise OutcomeUnknown(f"{self._url}: may have half of the weights: {because}") from error
 
-    async def _given(self, folder: Path, paths: set[str]) -> str:
+    async def _given(self, folder: Path, model: str | None) -> str:
         """vLLM itself loads what it finds: of a folder without some tensors it keeps the old ones, and says nothing."""
-        model = (await self._management.info()).model if "/server_info" in paths else None
         return await asyncio.to_thread(_checked_sum, folder, None if model is None else Path(model))
 
     async def _reload(self, folder: Path, version: int, given: str, *, again: bool) -> Loaded:
@@ -217,6 +220,10 @@ class VllmWeights:
             return None
         sums = list(dict.fromkeys(worker.sum for worker in workers))  # hosts that hold other parts say others
         return Loaded(version, "+".join(sums), all(worker.is_read_back for worker in workers))
+
+
+def _has_backend(started: AsStarted) -> bool:
+    return started.weight_backend == BACKEND and started.paths >= BACKEND_NEEDS
 
 
 def _checked_sum(folder: Path, model: Path | None) -> str:

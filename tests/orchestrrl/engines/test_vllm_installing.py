@@ -122,6 +122,7 @@ async def test_one_that_is_asleep_or_lacks_endpoints_is_refused(
         await engine.weights.load_weights(versions[1], 2)
     await engine.wake()
     server.answers["/openapi.json"] = (200, {"paths": {"/v1/completions": {}}})
+    server.runtime.began_s += 1.0  # it was started anew: while it runs it loses none
     with pytest.raises(Permanent, match="VLLM_SERVER_DEV_MODE"):
         await engine.weights.load_weights(versions[1], 2)
 

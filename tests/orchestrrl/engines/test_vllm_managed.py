@@ -10,7 +10,8 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from orchestrrl.engines.managed import EngineLayout, Excerpt, connect_managed
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.engines.vllm_info import ServerInfo, read_server_info
+from orchestrrl.engines.vllm_info import BEGAN_AT, ServerInfo, read_server_info
+from orchestrrl.engines.weight_backend import BACKEND
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 
 PARALLEL = {
@@ -30,6 +31,9 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.heard: list[str] = []
+        self.asked: list[str] = []
+        self.began: list[str] = []  # what its metrics tell in turn, the last for ever; nothing: they do not tell
+        self.backend: str | None = None
         self.answers: dict[str, tuple[int, Any]] = {}
         self.without: set[str] = set()  # paths that it has not
         self.paused = False
@@ -45,6 +49,8 @@ class FakeServer:
         path = request.path
         if request.method == "POST":
             self.heard.append(request.path_qs)
+        else:
+            self.asked.append(path)
         if path == self.hangs:
             await asyncio.sleep(30)
         if path in self.without:
@@ -65,15 +71,18 @@ class FakeServer:
                 self.parallel["data_parallel_size"] = body["new_data_parallel_size"]
             case "/metrics":
                 state = f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {self.awake}\n'
-                return web.Response(text=state + IDLE)
+                began = self.began.pop(0) if len(self.began) > 1 else "".join(self.began)
+                return web.Response(text=state + IDLE + (f"{BEGAN_AT}{began}\n" if began else ""))
         return web.json_response(self._told(path))
 
     def _told(self, path: str) -> Any:
         offered = {"/openapi.json", "/pause", "/resume", "/is_paused", "/is_sleeping", "/sleep", "/wake_up"}
+        offered |= {"/start_weight_update", "/update_weights", "/finish_weight_update"}
         offered |= {"/collective_rpc", "/server_info", "/weight_info", "/update_weight_version", "/scale_elastic_ep"}
         config = {
             "parallel_config": self.parallel,
             "model_config": self.model,
+            "weight_transfer_config": {"backend": self.backend},
             "scheduler_config": {"max_num_seqs": 8},
         }
         told: dict[str, Any] = {
@@ -159,6 +168,40 @@ async def test_layout_seats_and_talents_are_those_that_the_server_was_started_wi
 )
 def test_what_a_server_does_not_tell_is_not_made_up(info: dict[str, Any], found: ServerInfo) -> None:
     assert read_server_info(info) == found
+
+
+async def test_what_a_process_was_started_with_is_asked_once_and_anew_of_the_next(
+    engine: VllmEngine, fake: FakeServer
+) -> None:
+    fake.began, fake.backend = ["1.5e+09"], BACKEND
+    await engine.weights.get_ready()
+    assert [await engine.weights.has_backend() for _ in range(2)] == [True, True]
+    assert [fake.asked.count(path) for path in ("/openapi.json", "/server_info")] == [1, 1]
+    fake.began, fake.backend = ["1.6e+09"], None
+    assert [await engine.weights.has_backend() for _ in range(2)] == [False, False]
+    fake.began, fake.backend = ["1.7e+09"], BACKEND
+    fake.without = {"/update_weights"}
+    assert not await engine.weights.has_backend()
+    assert [fake.asked.count(path) for path in ("/openapi.json", "/server_info")] == [3, 3]
+
+
+@pytest.mark.parametrize("began", [[], ["1.5e+09", "1.6e+09"]], ids=["does not tell", "is followed by another"])
+async def test_what_may_be_of_another_process_is_not_remembered(
+    engine: VllmEngine, fake: FakeServer, began: list[str]
+) -> None:
+    fake.began, fake.backend = began, BACKEND
+    assert await engine.weights.has_backend()
+    fake.backend = None
+    assert not await engine.weights.has_backend()
+
+
+async def test_a_failure_to_tell_is_not_remembered(engine: VllmEngine, fake: FakeServer) -> None:
+    fake.began, fake.backend = ["1.5e+09"], BACKEND
+    fake.answers["/server_info"] = (500, ERROR)
+    with pytest.raises(Retryable):
+        await engine.weights.has_backend()
+    fake.answers = {}
+    assert await engine.weights.has_backend()
 
 
 async def test_weights_are_loaded_behind_a_pause_that_drops_kv(engine: VllmEngine, fake: FakeServer) -> None:

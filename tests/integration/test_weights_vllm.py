@@ -104,13 +104,14 @@ async def check(house: WeightsHouse, traffic: Traffic, seeds: dict[int | None, i
     assert sum(of_others) < len(of_others) / 10
 
 
-async def until_prepared(daemon: ControlClient, attempt: int) -> None:
+async def until_prepared(daemon: ControlClient, version: int, attempt: int = 1) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             sync = (await status_of(daemon)).sync
-            if sync is not None and sync.state is SyncState.PREPARED and sync.attempt == attempt:
-                return
-            assert sync is None or not sync.over, sync
+            if sync is not None and sync.version == version:  # until it is published, that is the one before
+                if sync.state is SyncState.PREPARED and sync.attempt == attempt:
+                    return
+                assert not sync.over, sync
             await asyncio.sleep(0.05)
 
 
@@ -203,13 +204,13 @@ async def test_a_server_is_killed_as_it_takes_a_version(
                     assert counted(await response.text(), "vllm:prefix_cache_hits_total") > 0
 
                 await house.trainer.ask({"publish": 2, "seed": 2, "install": "next_gate"})
-                await until_prepared(daemon, 1)
+                await until_prepared(daemon, 2)
                 house.peers["gen1"].signal(signal.SIGSTOP)  # it is ordered to install, and does not begin
                 await daemon.ask(daemon.weights.InstallSync, weights_pb2.InstallSyncRequest())
                 await until_installed(daemon, "e0")
                 doomed.kill()
                 house.peers["gen1"].signal(signal.SIGCONT)
-                await until_prepared(daemon, 2)
+                await until_prepared(daemon, 2, attempt=2)
                 assert (await status_of(daemon)).committed == 1
                 await daemon.ask(daemon.weights.InstallSync, weights_pb2.InstallSyncRequest())
                 report = SYNC.validate_python(await house.trainer.ask({"wait": 2}))

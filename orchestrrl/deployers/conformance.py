@@ -19,6 +19,7 @@ import secrets
 import socket
 import sys
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -43,6 +44,11 @@ LAST_WORDS = "the stub has had enough"
 BEHAVIOUR = "STUB_BEHAVIOUR"
 NO = (Permanent, Retryable)  # nothing happened
 ONE, TWO = EngineId("e-one"), EngineId("e-two")
+
+# Below those that the kernel gives to whoever asks for any. Whoever holds the lock of a range has its ports.
+PORTS, RANGE, RANGES = 20_000, 100, 100
+LOCKS = PORTS + RANGE * RANGES
+_locks: deque[socket.socket] = deque(maxlen=10)  # of this process's latest ranges
 
 
 class Behaviour(StrEnum):
@@ -85,23 +91,39 @@ def stub_launch(folder: Path, first_port: int = 0) -> Launch:
     program = folder / "stub"
     program.write_text(f"#!{sys.executable} -IS\n{STUB}")
     program.chmod(0o755)
-    return Launch(python=str(program), model="stub", device=Device.CPU, first_port=first_port or _free_range())
+    return Launch(python=str(program), model="stub", device=Device.CPU, first_port=first_port or free_range())
 
 
-def _free_range(size: int = 100) -> int:
+def free_range() -> int:
+    """The first of RANGE ports that are nobody's now. Test processes beside this one are not given them either."""
     while True:
-        first = 20_000 + size * secrets.randbelow(10_000 // size)
-        if all(_is_free(port) for port in range(first, first + size)):
+        number = secrets.randbelow(RANGES)
+        lock = _taken(LOCKS + number)
+        if lock is None:
+            continue
+        if len(_locks) == _locks.maxlen:
+            _locks[0].close()
+        _locks.append(lock)
+        first = PORTS + RANGE * number
+        if all(map(_is_free, range(first, first + RANGE))):
             return first
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as taker:
-        try:
-            taker.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+    if taker := _taken(port):
+        taker.close()
+    return taker is not None
+
+
+def _taken(port: int) -> socket.socket | None:
+    """Who holds it; None where it is somebody's."""
+    taker = socket.socket()
+    try:
+        taker.bind(("127.0.0.1", port))
+    except OSError:
+        taker.close()
+        return None
+    return taker
 
 
 class Bench:

@@ -26,6 +26,7 @@ from front import Question, check, session, until
 from orchestrrl.clock import WallClock
 from orchestrrl.config import load_config
 from orchestrrl.deployers.base import Deployed
+from orchestrrl.deployers.conformance import RANGE, free_range
 from orchestrrl.deployers.local_processes import Found, find_processes
 from orchestrrl.deployers.local_records import Logs
 from orchestrrl.deploying import deployer_of
@@ -399,10 +400,10 @@ def _document(folder: Path, lengths: Path) -> dict[str, Any]:
     wide: dict[str, list[str]] = {"tp2": [], **FAULTS}
     sizes = [(name, 1) for name in narrow] + [(name, 2) for name in wide]
     own = {name: {"arguments": words} for name, words in {**narrow, **wide}.items()}
-    first_port = 18_000 + 64 * (os.getpid() % 200)
+    first_port = free_range()
     launch = {
         "engine": "simulated",
-        "ports": [first_port, first_port + 63],
+        "ports": [first_port, first_port + RANGE - 1],
         "arguments": ["--speed", str(SPEED), "--tick-s", "0.01"],
         "configurations": own,
     }

@@ -19,7 +19,7 @@ from orchestrrl.demo.stack import Process
 from orchestrrl.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
 from orchestrrl.deployers.base import FleetIdentity, make_deployer
 from orchestrrl.deployers.command_line import Device, Launch
-from orchestrrl.deployers.conformance import stub_launch
+from orchestrrl.deployers.conformance import RANGE, free_range
 from tests.integration.conftest import VLLM_PLUGIN, VLLM_PYTHON
 from tests.integration.streams import Answer, read_stream, read_whole
 
@@ -93,7 +93,7 @@ class House:
         return self._processes[-1]
 
     def _configure(self) -> None:
-        first_port = stub_launch(self.folder).first_port
+        first_port = free_range()
         document = {
             "mode": "advise",
             "listen": {"address": self.address},
@@ -107,7 +107,7 @@ class House:
                     "model": str(self.model),
                     "served_model_name": "tiny",
                     "device": "cpu",
-                    "ports": [first_port, first_port + 99],
+                    "ports": [first_port, first_port + RANGE - 1],
                     "arguments": [
                         *VLLM_ARGUMENTS,
                         *("--max-model-len", "4096", "--num-gpu-blocks-override", str(KV_BLOCKS)),

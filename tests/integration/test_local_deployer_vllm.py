@@ -11,7 +11,7 @@ from orchestrrl.clock import WallClock
 from orchestrrl.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
 from orchestrrl.deployers.base import FleetIdentity, Life
 from orchestrrl.deployers.command_line import Device, EngineSpec, Launch
-from orchestrrl.deployers.conformance import stub_launch, until
+from orchestrrl.deployers.conformance import free_range, until
 from orchestrrl.deployers.local import LocalDeployer
 from orchestrrl.engines.vllm import VllmEngine
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
@@ -40,7 +40,7 @@ async def test_two_ranks_are_started_and_what_a_crash_leaves_of_them_is_ended(ti
         python=str(VLLM_PYTHON),
         model=str(tiny_model),
         device=Device.CPU,
-        first_port=stub_launch(tmp_path).first_port,
+        first_port=free_range(),
         arguments=(*VLLM_ARGUMENTS, "--max-model-len", "4096"),
         environment=VLLM_ENVIRONMENT,
     )

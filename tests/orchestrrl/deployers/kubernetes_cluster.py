@@ -43,7 +43,7 @@ class Cluster:
         self._folder = folder
         self._kubelets: dict[str, asyncio.Task[None]] = {}  # by a pod's uid
         self._frozen: set[str] = set()
-        self._loopback = f"127.{random.randrange(1, 255)}"
+        self._loopback = random.randrange(1, 255), random.randrange(200)  # not that of a test process beside this one
         self._addresses: dict[str, str] = {}
         self._loop: asyncio.Task[None] | None = None
         for name, gpus in nodes.items():
@@ -171,8 +171,8 @@ class Cluster:
         made["status"] = {"phase": "Pending"}
 
     def address_of(self, pod: str) -> str:
-        n = len(self._addresses)
-        return self._addresses.setdefault(pod, f"{self._loopback}.{n // 250}.{n % 250 + 1}")
+        n, (net, first) = len(self._addresses), self._loopback
+        return self._addresses.setdefault(pod, f"127.{net}.{first + n // 250}.{n % 250 + 1}")
 
     # The scheduler.
 

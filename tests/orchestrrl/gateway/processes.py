@@ -1,13 +1,14 @@
 """A gateway as a process of its own, as operators run it."""
 
 import asyncio
+import functools
 import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -55,12 +56,27 @@ class GatewayProcess:
 
 # Below those that the kernel gives to whoever asks for any: nobody is given one of these before it is bound.
 PORTS = range(31_000, 32_700)
-_ports = itertools.cycle((*PORTS[os.getpid() % len(PORTS) :], *PORTS[: os.getpid() % len(PORTS)]))
+BLOCK = 100  # a process's own: tests run side by side
+
+
+@functools.cache
+def _block() -> tuple[socket.socket, Iterator[int]]:
+    """The first port of a block, which this process holds as long as it lives, and the others in turn."""
+    for first in PORTS[::BLOCK]:
+        holder = socket.socket()
+        try:
+            holder.bind(("127.0.0.1", first))
+        except OSError:
+            holder.close()
+            continue
+        return holder, itertools.cycle(range(first + 1, first + BLOCK))
+    raise AssertionError(f"no block of ports is free in {PORTS}")
 
 
 def free_port() -> int:
     """One that nobody has. It may be bound later, and is another each time."""
-    for port in itertools.islice(_ports, len(PORTS)):
+    _, ports = _block()
+    for port in itertools.islice(ports, BLOCK):
         with socket.socket() as holder:
             try:
                 holder.bind(("127.0.0.1", port))

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -15,6 +14,7 @@ from orchestrrl.rpc.channel import SERVER_OPTIONS, Backoff
 from orchestrrl.rpc.node import NodeLink, OperationLog, ReportStream
 from orchestrrl.rpc.pb import agent_pb2 as pb
 from orchestrrl.rpc.pb import agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
+from tests.orchestrrl.gateway.processes import free_port
 
 DONE = pb.OPERATION_STATUS_DONE
 REFUSED = pb.OPERATION_STATUS_REFUSED
@@ -191,9 +191,7 @@ class Daemon(agent_pb2_grpc.NodeServicer, telemetry_pb2_grpc.TelemetryServicer):
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @contextlib.asynccontextmanager

@@ -315,6 +315,7 @@ class WeightSync:
         committed = self.book.fleet.committed
         if told is not None:
             if committed is not None and committed.version == told:
+                await self._hands.look(committed.has)
                 return told, self._without(committed)
             self._not_on_its_way(told)
             return told, ()
@@ -323,6 +324,7 @@ class WeightSync:
         record = self._records.get(committed.sync)
         # Where it was told of before, somebody has told another version since.
         if fence.state.newest is None or (record is not None and not record.report.over):
+            await self._hands.look(committed.has)
             return committed.version, self._without(committed)
         return None, ()
 

@@ -39,6 +39,7 @@ async def resume_new(hands: Hands, record: SyncRecord) -> None:
     committed = hands.book.fleet.committed
     assert committed is not None
     known = hands.engines()
+    await hands.look(engine for engine in committed.has if engine in known)
     for engine in hands.lacking(committed.version, committed.has):
         committed = committed.lost(engine, "was restarted")
     if committed != hands.book.fleet.committed:
@@ -91,6 +92,7 @@ async def go_back(
     lease = own_lease(hands, record.id)
     if not changed:
         if lease:
+            await hands.look(_told_of(hands))
             await _resume(hands, lease, None, sorted(hands.book.fleet.quarantined), "nothing was changed")
         return
     if not is_closed(hands):
@@ -107,6 +109,8 @@ async def go_back(
         }
     else:
         bad = await _bring_back(hands, committed, [engine for engine in changed if engine not in untouched])
+    await hands.look({*_told_of(hands), *(engine for engine in changed if engine not in bad)})
+    if committed is not None:
         for engine in hands.lacking(committed.version, changed):
             bad.setdefault(engine, "was restarted since it got the weights from before")
     _stand(hands, changed, bad)
@@ -123,6 +127,11 @@ async def go_back(
         return
     if not is_closed(hands):
         await hands.try_each(good, lambda engine: hands.rest(engine, False))
+
+
+def _told_of(hands: Hands) -> set[EngineId]:
+    """Engines that get requests by what the gate knows of them: one may have been started anew unseen."""
+    return set(hands.engines()).intersection(hands.fence.state.versions)
 
 
 async def _bring_back(hands: Hands, committed: Committed, engines: Collection[EngineId]) -> dict[EngineId, str]:

@@ -16,11 +16,12 @@ from orchestrrl.holds import HoldBook
 from orchestrrl.weight_settings import WeightSettings
 from orchestrrl.weights.hub import PeerHub
 from orchestrrl.weights.model import Peer, PeerId
-from orchestrrl.weights.orders import EndEdges, Install, Keep, Order, Outcome, PeerResult, Probe, Rest
+from orchestrrl.weights.orders import EndEdges, Install, Keep, Look, Order, Outcome, PeerResult, Probe, Rest
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
+LOOK_WITHIN_S = 15.0  # longer than peers wait for an engine
 NO_PEER = "no peer that installs into it is attached"
 
 
@@ -133,6 +134,27 @@ class Hands:
         result = await self.ask(engine, order, max(0.0, valid_until_s - now_s) + ANSWER_S, "install_failed")
         self.doubts.dispel(engine, doubt)
         return result
+
+    async def look(self, engines: Iterable[EngineId]) -> None:
+        """Have engines asked what they have at this moment: one may have been started anew, seen by nobody. Of one that
+        does not answer nobody knows; where its peer does not, its last word is taken to hold."""
+
+        async def one(engine: EngineId) -> None:
+            peer, doubt = self.peer_of(engine), self.doubts.of(engine)
+            if peer is None:
+                return
+            try:
+                result = await self.hub.ask(peer.id, Look(engine), LOOK_WITHIN_S, 0.0)
+            except OrchestrRLError as error:
+                logger.warning("%s: what it has is not known anew: %s", engine, error)
+                return
+            if result.outcome is Outcome.DONE:
+                self.doubts.dispel(engine, doubt)
+            else:
+                self.doubts.restarted(engine)
+                self.fence.forget([engine], f"does not say what it has: {result.detail}")
+
+        await each_done(one(engine) for engine in sorted(engines))
 
     async def ask_anew(self, engines: Iterable[EngineId]) -> None:
         """Of those that were restarted: peers ask them, and bring them the fleet's version where they have lost it."""

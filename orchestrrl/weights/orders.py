@@ -98,6 +98,14 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """Ask the engine now which version it has: the peer says so of it before it answers, as it does of all changes."""
+
+    engine: EngineId
+    kind: Literal["look"] = "look"
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Ask the engine, which has no requests, to go on from a prompt, greedily. Paused before, it is so afterwards."""
 
@@ -153,7 +161,7 @@ class Serve:
     kind: Literal["serve"] = "serve"
 
 
-Order = OpenVersion | SumShards | Carry | EndEdges | Check | Install | Probe | Rest | Keep | PlaneAct | Serve
+Order = OpenVersion | SumShards | Carry | EndEdges | Check | Install | Look | Probe | Rest | Keep | PlaneAct | Serve
 
 
 @dataclass(frozen=True, slots=True)

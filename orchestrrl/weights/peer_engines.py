@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -80,6 +81,7 @@ class PeerEngines:
     async def watch(self, interval_s: float) -> None:
         while True:
             await self.ask()
+            await self._get_ready()
             await self._clock.sleep(interval_s)
 
     async def ask(self) -> None:
@@ -109,6 +111,18 @@ class PeerEngines:
             own.brought = loaded
             self._has(own, loaded)
             return loaded, f"{name} loaded version {version} in {self._clock.now_s() - began_s:.3g} s"
+
+    async def look(self, name: EngineId) -> str:
+        """What it has now. Raises as the engine does, and Retryable where it does not answer soon."""
+        own = self._one(name)
+        async with own.at_work:
+            try:
+                async with asyncio.timeout(ASK_S):
+                    has = await self._loaded(own)
+            except TimeoutError as error:
+                raise Retryable(f"{name}: no answer within {ASK_S:g} s", ASK_S) from error
+            self._has(own, has)
+        return f"{name} has {'weights that nobody named' if has is None else f'version {has.version}'}"
 
     async def go_on(self, name: EngineId, prompt_ids: Sequence[int], tokens: int, by_s: float) -> tuple[int, ...]:
         own = self._one(name)
@@ -198,6 +212,16 @@ class PeerEngines:
                 if str(error) != own.said:
                     logger.warning("%s: does not say which weights it has: %s", name, error or "no answer")
                     own.said = str(error)
+
+    async def _get_ready(self) -> None:
+        """Those that tell no version: to the others all of it is known from that."""
+
+        async def one(engine: Engine) -> None:
+            with suppress(OrchestrRLError, TimeoutError):  # it is said by whatever needs it
+                async with asyncio.timeout(ASK_S):
+                    await weights_engine(engine).get_ready()
+
+        await asyncio.gather(*(one(own.engine) for own in self._own.values() if own.has is None))
 
     async def _loaded(self, own: _Own) -> Loaded | None:
         """Its own word. It may name a version without a sum of it: that is told again as it was when it was brought."""

@@ -17,6 +17,7 @@ from orchestrrl.weights.orders import (
     EndEdges,
     Install,
     Keep,
+    Look,
     OpenVersion,
     Outcome,
     PeerOrder,
@@ -145,6 +146,8 @@ class Orders:
             case Install(version, engine, by_s, anew):
                 loaded, words = await self._install(await self._version(version), engine, by_s, anew=anew)
                 return PeerResult(id, Outcome.DONE, words, loaded_sum=loaded.sum, is_read_back=loaded.is_read_back)
+            case Look(engine):
+                return PeerResult(id, Outcome.DONE, await self._engines.look(engine))
             case Probe(engine, prompt_ids, max_tokens, by_s):
                 tokens = await self._engines.go_on(engine, prompt_ids, max_tokens, by_s)
                 return PeerResult(id, Outcome.DONE, tokens=tokens)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from fabric_house import Killed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -52,6 +53,33 @@ def test_a_restart_that_only_the_daemon_before_heard_of(tmp_path: Path) -> None:
         assert not house.fence.state.serves(E1)
         await house.pass_time(10.0)
         house.check_one_version(1)
+
+    played(tmp_path, scene)
+
+
+@pytest.mark.parametrize("ends", ["committed", "called off before", "called off in the middle"])
+def test_a_restart_that_nobody_saw_behind_the_gate(tmp_path: Path, ends: str) -> None:
+    """No sample was taken, and the peer had asked before: engines are asked again before requests go on. The house
+    checks it as the gate opens."""
+
+    async def scene(house: House) -> None:
+        await _first(house)
+        last = {
+            "committed": "after weights ",
+            "called off before": "paused",
+            "called off in the middle": "p2 has done install",
+        }
+
+        def happens() -> None:
+            house.restart_unseen("e1")
+            if ends != "committed":
+                house.sync.abort("", "")
+
+        house.when(last[ends], happens)
+        report = await house.report(house.publish(2))
+        assert report.state is (SyncState.DONE if ends == "committed" else SyncState.ABORTED)
+        await house.settled()
+        house.check_one_version(2 if ends == "committed" else 1)
 
     played(tmp_path, scene)
 

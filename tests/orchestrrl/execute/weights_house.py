@@ -34,6 +34,7 @@ from orchestrrl.weights.orders import (
     EndEdges,
     Install,
     Keep,
+    Look,
     OpenVersion,
     Order,
     Outcome,
@@ -218,11 +219,23 @@ class FakePeer:
                 return PeerResult("", Outcome.DONE, tokens=(said,) * order.max_tokens)
             case Install():
                 return await self._install(order)
+            case Look():
+                engine = self._engine(order.engine)
+                if not engine.alive:
+                    return PeerResult("", Outcome.FAILED, "does not answer")
+                self._ask(engine)
+                return PeerResult("", Outcome.DONE)
             case Serve():
                 self._serve(order)
                 return PeerResult("", Outcome.DONE)
             case _:
                 raise AssertionError(order)
+
+    def _ask(self, engine: Engine) -> None:
+        """It says so if it has lost what it was given."""
+        if engine.weights is None or engine.weights < 0:
+            self.installed.pop(engine.id, None)
+            self.introduce()
 
     def _rest(self, order: Rest) -> PeerResult:
         engine = self._engine(order.engine)
@@ -480,6 +493,7 @@ class House:
         self.daemon: Daemon | None = None
         self.points: list[str] = []
         self.at_point: dict[int, Callable[[], None]] = {}
+        self.at_what: dict[str, Callable[[], None]] = {}
         self.counting = False
         self.unhealthy: set[EngineId] = set()
         self.deploying = False
@@ -503,6 +517,11 @@ class House:
         if peer.stream is None:
             self.fence.forget([engine.id], "was restarted")
         peer.engine_restarted(engine)
+
+    def restart_unseen(self, id: str) -> None:
+        """An engine, and nobody looks. The gate has to be closed."""
+        assert self.fence.state.lease is not None
+        self.engine(id).restart()
 
     def restart_behind(self, id: str, lag_s: float) -> None:
         """An engine, which its agent sees at once, and its peer when it asks it next."""
@@ -587,9 +606,15 @@ class House:
         assert self.daemon is not None
         return self.daemon.sync
 
+    def when(self, what: str, act: Callable[[], None]) -> None:
+        """At the next point of that name."""
+        self.at_what[what] = act
+
     def point(self, what: str) -> None:
         """Something may happen now."""
         self.check()
+        if (happens := self.at_what.pop(what, None)) is not None:
+            happens()
         if not self.counting:
             return
         self.points.append(what)

@@ -23,6 +23,7 @@ from orchestrrl.weights.orders import (
     EndEdges,
     Install,
     Keep,
+    Look,
     OpenVersion,
     Outcome,
     PeerResult,
@@ -88,6 +89,7 @@ async def test_a_version_goes_from_trainers_parts_to_an_engine(house: tuple[Fake
             assert installed.outcome is Outcome.DONE, installed.detail
             assert installed.loaded_sum
             await daemon.until("gen0", lambda heard: heard.peer.engines[0].installed == 4)
+            assert (await daemon.ask("gen0", Look(ENGINE))).detail == "e0 has version 4"
             probed = await daemon.ask("gen0", Probe(ENGINE, (1, 2, 3), 5, until_s))
             assert len(probed.tokens) == 5, probed.detail
             assert (await daemon.ask("gen0", Rest(ENGINE, False))).outcome is Outcome.DONE

@@ -1,0 +1,1 @@
+"""What a cluster costs: components counted and priced."""

@@ -1,0 +1,1 @@
+"""Fabrics that join servers: packet switched, of circuits, and both."""

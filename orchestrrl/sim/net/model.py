@@ -1,0 +1,157 @@
+"""What the network simulator speaks of: servers, links, routes and flows. Values only.
+
+GPUs are numbered through the cluster, server by server: GPU g is on server g // gpus_per_server, in place
+g % gpus_per_server, and so is NIC n. Links are directed and may stand for a bundle of equal ones between the same two
+switches: packets are sprayed over all of them, so that a bundle behaves as one link of their summed rate.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+GBPS = 1e9 / 8  # bytes per second
+
+
+class Tier(StrEnum):
+    """Where a link lies, for bandwidth by tier in reports."""
+
+    NVLINK = "nvlink"
+    NIC = "nic"  # between a server and its ToR
+    AGG = "agg"  # between ToRs of a PoD: packet switches above them, or circuits
+    CORE = "core"  # between PoDs
+    DIRECT = "direct"  # circuits that end at NICs
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """The machines that a fabric joins. Defaults as section 7.2 of the OrchestrRL paper has them (arXiv 2601.01209)."""
+
+    count: int
+    gpus_per_server: int = 8
+    nics_per_server: int = 8
+    nic_gbps: float = 200.0
+    nvlink_bytes_per_s: float = 200e9  # one way, of each GPU: half of what is quoted for both ways together
+    propagation_s: float = 1e-6  # of each link
+    processing_s: float = 0.8e-6  # of each switch that is passed
+    mtu_bytes: float = 9216.0
+    header_bytes: float = 82.0  # RoCEv2: Ethernet 14 + 4 + 20 (preamble, gap), IPv4 20, UDP 8, BTH 12, ICRC 4
+
+    def __post_init__(self) -> None:
+        for name in ("count", "gpus_per_server", "nics_per_server"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.gpus_per_server % self.nics_per_server:
+            raise ValueError(
+                f"gpus_per_server ({self.gpus_per_server}) must be a multiple of nics_per_server,"
+                f" got {self.nics_per_server}"
+            )
+        for name in ("nic_gbps", "nvlink_bytes_per_s", "mtu_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+
+    @property
+    def gpus(self) -> int:
+        return self.count * self.gpus_per_server
+
+    @property
+    def nics(self) -> int:
+        return self.count * self.nics_per_server
+
+    @property
+    def payload_share(self) -> float:
+        """Of a NIC's rate, what is left of it beside headers."""
+        return (self.mtu_bytes - 40.0) / (self.mtu_bytes - 40.0 + self.header_bytes)
+
+    @property
+    def nic_bytes_per_s(self) -> float:
+        """Payload, one way, of one NIC."""
+        return self.nic_gbps * GBPS * self.payload_share
+
+    def nic_of(self, gpus: Ints) -> Ints:
+        """The NIC beside each GPU."""
+        server, place = np.divmod(gpus, self.gpus_per_server)
+        return np.asarray(server * self.nics_per_server + place * self.nics_per_server // self.gpus_per_server)
+
+
+@dataclass(frozen=True, slots=True)
+class Flows:
+    """Bytes from GPUs to GPUs that begin together."""
+
+    src: Ints  # [flow], GPU
+    dst: Ints  # [flow], GPU
+    bytes: Floats  # [flow]
+
+    def __post_init__(self) -> None:
+        if not len(self.src) == len(self.dst) == len(self.bytes):
+            raise ValueError(f"as many of each are needed, got {len(self.src)}, {len(self.dst)}, {len(self.bytes)}")
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    @classmethod
+    def none(cls) -> "Flows":
+        return cls(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
+
+    @classmethod
+    def of(cls, rows: list[tuple[int, int, float]]) -> "Flows":
+        """From (src, dst, bytes)."""
+        if not rows:
+            return cls.none()
+        src, dst, size = zip(*rows, strict=True)
+        return cls(np.array(src, np.int64), np.array(dst, np.int64), np.array(size, np.float64))
+
+    @classmethod
+    def joined(cls, parts: "list[Flows]") -> "Flows":
+        if not parts:
+            return cls.none()
+        return cls(
+            np.concatenate([each.src for each in parts]),
+            np.concatenate([each.dst for each in parts]),
+            np.concatenate([each.bytes for each in parts]),
+        )
+
+    def times(self, factor: float) -> "Flows":
+        return Flows(self.src, self.dst, self.bytes * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Of each flow the links that it takes, in rows one behind the other: row f is `begin[f]` to `begin[f + 1]`.
+    `share` of the flow's bytes pass the link: less than 1 where it is spread over several paths, more than 1 where a
+    path comes by twice."""
+
+    begin: Ints  # [flow + 1]
+    link: Ints  # [entry]
+    share: Floats  # [entry]
+    latency_s: Floats  # [flow]: of the first byte, propagation and processing
+
+
+class Router(Protocol):
+    """Pure: the same flows take the same routes."""
+
+    def __call__(self, src: Ints, dst: Ints) -> Routes:
+        """Of flows between GPUs, src other than dst. Raises ValueError where there is no way."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Links, and who takes which. What a fabric is at one time."""
+
+    servers: Servers
+    capacity_bytes_per_s: Floats  # [link], payload
+    tier: tuple[Tier, ...]  # [link]
+    router: Router = field(repr=False, compare=False)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.tier) != len(self.capacity_bytes_per_s):
+            raise ValueError(f"{len(self.capacity_bytes_per_s)} links, and tiers of {len(self.tier)}")
+        if not np.all(self.capacity_bytes_per_s >= 0):
+            raise ValueError("capacities must be >= 0")

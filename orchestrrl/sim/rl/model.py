@@ -1,0 +1,76 @@
+"""What the simulator of a whole RL cluster speaks of: stages of a step, how they follow each other, and what came of it.
+Values only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from orchestrrl.sim.net.fabrics.base import Stage
+from orchestrrl.sim.train.model import Window
+
+
+class LoopMode(StrEnum):
+    """How generation and training follow each other."""
+
+    SYNCHRONOUS = "synchronous"  # a step is generated, then trained on, then its weights are brought to engines
+    ONE_STEP_ASYNC = "one_step_async"  # step k is generated while step k - 1 is trained on
+    BOUNDED_STALENESS = "bounded_staleness"  # generation may be so many versions ahead of training
+
+
+@dataclass(frozen=True, slots=True)
+class GenStage:
+    """A generation step on a fabric."""
+
+    seconds: float
+    samples: int
+    output_tokens: int
+    finish_s: tuple[float, ...] = ()  # [sample] ascending, from the step's beginning
+    remaining: tuple[tuple[float, int], ...] = ()  # (seconds from its beginning, requests in flight)
+    phases_s: Mapping[str, float] = field(
+        default_factory=dict
+    )  # e.g. seconds under AFD, switching, moving KV, under TP
+    moved_bytes: float = 0.0
+    switches: int = 0
+    idle_fraction: float = 0.0  # of GPU seconds
+
+
+@dataclass(frozen=True, slots=True)
+class SyncStage:
+    """A weight version to every engine. `bound_s`: no plan is shorter on these links."""
+
+    seconds: float
+    phases_s: Mapping[str, float]  # e.g. circuits, phase A, phase B
+    bytes: float
+    bound_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a part of the cluster does, for the time line. `lane`: "train", "gen", "sync", or a fault's."""
+
+    lane: str
+    stage: Stage
+    step: int
+    begin_s: float
+    end_s: float
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RlRun:
+    """One arm on one fabric and seed. Rates leave out the first steps, in which the pipeline fills."""
+
+    fabric: str
+    arm: str
+    seed: int
+    seconds: float
+    samples: int
+    samples_per_s: float
+    spans: tuple[Span, ...]
+    steps: tuple[Mapping[str, float], ...]  # [step] seconds by stage, and what it waited for
+    staleness: Mapping[int, int]  # samples by how many versions they were behind when they were trained on
+    idle_share: Mapping[Stage, float]  # of the stage's GPUs, of the seconds measured
+    tier_bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by stage and tier
+    windows: tuple[Window, ...] = ()  # of a training iteration
+    remaining: tuple[tuple[float, int], ...] = ()  # of the last generation step
+    notes: tuple[str, ...] = ()

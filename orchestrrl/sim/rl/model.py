@@ -1,5 +1,5 @@
-"""What the simulator of a whole RL cluster speaks of: stages of a step, how they follow each other, and what came of it.
-Values only."""
+"""What the simulator of a whole RL cluster speaks of: stages of a step, how they follow each other, and what came of
+it. Values only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

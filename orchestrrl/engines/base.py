@@ -178,14 +178,16 @@ class WeightsEngine(Protocol):
     """The weights of one engine, over the connections of its client. The engine has no requests meanwhile, or they are
     frozen; its KV is dropped with the weights that it was computed under."""
 
-    async def load_weights(self, folder: Path, version: int) -> Loaded:
-        """Have it load a checkpoint, in a folder of its machine; it is paused afterwards where it was before. Raises
-        Retryable and Permanent where it has the weights from before, and OutcomeUnknown where it may have others, or
-        some of each: then it stays paused until a load succeeds."""
+    async def load_weights(self, folder: Path, version: int, known_sum: str = "") -> Loaded:
+        """Have it load a checkpoint, in a folder of its machine; it is paused afterwards where it was before.
+        `known_sum`: of what is in the folder, where that was taken already. Raises Retryable and Permanent where it has
+        the weights from before, and OutcomeUnknown where it may have others, or some of each: then it stays paused
+        until a load succeeds."""
         ...
 
-    async def get_ready(self) -> None:
-        """Learn now what a load would have to ask, while requests stand still. Changes nothing."""
+    async def takes_sums(self) -> bool:
+        """Whether a load sums its folder on this side, while requests stand still, unless the sum is known. Whatever
+        else a load would have to ask is learnt with it. Changes nothing."""
         ...
 
     async def loaded(self) -> Loaded | None:

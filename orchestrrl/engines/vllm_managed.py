@@ -152,20 +152,21 @@ class Management:
     # --- what it makes of a text
 
     async def excerpt(self, model: str, prompt_ids: Sequence[int], tokens: int) -> Excerpt:
-        # Penalties may come with the model's own generation_config.json.
-        body = {
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "repetition_penalty": 1.0,
-            "logprobs": 0,
-            "return_token_ids": True,
-        }
-        choice = await self._greedy(model, prompt_ids, body)
+        choice = await self._greedy(model, prompt_ids, {**_going_on(tokens), "logprobs": 0})
         with self._calls.reading("/v1/completions"):
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             if len(ids) != len(logprobs) or not 0 < len(ids) <= tokens:
                 raise ValueError(f"{len(logprobs)} log-probabilities of {len(ids)} tokens, {tokens} asked for")
             return Excerpt(tuple(prompt_ids), tuple(map(int, ids)), tuple(map(float, logprobs)))
+
+    async def go_on(self, model: str, prompt_ids: Sequence[int], tokens: int) -> tuple[int, ...]:
+        """An excerpt's tokens alone: log-probabilities have vLLM compile code for several seconds at the first."""
+        choice = await self._greedy(model, prompt_ids, _going_on(tokens))
+        with self._calls.reading("/v1/completions"):
+            ids = tuple(map(int, choice["token_ids"]))
+            if not 0 < len(ids) <= tokens:
+                raise ValueError(f"{len(ids)} tokens, {tokens} asked for")
+            return ids
 
     async def score(self, model: str, excerpt: Excerpt) -> tuple[float, ...]:
         read = [*excerpt.prompt_ids, *excerpt.token_ids]
@@ -249,6 +250,11 @@ class Management:
         if status in NOT_BEGUN or not isinstance(error, Retryable):
             raise error
         raise OutcomeUnknown(str(error))
+
+
+def _going_on(tokens: int) -> dict[str, Any]:
+    # Penalties may come with the model's own generation_config.json.
+    return {"max_tokens": tokens, "ignore_eos": True, "repetition_penalty": 1.0, "return_token_ids": True}
 
 
 def _says_asleep(metrics_page: str) -> bool:

@@ -68,7 +68,7 @@ class VllmWeights:
         self._metrics = metrics
         self._model = model
 
-    async def load_weights(self, folder: Path, version: int) -> Loaded:
+    async def load_weights(self, folder: Path, version: int, known_sum: str = "") -> Loaded:
         page = await self._management.metrics_page()
         started = await self._management.as_started(page)
         if missing := NEEDED - started.paths:
@@ -79,7 +79,7 @@ class VllmWeights:
         if await self._management.asleep(page):
             raise Permanent(f"{self._url}: is asleep: weights can be loaded once it is awake")
         has_backend = _has_backend(started)
-        given = "" if has_backend else await self._given(folder, started.model)
+        given = "" if has_backend else await self._given(folder, started.model, known_sum)
         was_paused, name = await self._management.is_paused(), await self._management.weight_name()
         try:
             await self._management.pause_without_kv()
@@ -112,8 +112,8 @@ class VllmWeights:
         # It was named so by a load that it knows nothing of, or for the weights that it began with.
         return Loaded(version)
 
-    async def get_ready(self) -> None:
-        await self._management.as_started()
+    async def takes_sums(self) -> bool:
+        return not await self.has_backend()
 
     async def has_backend(self) -> bool:
         """From its configuration: a call of a method that its workers lack may unsettle vLLM."""
@@ -126,7 +126,7 @@ class VllmWeights:
             await self._until_empty()
         try:
             await self._management.resume_if(was_paused)
-            return (await self._management.excerpt(model, prompt_ids, max_tokens)).token_ids
+            return await self._management.go_on(model, prompt_ids, max_tokens)
         finally:
             if was_paused:
                 await self._pause_again()
@@ -158,9 +158,9 @@ class VllmWeights:
             raise Permanent(f"{self._url}: refused {because}") from error
         raise OutcomeUnknown(f"{self._url}: may have half of the weights: {because}") from error
 
-    async def _given(self, folder: Path, model: str | None) -> str:
+    async def _given(self, folder: Path, model: str | None, known_sum: str) -> str:
         """vLLM itself loads what it finds: of a folder without some tensors it keeps the old ones, and says nothing."""
-        return await asyncio.to_thread(_checked_sum, folder, None if model is None else Path(model))
+        return await asyncio.to_thread(_checked_sum, folder, None if model is None else Path(model), known_sum)
 
     async def _reload(self, folder: Path, version: int, given: str, *, again: bool) -> Loaded:
         """`again`: a load before this one did not succeed, and vLLM's layers may wait for the rest of its weights. They
@@ -226,9 +226,9 @@ def _has_backend(started: AsStarted) -> bool:
     return started.weight_backend == BACKEND and started.paths >= BACKEND_NEEDS
 
 
-def _checked_sum(folder: Path, model: Path | None) -> str:
-    """Of a checkpoint that can be seen here; of a folder of another machine nothing is known. Where the model that the
-    server was started with can be seen, too, it must be of that form. Raises Permanent."""
+def _checked_sum(folder: Path, model: Path | None, known_sum: str) -> str:
+    """Of a checkpoint that can be seen here, taken unless it is known; of a folder of another machine nothing is known.
+    Where the model that the server was started with can be seen, too, it must be of that form. Raises Permanent."""
     if not folder.exists():
         return ""
     wanted = None
@@ -239,6 +239,6 @@ def _checked_sum(folder: Path, model: Path | None) -> str:
         tensors = read_checkpoint(folder)
         if wanted is not None:
             check_same_model(shapes_of(tensors), wanted)
-        return content_sum(tensors, mapped(tensors))
+        return known_sum or content_sum(tensors, mapped(tensors))
     except BrokenCheckpoint as fault:
         raise Permanent(f"{folder} is not loaded: {fault}") from fault

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 CALL_S = 30.0  # of a busy engine's answer, e.g. that it is paused; loads have a limit of their own
 ASK_S = 10.0  # an engine that does not say so soon what it has is asked again later
+SOON_S = 2.0  # nothing waits longer for what can do without
 
 
 @dataclass(slots=True)
@@ -81,7 +82,8 @@ class PeerEngines:
     async def watch(self, interval_s: float) -> None:
         while True:
             await self.ask()
-            await self._get_ready()
+            # Those that tell no version; of the others all of it is known from that.
+            await self._take_sums([own for own in self._own.values() if own.has is None], ASK_S)
             await self._clock.sleep(interval_s)
 
     async def ask(self) -> None:
@@ -89,21 +91,21 @@ class PeerEngines:
         await asyncio.gather(*(self._ask(name, own) for name, own in self._own.items()))
 
     async def install(
-        self, name: EngineId, version: int, folder: Path, by_s: float, *, is_other: bool
+        self, name: EngineId, version: int, folder: Path, by_s: float, *, is_other: bool, known_sum: str = ""
     ) -> tuple[Loaded, str]:
         """What it then has, and how that came. `is_other`: what it was given last were other bytes, whatever they were
-        called. Raises as the engine does, and Permanent where `by_s` is over."""
+        called. `known_sum`: the folder's. Raises as the engine does, and Permanent where `by_s` is over."""
         own = self._one(name)
         async with own.at_work:
             self._still(by_s)
             weights = weights_engine(own.engine)
-            has = await self._loaded(own)
-            if has is not None and has.version == version and has.sum and not is_other:
+            has = None if is_other else await self._loaded(own)
+            if has is not None and has.version == version and has.sum:
                 self._has(own, has)
                 return has, f"{name} has version {version} already"
             began_s = self._clock.now_s()
             try:
-                loaded = await weights.load_weights(folder, version)
+                loaded = await weights.load_weights(folder, version, known_sum)
             except OutcomeUnknown:
                 own.brought = None
                 self._has(own, None)
@@ -213,15 +215,18 @@ class PeerEngines:
                     logger.warning("%s: does not say which weights it has: %s", name, error or "no answer")
                     own.said = str(error)
 
-    async def _get_ready(self) -> None:
-        """Those that tell no version: to the others all of it is known from that."""
+    async def take_sums(self) -> bool:
+        """Whether any would have the sum of a folder taken in a load, and says so soon."""
+        return await self._take_sums(self._own.values(), SOON_S)
 
-        async def one(engine: Engine) -> None:
+    async def _take_sums(self, owns: Iterable[_Own], within_s: float) -> bool:
+        async def one(engine: Engine) -> bool:
             with suppress(OrchestrRLError, TimeoutError):  # it is said by whatever needs it
-                async with asyncio.timeout(ASK_S):
-                    await weights_engine(engine).get_ready()
+                async with asyncio.timeout(within_s):
+                    return await weights_engine(engine).takes_sums()
+            return False
 
-        await asyncio.gather(*(one(own.engine) for own in self._own.values() if own.has is None))
+        return any(await asyncio.gather(*(one(own.engine) for own in owns)))
 
     async def _loaded(self, own: _Own) -> Loaded | None:
         """Its own word. It may name a version without a sum of it: that is told again as it was when it was brought."""

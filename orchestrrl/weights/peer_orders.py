@@ -141,6 +141,8 @@ class Orders:
             case Check(version):
                 staged = await self._version(version)
                 hashed = await asyncio.to_thread(staged.check)
+                if not staged.missing() and await self._engines.take_sums():
+                    await asyncio.to_thread(staged.take_content_sum)
                 words = f"{hashed}; {staged.disagreed} blocks did not agree so far"
                 return PeerResult(id, Outcome.DONE, words, missing=staged.missing())
             case Install(version, engine, by_s, anew):
@@ -174,7 +176,10 @@ class Orders:
         is_other = anew or self._store.installed().get(engine) != identity
         if is_other:  # until it is there: one that is killed in the middle has neither
             await asyncio.to_thread(self._store.note_installed, engine, "")
-        loaded, words = await self._engines.install(engine, staged.map.version, folder, by_s, is_other=is_other)
+        known_sum = await asyncio.to_thread(staged.content_sum)
+        loaded, words = await self._engines.install(
+            engine, staged.map.version, folder, by_s, is_other=is_other, known_sum=known_sum
+        )
         await asyncio.to_thread(self._store.note_installed, engine, identity)
         return loaded, words
 

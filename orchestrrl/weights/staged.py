@@ -10,6 +10,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.instrument.checkpoint_files import BrokenCheckpoint, folder_sum
 from orchestrrl.weights import room
 from orchestrrl.weights.layout import (
     Bytes,
@@ -83,6 +85,7 @@ class StagedVersion:
         self._shards = {shard.id: self._located(shard, sources) for shard in map.shards}
         self._summing = Summing(map.block_bytes)
         self._model_has: set[str] = set()  # shards for which it has pages
+        self._content: tuple[tuple[object, ...], str] | None = None  # its sum, and of which bytes
         received = [shard for shard in self._shards.values() if not shard.in_parts or shard.map.id in self.at_home]
         self._was_there = bool(received) and self._open_model(received)  # something of an earlier start, or plan
         self._find(received)
@@ -197,6 +200,22 @@ class StagedVersion:
         (apart / MODEL_FILE).unlink(missing_ok=True)
         (apart / MODEL_FILE).hardlink_to(self.folder / MODEL_FILE)
         return apart
+
+    def take_content_sum(self) -> None:
+        """Of what engines load, ahead of it, as it takes long. For a version that is here whole and was checked; one
+        without sums of its blocks may change without anybody's knowing, and is left to whoever loads it."""
+        if self._model_has and all(state.map.sums for state in self._shards.values()):
+            with suppress(Retryable, BrokenCheckpoint):  # told to whoever loads it
+                self._content = self._bytes, folder_sum(self.install_folder())
+
+    def content_sum(self) -> str:
+        """As it was taken, while these are the bytes; else empty."""
+        return self._content[1] if self._content is not None and self._content[0] == self._bytes else ""
+
+    @property
+    def _bytes(self) -> tuple[object, ...]:
+        """What decides on those that engines load. A block that was written over with others has disagreed since."""
+        return self.identity, frozenset(self._model_has), self.disagreed
 
     @property
     def identity(self) -> str:

@@ -174,7 +174,7 @@ async def test_what_a_process_was_started_with_is_asked_once_and_anew_of_the_nex
     engine: VllmEngine, fake: FakeServer
 ) -> None:
     fake.began, fake.backend = ["1.5e+09"], BACKEND
-    await engine.weights.get_ready()
+    assert not await engine.weights.takes_sums()
     assert [await engine.weights.has_backend() for _ in range(2)] == [True, True]
     assert [fake.asked.count(path) for path in ("/openapi.json", "/server_info")] == [1, 1]
     fake.began, fake.backend = ["1.6e+09"], None

@@ -15,6 +15,7 @@ from weight_versions import BLOCK, HALVES, SHARDS, Contents
 
 from orchestrrl.clock import WallClock
 from orchestrrl.errors import Permanent, ProblemFaults, Retryable
+from orchestrrl.instrument.checkpoint_files import folder_sum
 from orchestrrl.weights import room
 from orchestrrl.weights.base import Staged
 from orchestrrl.weights.model import MODEL_FILE, Part, ShardMap
@@ -60,6 +61,38 @@ def test_what_is_received_is_the_checkpoint(store: Store) -> None:
     assert staged.check().bytes == 0  # each block was hashed as it came
     assert (staged.install_folder() / MODEL_FILE).read_bytes() == contents.model_file()
     assert [(held.version, held.complete, held.staged_by) for held in store.held] == [(7, True, ())]
+
+
+def test_the_sum_of_what_engines_load_is_known_until_other_bytes_come(store: Store) -> None:
+    contents, other = Contents(1), Contents(2)
+    staged = store.open(contents.map(7))
+    staged.take_content_sum()
+    assert staged.content_sum() == ""
+    bring_all(staged, contents)
+    staged.take_content_sum()
+    known = staged.content_sum()
+    assert known == folder_sum(staged.install_folder())
+    shard = staged.map.shards[0]
+    bring(staged, shard, contents.wire(shard))
+    assert staged.content_sum() == known
+    bring(staged, shard, other.wire(shard))
+    assert staged.content_sum() == ""
+    staged.take_content_sum()
+    assert staged.content_sum() == "", "a block is missing"
+    bring(staged, shard, contents.wire(shard))
+    staged.take_content_sum()
+    assert staged.content_sum() == known
+
+
+def test_no_sum_is_known_of_what_may_change_unseen(store: Store) -> None:
+    contents = Contents(1)
+    staged = store.open(contents.map(7, with_sums=False))
+    bring_all(staged, contents)
+    staged.take_content_sum()
+    assert staged.content_sum() == ""
+    staged.know(contents.map(7))
+    staged.take_content_sum()
+    assert staged.content_sum() == folder_sum(staged.install_folder())
 
 
 @given(st.data())

@@ -26,6 +26,7 @@ class Gpu:
     nic_bytes_per_s: float  # one way, this GPU's share of its node's
     pcie_bytes_per_s: float  # to CPU memory, one way
     per_node: int = 8
+    inter_node_latency_s: float = INTER_NODE_LATENCY_S
 
     def __post_init__(self) -> None:
         for field in ("hbm_bytes", "hbm_bytes_per_s", "bf16_flops", "nvlink_bytes_per_s", "nic_bytes_per_s"):

@@ -2,8 +2,8 @@
 
 Data-parallel attention: each replica decodes its share of the sequences, and all replicas together hold the experts.
 AFD (attention and FFN on GPUs of their own): micro-batches take turns on both sides, so that a layer takes the longer
-side's time for all of them, or one micro-batch's way there and back where that is longer. With few sequences the way
-there and back is all there is: AFD's poor tail.
+side's or the links' time for all of them, or one micro-batch's way there and back where that is longer. With few
+sequences the way there and back is all there is: AFD's poor tail.
 """
 
 from collections.abc import Sequence
@@ -242,7 +242,8 @@ def _afd_s(
     sent_s = batch * copies * hidden_bytes / min(parallelism.attention_gpus, ffn_gpus) / wire_s
     hop = c.all_reduce_s + c.all_reduce_doubling_s * np.log2(parallelism.gpus) + hop_s(gpu, parallelism.gpus)
     there_and_back_s = attention_s + ffn_s + 2 * (sent_s + hop)
-    layer_s = np.maximum(micro * np.maximum(attention_s, ffn_s), there_and_back_s)
+    busiest_s = np.maximum(np.maximum(attention_s, ffn_s), sent_s)
+    layer_s = np.maximum(micro * busiest_s, there_and_back_s)
     head_s = model.head_params * ACTIVATION_BYTES / parallelism.tp / gpu.hbm_bytes_per_s / c.hbm_efficiency
     host_s = c.step_s + c.sequence_s * sequences / replicas
     return np.asarray(model.layers * layer_s + head_s + host_s)

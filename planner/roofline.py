@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.engine_constants import Constants, Numbers
-from planner.hardware import INTER_NODE_LATENCY_S, Gpu
+from planner.hardware import Gpu
 from planner.models import BF16_BITS, Model
 from planner.profile import Parallelism
 
@@ -123,7 +123,7 @@ def all_reduce_s_per_byte(gpu: Gpu, gpus: int) -> float:
 
 def hop_s(gpu: Gpu, gpus: int) -> float:
     """What leaving the node adds to the latency of a collective among that many."""
-    return 0.0 if gpus <= gpu.per_node else INTER_NODE_LATENCY_S
+    return 0.0 if gpus <= gpu.per_node else gpu.inter_node_latency_s
 
 
 def full_attention_share(model: Model) -> float:

@@ -6,35 +6,34 @@ last. It acts in both modes: whoever publishes wants it done; an operator's paus
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from orchestrrl.clock import Clock
-from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable, few
+from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
 from orchestrrl.execute.weight_circuits import SyncCircuits
 from orchestrrl.execute.weight_share import LeftForMoves, left_for_moves
 from orchestrrl.execute.weights_carrying import Failed, Offload, Seams, inline
 from orchestrrl.execute.weights_closing import attached_again, go_back, own_lease, resume_new
+from orchestrrl.execute.weights_desk import Desk
 from orchestrrl.execute.weights_direct import Planes
 from orchestrrl.execute.weights_fence import Fence
 from orchestrrl.execute.weights_overtaken import notice_others
-from orchestrrl.execute.weights_publishing import Collection, fingerprint, is_of, same_word
+from orchestrrl.execute.weights_publishing import Collection, fingerprint, is_of
 from orchestrrl.execute.weights_repair import Repairs
 from orchestrrl.execute.weights_run import MAY_BE_REPLACED, SyncRun
 from orchestrrl.execute.weights_serving import Serving
 from orchestrrl.execute.weights_state import (
     HOLDER,
-    REMEMBERED,
     Committed,
     EngineNow,
     LeftOpen,
     SyncRecord,
     WeightBook,
 )
-from orchestrrl.execute.weights_steps import Hands
+from orchestrrl.execute.weights_steps import Hands, told_of_each
 from orchestrrl.holds import HoldBook, Part
 from orchestrrl.journal import Journal
 from orchestrrl.operations import FrozenRequests
@@ -49,10 +48,10 @@ from orchestrrl.sync_reports import (
     WeightsStatus,
 )
 from orchestrrl.weight_settings import WeightSettings
-from orchestrrl.weights.hub import REATTACH_S, Heard, PeerHub, PeerState
+from orchestrrl.weights.hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.model import Peer, PeerId
 from orchestrrl.weights.planes.base import TREE, DirectPlane, known_planes
-from orchestrrl.weights.publication import NOT_ATTACHED, Publication
+from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
 __all__ = ["EngineNow", "WeightSync"]
@@ -108,9 +107,7 @@ class WeightSync:
         self._hub = hub
         self._clock = clock
         self._settings = settings
-        self._numbers = itertools.count(1)
-        self._records: dict[str, SyncRecord] = {}  # that are not over, and those that were since the start
-        self._collecting: tuple[Collection, SyncRecord] | None = None
+        self._desk = Desk(self.book, hub, clock, settings, self._complete)
         self._next: SyncRun | None = None
         self._running: SyncRun | None = None
         self._repairs = Repairs(self._hands)
@@ -139,24 +136,7 @@ class WeightSync:
             if is_of(publication, committed.fingerprint):
                 return committed.sync
             raise Permanent(f"version {version} is the fleet's, with other content: publish under another number")
-        collection, record = self._collection(publication)
-        faults = collection.faults(publication)
-        if plane is not None:
-            faults += plane.faults(publication)
-        before = collection.words.get(publication.rank)
-        if before is not None and not same_word(before, publication):
-            faults.append(f"rank: {publication.rank} has said otherwise of version {version} before")
-        if faults:
-            raise ProblemFaults(faults)
-        if plane is None and publication.peer not in self._hub.peers:  # of a daemon that has just come back
-            raise Retryable(f"{NOT_ATTACHED}, got {publication.peer!r}", REATTACH_S)
-        if record is None:
-            record = self._begin(collection, publication)
-        collection.take(publication)
-        record.put(published=tuple(sorted(collection.words)))
-        if collection.complete:
-            self._complete(collection, record)
-        return record.id
+        return self._desk.take(publication, plane)
 
     def _plane(self, word: Publication) -> DirectPlane | None:
         """None: the tree, or one that nobody knows, which is told with what else is wrong. Raises ProblemFaults."""
@@ -167,32 +147,7 @@ class WeightSync:
         except Permanent as error:
             raise ProblemFaults([f"plane: {error}"]) from error
 
-    def _collection(self, word: Publication) -> tuple[Collection, SyncRecord | None]:
-        """Those words that it belongs to; a record where there are some."""
-        if self._collecting is not None:
-            collection, record = self._collecting
-            if (collection.version, collection.run) == (word.version, word.run):
-                return collection, record
-        by_s = self._clock.now_s() + self._settings.publish_within_s
-        return Collection(word.version, word.run, word.world, by_s), None
-
-    def _begin(self, collection: Collection, word: Publication) -> SyncRecord:
-        now_s = self._clock.now_s()
-        id = f"s{self.book.generation}-{next(self._numbers)}"
-        report = SyncReport(id, word.version, SyncState.PUBLISHING, now_s, plane=word.plane, world=word.world)
-        self.book.began(report)
-        if self._collecting is not None:
-            why = f"{self._collecting[1].report.version} was not complete when {word.version} came"
-            self._drop(self._collecting[1], SyncState.SUPERSEDED, "superseded", why)
-        for old in [each.id for each in self._records.values() if each.report.over][:-REMEMBERED]:
-            del self._records[old]
-        record = self._records[id] = SyncRecord(report, self._clock)
-        record.begins(SyncPhase.PUBLISH)
-        self._collecting = (collection, record)
-        return record
-
     def _complete(self, collection: Collection, record: SyncRecord) -> None:
-        self._collecting = None
         words = collection.publications
         record.ends(SyncPhase.PUBLISH)
         slowest = max(words, key=lambda word: word.offload_s + word.gather_s)
@@ -209,7 +164,7 @@ class WeightSync:
             words = tuple(replace(word, install=self._settings.install.value) for word in words)
         why = f"version {collection.version} was published"
         if self._next is not None:
-            self._drop(self._next.record, SyncState.SUPERSEDED, "superseded", why)
+            self._desk.drop(self._next.record, SyncState.SUPERSEDED, "superseded", why)
         named = fingerprint(collection.publications)
         self._next = SyncRun(self._hands, record, words, named, self._plane(words[0]))
         record.state(SyncState.PLANNING)
@@ -231,27 +186,15 @@ class WeightSync:
 
     def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
         """Neither: the one under way, else the last. Raises Permanent where there is none."""
-        for report in self.history(0):
-            if (not sync_id or report.id == sync_id) and (version is None or report.version == version):
-                return report
-        what = f" {sync_id}" if sync_id else f" of version {version}" if version is not None else ""
-        raise Permanent(f"there is no weight sync{what}")
+        return self._desk.report(sync_id, version)
 
     def history(self, limit: int) -> list[SyncReport]:
         """Newest first; 0: all that are remembered."""
-        running = [] if self._running is None else [self._running.record.report]
-        rest = [record.report for record in reversed(self._records.values()) if not record.report.over]
-        reports = {report.id: report for report in (*running, *rest, *reversed(self.book.over))}
-        return list(reports.values())[: limit or None]
+        return self._desk.history(limit)
 
-    async def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:
+    def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:
         """Raises Permanent."""
-        record = self._records.get(sync_id)
-        if record is None:
-            yield self.report(sync_id)
-            return
-        async for report in record.follow():
-            yield report
+        return self._desk.follow(sync_id)
 
     def status(self) -> WeightsStatus:
         fleet = self.book.fleet
@@ -268,17 +211,16 @@ class WeightSync:
         committed."""
         report = self.report(sync_id)
         why = reason or "an operator has called it off"
-        record = self._records.get(report.id)
+        record = self._desk.records.get(report.id)
         if report.over or record is None:
             raise Permanent(f"weight sync {report.id} is over: {report.state}")
         if self._running is not None and self._running.record is record:
             self._running.call_off(SyncState.ABORTED, "operator", why)
         elif self._next is not None and self._next.record is record:
             self._next = None
-            self._drop(record, SyncState.ABORTED, "operator", why)
-        elif self._collecting is not None and self._collecting[1] is record:
-            self._collecting = None
-            self._drop(record, SyncState.ABORTED, "operator", why)
+            self._desk.drop(record, SyncState.ABORTED, "operator", why)
+        elif self._desk.collecting is record:
+            self._desk.abort(why)
         else:
             raise Permanent(f"weight sync {report.id} was left open by the daemon before, which is being seen to")
         return record.report
@@ -321,7 +263,7 @@ class WeightSync:
             return told, ()
         if committed is None or fence.state.newest == committed.version:
             return None, ()
-        record = self._records.get(committed.sync)
+        record = self._desk.records.get(committed.sync)
         # Where it was told of before, somebody has told another version since.
         if fence.state.newest is None or (record is not None and not record.report.over):
             await self._hands.look(committed.has)
@@ -337,7 +279,7 @@ class WeightSync:
         return tuple(sorted(engine for engine in self._hands.engines() if engine not in has))
 
     def _not_on_its_way(self, version: int) -> None:
-        for record in self._records.values():
+        for record in self._desk.records.values():
             if record.report.version == version and not record.report.over:
                 raise Retryable(
                     f"version {version} is on its way to engines, as {record.id} ({record.report.state}): they have not"
@@ -360,7 +302,7 @@ class WeightSync:
         """Take up what the daemon before has left."""
         self._left = self.book.recover()
         for left in self._left:
-            self._records[left.report.id] = SyncRecord(left.report, self._clock)
+            self._desk.records[left.report.id] = SyncRecord(left.report, self._clock)
         committed, state = self.book.fleet.committed, self._hands.fence.state
         if committed is not None and state.newest is not None:
             for engine in committed.has:
@@ -390,8 +332,8 @@ class WeightSync:
     def _half_done(self) -> list[LeftOpen]:
         """Nobody carries it out any more, and it is not over."""
         waiting = [self._next.record] if self._next is not None else []
-        waiting += [self._collecting[1]] if self._collecting is not None else []
-        ids = {record.id for record in self._records.values() if not record.report.over}
+        waiting += [self._desk.collecting] if self._desk.collecting is not None else []
+        ids = {record.id for record in self._desk.records.values() if not record.report.over}
         ids -= {record.id for record in waiting}
         try:
             return [left for left in self.book.left_open() if left.report.id in ids]
@@ -405,16 +347,17 @@ class WeightSync:
             del self._left[0]
         while True:
             self._news.clear()
-            self._give_up_on_ranks()
+            self._desk.give_up_on_ranks()
             if self._next is not None:
                 self._running, self._next = self._next, None
+                self._desk.running = self._running.record
                 try:
                     await self._running.run()
                 except Exception:
                     self._running.let_go()
                     raise
                 finally:
-                    self._running = None
+                    self._running = self._desk.running = None
             elif not await self._repair():
                 await self._turn()
 
@@ -426,7 +369,7 @@ class WeightSync:
 
     async def _settle(self, left: LeftOpen) -> None:
         """Committed: finished. Not: undone, whatever it takes."""
-        record = self._records[left.report.id]
+        record = self._desk.records[left.report.id]
         committed = self.book.fleet.committed
         is_committed = committed is not None and committed.sync == record.id
         code, why = self._why_left
@@ -451,11 +394,11 @@ class WeightSync:
                 await self._clock.sleep(self._settings.patience_s / 10)
         if is_committed:
             quarantined = self.book.fleet.quarantined
-            words = few([f"{engine}: {why}" for engine, why in sorted(quarantined.items())])
-            record.over(SyncState.DONE, "some_quarantined" if quarantined else "done", words)
+            code = "some_quarantined" if quarantined else "done"
+            record.over(SyncState.DONE, code, told_of_each(quarantined))
         else:
             record.over(SyncState.ABORTED, code, why)
-        self._write_end(record)
+        self._desk.write_end(record)
 
     def _is_over(self, left: LeftOpen) -> bool:
         """It was ended, which could not be written down: a version was committed since, or engines are as they were
@@ -467,28 +410,6 @@ class WeightSync:
             return True
         has = set(committed.has).difference(self._hands.lacking(committed.version, committed.has))
         return all(engine in has and state.versions.get(engine) == committed.version for engine in left.changed)
-
-    def _drop(self, record: SyncRecord, state: SyncState, code: str, why: str) -> None:
-        """It has touched nothing yet."""
-        record.over(state, code, why)
-        self._write_end(record)
-
-    def _write_end(self, record: SyncRecord) -> None:
-        try:
-            self.book.ended(record.report)
-        except OrchestrRLError as error:
-            logger.error("the end of weight sync %s cannot be written down: %s", record.id, error)
-
-    def _give_up_on_ranks(self) -> None:
-        if self._collecting is None:
-            return
-        collection, record = self._collecting
-        if self._clock.now_s() < collection.by_s:
-            return
-        missing = [str(rank) for rank in range(collection.world) if rank not in collection.words]
-        words = f"ranks {few(missing, 32, ', ')} said nothing within {self._settings.publish_within_s:g} s"
-        self._collecting = None
-        self._drop(record, SyncState.ABORTED, "trainer_lost", words)
 
     async def _repair(self) -> bool:
         """Whether there was something to do."""
@@ -541,7 +462,7 @@ class WeightSync:
 
     def _wanted(self) -> list[int]:
         runs = [run.record.report.version for run in (self._running, self._next) if run is not None]
-        return runs + ([] if self._collecting is None else [self._collecting[0].version])
+        return runs + ([] if self._desk.collecting is None else [self._desk.collecting.report.version])
 
 
 def _log_defect(task: asyncio.Future[None]) -> None:

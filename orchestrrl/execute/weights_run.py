@@ -5,50 +5,27 @@ undone and begun again; after it nothing is.
 import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, few
+from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults, few
 from orchestrrl.execute.weights_carrying import Carrying, Failed, each_done
 from orchestrrl.execute.weights_closing import go_back, is_closed, own_lease, resume_new
 from orchestrrl.execute.weights_direct import Direct
+from orchestrrl.execute.weights_installing import Borrowed, Installing
+from orchestrrl.execute.weights_lineup import LOOK_S, Attempt, Lineup
 from orchestrrl.execute.weights_overtaken import notice_others
 from orchestrrl.execute.weights_preparing import Preparation
 from orchestrrl.execute.weights_state import HOLDER, Committed, SyncRecord
-from orchestrrl.execute.weights_steps import Hands, odd_ones
+from orchestrrl.execute.weights_steps import Hands, told_of_each
 from orchestrrl.holds import Part
 from orchestrrl.sync_reports import EngineSync, SyncPhase, SyncState
 from orchestrrl.weights.model import PeerId, VersionMap
-from orchestrrl.weights.orders import PeerResult
 from orchestrrl.weights.planes.base import DirectPlane
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
-SETTLED_WITHIN_S = 5.0  # for peers to be told which engines there are
-LOOK_S = 0.25  # how often it is looked whether what is waited for has come
 MAY_BE_REPLACED = frozenset({SyncState.PLANNING, SyncState.CARRYING, SyncState.PREPARED})
-
-
-@dataclass(slots=True)
-class Borrowed:
-    """Somebody else's closed gate, to be used until then. `outcome`: what it is to be opened with."""
-
-    until_s: float
-    may_probe: bool
-    outcome: asyncio.Future[tuple[int | None, tuple[EngineId, ...]]]
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """What an attempt has come to."""
-
-    without: Mapping[EngineId, str] = field(default_factory=dict)  # engines that are left out, and why
-    failed: Collection[EngineId] = ()  # of these, those that did not do in an attempt before
-    changed: set[EngineId] = field(default_factory=set)
-    untouched: set[EngineId] = field(default_factory=set)  # of those that were changed: they are as they were after all
-    told: dict[EngineId, int] = field(default_factory=dict)  # what the gate had of these before it forgot it for this
-    renewing: asyncio.Task[None] | None = None
 
 
 class SyncRun:
@@ -70,13 +47,15 @@ class SyncRun:
         self.direct = None if plane is None else Direct(hands, record, publications, plane)  # None: the tree
         self._hands = hands
         self._going: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None  # the gate's lease
         self._stop: tuple[SyncState, str, str] | None = None
         self._go = asyncio.Event()  # install it, whoever waits for what
         self._at_once = publications[0].install == "at_once"
         self._borrowed: Borrowed | None = None
         self._waits_for_gate = False
         self._committed = False
-        self._given: set[EngineId] = set()  # engines that have taken it, in any attempt
+        self._lineup = Lineup(hands, record, is_direct=plane is not None)
+        self._installing = Installing(hands, record, publications, self.direct)
 
     # --- told from outside
 
@@ -125,7 +104,7 @@ class SyncRun:
         hands, record = self._hands, self.record
         without: dict[EngineId, str] = {}
         while True:
-            attempt = _Attempt(dict(without), frozenset(without))
+            attempt = Attempt(dict(without), frozenset(without))
             failure = await self._forward(attempt)
             if failure is None:
                 break
@@ -159,7 +138,7 @@ class SyncRun:
         code, detail = "done", ""
         if quarantined:
             code = "some_quarantined"
-            detail = _told(quarantined)
+            detail = told_of_each(quarantined)
         await self._over(SyncState.DONE, code, detail)
 
     async def _after_commit(self) -> None:
@@ -180,7 +159,7 @@ class SyncRun:
         except OrchestrRLError as error:
             logger.error("the end of weight sync %s cannot be written down: %s", self.record.id, error)
 
-    async def _forward(self, attempt: _Attempt) -> Failed | None:
+    async def _forward(self, attempt: Attempt) -> Failed | None:
         self._going = asyncio.ensure_future(self._to_commit(attempt))
         if self._stop is not None:
             self._going.cancel()
@@ -203,11 +182,11 @@ class SyncRun:
             return Failed("internal", f"a defect: {error!r}", again=False)
         finally:
             self._waits_for_gate = False
-            if attempt.renewing is not None:
-                attempt.renewing.cancel()
+            if self._renewing is not None:
+                self._renewing.cancel()
         return None
 
-    async def _back(self, attempt: _Attempt) -> None:
+    async def _back(self, attempt: Attempt) -> None:
         while True:
             try:
                 return await go_back(self._hands, self.record, attempt.changed, attempt.untouched, attempt.told)
@@ -216,21 +195,21 @@ class SyncRun:
                 logger.error("weight sync %s cannot be undone: %s", self.record.id, error)
                 await self._hands.clock.sleep(self._hands.settings.patience_s / 10)
 
-    async def _to_commit(self, attempt: _Attempt) -> None:
+    async def _to_commit(self, attempt: Attempt) -> None:
         record, hands = self.record, self._hands
         await self._not_held()
-        await self._engines_there(attempt)
-        await self._served()
-        targets = self._targets(attempt)
-        receivers = self._receivers(targets)
+        await self._lineup.engines_there(attempt)
+        await self._lineup.served()
+        targets = self._lineup.targets(attempt)
+        receivers = self._lineup.receivers(targets)
         map = await self._prepared(targets, receivers)
         hands.book.step(record.id, "prepared")
         for engine in targets:
             record.engine(engine, EngineSync.PREPARED)
-        lease = await self._close_gate(attempt)
+        lease = await self._close_gate()
         notice_others(hands)
-        targets = self._still_there(attempt, targets, receivers)
-        has, prompt, answers = await self._install(attempt, targets, lease)
+        targets = self._lineup.still_there(attempt, targets, receivers)
+        has, prompt, answers = await self._installing.install(attempt, targets, lease, self._borrowed)
         self._commit(lease, has, map, prompt, answers)
 
     # --- its steps
@@ -262,80 +241,7 @@ class SyncRun:
         if told:
             self.record.put(detail="")
 
-    async def _engines_there(self, attempt: _Attempt) -> None:
-        """Nobody is left out for being away for a moment."""
-        told: list[EngineId] = []
-        while away := [engine for engine in self._hands.awaited() if engine not in attempt.without]:
-            if away != told:
-                told = away
-                self.record.put(detail=f"waits: {', '.join(away)} may come back")
-            await self._hands.clock.sleep(LOOK_S)
-        if told:
-            self.record.put(detail="")
-
-    async def _served(self) -> None:
-        """Peers are told of engines that have just come; that takes a moment."""
-        until_s = self._hands.clock.now_s() + SETTLED_WITHIN_S
-        while not self._hands.settled() and self._hands.clock.now_s() < until_s:
-            await self._hands.clock.sleep(LOOK_S)
-
-    def _receivers(self, targets: Mapping[EngineId, PeerId]) -> set[PeerId]:
-        """Peers of engines, and those of hosts where engines may be started: they find the fleet's weights there. If
-        one of these fails it is left out."""
-        if self.direct is not None:
-            return set()
-        idle = [id for id, peer in self._hands.attached().items() if peer.serves and not peer.engines]
-        return {*targets.values(), *(idle if self.record.report.attempt == 1 else [])}
-
-    def _still_there(
-        self, attempt: _Attempt, targets: Mapping[EngineId, PeerId], prepared: Collection[PeerId]
-    ) -> dict[EngineId, PeerId]:
-        """While it was on its way engines may have left, by order, and others come: those take it, too, whose peers
-        have the bytes."""
-        hands = self._hands
-        there: dict[EngineId, PeerId] = {}
-        left_out = dict(attempt.without)
-        for engine, now in sorted(hands.engines().items()):
-            peer = hands.peer_of(engine)
-            if engine in targets:
-                there[engine] = targets[engine]
-            elif engine not in attempt.failed and peer is not None and peer.id in prepared and now.healthy:
-                there[engine] = peer.id
-                left_out.pop(engine, None)
-                self.record.engine(engine, EngineSync.PREPARED, "came while the version was on its way")
-        gone = [engine for engine in targets if engine not in there]
-        if gone:
-            self.record.without_engines(gone)
-            self.record.note(f"{', '.join(sorted(gone))} left the fleet while the version was on its way")
-        attempt.without = left_out
-        if not there:
-            raise Failed("no_engines", "no engine is left that could have it", again=False)
-        return there
-
-    def _targets(self, attempt: _Attempt) -> dict[EngineId, PeerId]:
-        """Engines that are to have it before it counts; the others are quarantined then."""
-        targets: dict[EngineId, PeerId] = {}
-        left: dict[EngineId, str] = dict(attempt.without)
-        for engine, now in sorted(self._hands.engines().items()):
-            peer = self._hands.peer_of(engine)
-            if engine in left:
-                continue
-            if peer is None:
-                left[engine] = self._hands.why_not_served(engine)
-            elif not now.healthy:
-                left[engine] = "is not healthy"
-            else:
-                targets[engine] = peer.id
-                self.record.engine(engine, EngineSync.WAITING)
-        for engine, why in left.items():
-            self.record.engine(engine, EngineSync.QUARANTINED, why)
-        attempt.without = left
-        if not targets:
-            words = _told(left) or "there are none"
-            raise Failed("no_engines", f"no engine can have it: {words}", again=False)
-        return targets
-
-    async def _close_gate(self, attempt: _Attempt) -> str:
+    async def _close_gate(self) -> str:
         """The lease; empty: somebody else's, or there is no gateway and peers keep engines still."""
         record = self.record
         record.state(SyncState.PREPARED)
@@ -346,11 +252,11 @@ class SyncRun:
         await self._not_held()
         record.begins(SyncPhase.FENCE)
         try:
-            return await self._fenced(attempt)
+            return await self._fenced()
         finally:
             record.ends(SyncPhase.FENCE)
 
-    async def _fenced(self, attempt: _Attempt) -> str:
+    async def _fenced(self) -> str:
         record, hands, settings = self.record, self._hands, self._hands.settings
         until_s = hands.clock.now_s() + settings.fence_within_s
         while self._borrowed is None:
@@ -374,13 +280,13 @@ class SyncRun:
         try:
             lease = await hands.fence.pause(
                 HOLDER + record.id,
-                empty=bool(self._prompt()[0]),
+                empty=bool(self._installing.prompt[0]),
                 lease_s=settings.lease_s,
                 deadline_s=settings.fence_within_s,
             )
         except OrchestrRLError as error:
             raise Failed("not_quiet", str(error)) from error
-        attempt.renewing = asyncio.ensure_future(self._renew(lease))
+        self._renewing = asyncio.ensure_future(self._renew(lease))
         return lease
 
     async def _renew(self, lease: str) -> None:
@@ -394,124 +300,6 @@ class SyncRun:
                 return  # it is seen before the commit
             except OrchestrRLError as error:
                 logger.warning("weight sync %s: %s", self.record.id, error)
-
-    async def _install(
-        self, attempt: _Attempt, targets: Mapping[EngineId, PeerId], lease: str
-    ) -> tuple[list[EngineId], tuple[int, ...], dict[str, tuple[int, ...]]]:
-        """Who has it, verified; the prompt, and what it was answered with, by configuration."""
-        record, hands = self.record, self._hands
-        record.state(SyncState.INSTALLING)
-        engines = sorted(targets)
-        hands.book.step(record.id, "install", engines)  # from here on they may have it
-        attempt.changed.update(engines)
-        if not lease:  # if it is opened before we are done, nothing goes there
-            attempt.told = {e: v for e, v in hands.fence.state.versions.items() if e in targets}
-            hands.fence.forget(engines, "are being given other weights")
-        with record.phase(SyncPhase.INSTALL):
-            if not lease and self._borrowed is None:
-                await each_done(hands.rest(engine, True) for engine in engines)
-            if self.direct is not None:
-                results = await self._sent(self.direct, attempt)
-            else:
-                results = await self._loaded(engines, attempt)
-            if not results:
-                raise Failed("no_engines", "no engine is left that could have it", again=False)
-        record.state(SyncState.VERIFYING)
-        with record.phase(SyncPhase.VERIFY):
-            prompt, answers = await self._verified(results)
-            return sorted(results), prompt, answers
-
-    def _of_the_fleet(self, failed: Mapping[EngineId, str]) -> dict[EngineId, str]:
-        """Without engines that have left it by order."""
-        gone = [engine for engine in failed if self._hands.gone(engine)]
-        self.record.without_engines(gone)
-        return {engine: why for engine, why in failed.items() if engine not in gone}
-
-    async def _loaded(self, engines: Sequence[EngineId], attempt: _Attempt) -> dict[EngineId, PeerResult]:
-        """From their hosts' folders. All are waited for: each that fails is left out next time."""
-        results: dict[EngineId, PeerResult] = {}
-
-        async def one(engine: EngineId) -> None:
-            try:
-                results[engine] = await self._one(engine)
-            except Failed as failure:
-                if failure.unchanged and engine not in self._given:
-                    attempt.untouched.add(engine)
-                raise
-
-        failed = await self._hands.try_each(engines, one)
-        if failed := self._of_the_fleet(failed):
-            raise Failed("install_failed", _told(failed), failed)
-        return results
-
-    async def _sent(self, direct: Direct, attempt: _Attempt) -> dict[EngineId, PeerResult]:
-        """By the trainer. Where it fails for all, nobody is left out next time: it may be the trainer's fault."""
-        record, began_s = self.record, self._hands.clock.now_s()
-        results, failed = await direct.install(self._borrowed.until_s if self._borrowed is not None else None)
-        for engine in results:
-            record.engine(engine, EngineSync.INSTALLED, install_s=self._hands.clock.now_s() - began_s)
-        if failed:
-            why = {engine: str(error) for engine, error in failed.items()}
-            for engine, words in why.items():
-                record.engine(engine, EngineSync.WAITING, words)
-            attempt.untouched |= {e for e, error in failed.items() if not isinstance(error, OutcomeUnknown)}
-            raise Failed("install_failed", _told(why), why if results else ())
-        if not self._prompt()[0]:
-            record.note("engines were asked nothing: name a probe, there are no sums on this plane")
-        return results
-
-    async def _one(self, engine: EngineId) -> PeerResult:
-        record, began_s = self.record, self._hands.clock.now_s()
-        until_s = self._borrowed.until_s if self._borrowed is not None else None
-        # Where no version is the fleet's nobody knows what engines were given by another way since they were named.
-        anew = self._hands.book.fleet.committed is None and engine not in self._given
-        try:
-            result = await self._hands.install(engine, record.report.version, until_s, anew=anew)
-        except Failed as failure:
-            record.engine(engine, EngineSync.WAITING, failure.detail)
-            raise
-        self._given.add(engine)
-        record.engine(engine, EngineSync.INSTALLED, install_s=self._hands.clock.now_s() - began_s)
-        return result
-
-    def _prompt(self) -> tuple[tuple[int, ...], int]:
-        """What engines are asked, and for how many tokens; nothing: they are not."""
-        told, probe = self.publications[0], self._hands.settings.probe
-        if told.probe:
-            return told.probe, len(told.expected) or (probe.max_tokens if probe is not None else 8)
-        return (probe.prompt_ids, probe.max_tokens) if probe is not None else ((), 0)
-
-    async def _verified(
-        self, results: Mapping[EngineId, PeerResult]
-    ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
-        configuration = {engine: now.configuration for engine, now in self._hands.engines().items()}
-        sums = {engine: result.loaded_sum for engine, result in results.items() if result.loaded_sum}
-        peers = {engine: self._hands.peer_of(engine) for engine in results}
-        # Ranks of one layout on several hosts are given a part each.
-        share = {engine: None if peer is None else peer.share for engine, peer in peers.items()}
-        odd = odd_ones(sums, lambda e: (configuration.get(e), share[e], results[e].is_read_back))
-        if odd:
-            raise Failed("verify_failed", _told(odd), odd)
-        prompt, max_tokens = self._prompt()
-        may_probe = self._borrowed is None or self._borrowed.may_probe
-        answers: dict[EngineId, tuple[int, ...]] = {}
-        if prompt and may_probe:
-
-            async def ask(engine: EngineId) -> None:
-                answers[engine] = await self._hands.probe(engine, prompt, max_tokens)
-
-            if failed := self._of_the_fleet(await self._hands.try_each(results, ask)):
-                raise Failed("verify_failed", _told(failed), failed)
-            expected = self.publications[0].expected
-            if expected:
-                odd = {e: f"goes on with {t}, the trainer with {expected}" for e, t in answers.items() if t != expected}
-            else:
-                odd = odd_ones(answers, configuration.get)
-            if odd:
-                raise Failed("probe_differs", _told(odd), odd)
-        for engine in results:
-            self.record.engine(engine, EngineSync.VERIFIED)
-        return prompt if answers else (), {configuration[e]: t for e, t in answers.items() if e in configuration}
 
     def _commit(
         self,
@@ -572,7 +360,3 @@ class SyncRun:
             borrowed.outcome.set_result((fleet.version, tuple(sorted(e for e in known if e not in has))))
         else:
             borrowed.outcome.set_result((None, tuple(sorted(e for e in fleet.quarantined if e in known))))
-
-
-def _told(odd: Mapping[EngineId, str]) -> str:
-    return few([f"{engine}: {why}" for engine, why in sorted(odd.items())])

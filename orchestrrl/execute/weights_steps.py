@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from orchestrrl.clock import Clock
-from orchestrrl.errors import OrchestrRLError
+from orchestrrl.errors import OrchestrRLError, few
 from orchestrrl.execute.weight_circuits import SyncCircuits
 from orchestrrl.execute.weights_carrying import ANSWER_S, Failed, Seams, each_done
 from orchestrrl.execute.weights_doubts import Doubts
@@ -249,3 +249,7 @@ def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object
         else:
             odd.update({e: f"{said[e]} where others of its kind have {most}" for e in engines if said[e] != most})
     return odd
+
+
+def told_of_each(why: Mapping[EngineId, str]) -> str:
+    return few([f"{engine}: {words}" for engine, words in sorted(why.items())])

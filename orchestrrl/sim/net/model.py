@@ -149,6 +149,7 @@ class Network:
     tier: tuple[Tier, ...]  # [link]
     router: Router = field(repr=False, compare=False)
     name: str = ""
+    ends: Ints | None = None  # [link, from and to], nodes. The nodes 0 to servers.nics are NICs with their GPUs
 
     def __post_init__(self) -> None:
         if len(self.tier) != len(self.capacity_bytes_per_s):

@@ -1,0 +1,55 @@
+"""Fat tree: non-blocking, three tiers of equal packet switches (Al-Fares et al., SIGCOMM 2008).
+
+All NICs of a server are on one ToR, half of whose ports go down. PoDs have as many servers as a scalable unit of
+NVIDIA's DGX SuperPOD: 32. How many those are changes latency alone. `tiers`: 3, as the ToR-Agg-Core of the OrchestrRL
+paper's table 1; 2 where ToRs are joined directly by one stage of spines, which reaches radix^2 / 2 NICs; None: as few
+as the radix allows.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from orchestrrl.sim.net.fabrics.clos import Clos, Tree
+from orchestrrl.sim.net.fabrics.options import at_least, refuse
+from orchestrrl.sim.net.model import Ints, Servers
+from planner.fabric.shape import Fault
+
+RADIX = 64  # ports of a switch: all that the prices of the paper's table 4 are of have 64
+SERVERS_PER_POD = 32
+
+
+def fat_tree(
+    servers: Servers, *, radix: int = RADIX, servers_per_pod: int = SERVERS_PER_POD, tiers: int | None = 3
+) -> Clos:
+    return Clos("fat_tree", servers, blocked_tree(servers, radix, servers_per_pod, tiers, 1.0))
+
+
+def blocked_tree(servers: Servers, radix: int, servers_per_pod: int, tiers: int | None, ratio: float) -> Tree:
+    """Servers in blocks below ToRs, `ratio` times as many ports down as up. Raises Impossible."""
+    nics = servers.nics_per_server
+    down = int(radix * ratio / (1 + ratio) + 1e-9)
+    refuse(
+        *at_least("servers_per_pod", servers_per_pod, 1),
+        *at_least("radix", radix, 2),
+        *([] if ratio >= 1 else [Fault("ratio", "must be >= 1", ratio)]),
+        *([] if tiers in (None, 2, 3) else [Fault("tiers", "must be 2, 3 or none", tiers)]),
+    )
+    refuse(*_too_many(servers, radix, down, tiers))
+    two = tiers == 2 or (tiers is None and servers.nics <= radix * down)
+    per_pod = servers.count if two else servers_per_pod
+    blocks = -(-per_pod * nics // (down - down % nics))
+    pods = -(-servers.count // per_pod)
+    server = np.arange(servers.count)
+    block = server // per_pod * blocks + server % per_pod * blocks // per_pod
+    used, tor = np.unique(block, return_inverse=True)
+    pod_of: Ints = used // blocks
+    assert int(pod_of.max()) == pods - 1
+    return Tree(np.repeat(tor, nics), pod_of, ratio)
+
+
+def _too_many(servers: Servers, radix: int, down: int, tiers: int | None) -> Iterator[Fault]:
+    if down < servers.nics_per_server:
+        yield Fault("radix", f"a ToR must have ports for the {servers.nics_per_server} NICs of a server", radix)
+    elif tiers == 2 and servers.nics > radix * down:
+        yield Fault("tiers", f"2 tiers of {radix} ports reach {radix * down} NICs, and there are {servers.nics}", tiers)

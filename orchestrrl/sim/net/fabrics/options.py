@@ -1,0 +1,26 @@
+"""What options of a fabric may be: faults as planner/fabric/shape.py tells them, all at once."""
+
+from collections.abc import Iterator, Sequence
+
+from planner.fabric.shape import Fault, Impossible
+
+
+def refuse(*faults: Fault) -> None:
+    """Raises Impossible where there are any."""
+    if faults:
+        raise Impossible(faults)
+
+
+def at_least(name: str, value: object, least: int) -> Iterator[Fault]:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        yield Fault(name, f"must be a whole number >= {least}", value)
+
+
+def positive(name: str, value: object) -> Iterator[Fault]:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        yield Fault(name, "must be a number > 0", value)
+
+
+def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[Fault]:
+    if value not in known:
+        yield Fault(name, f"must be one of {', '.join(known)}", value)

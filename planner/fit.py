@@ -64,6 +64,15 @@ class StepFit:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedFit:
+    """Of steps that prefill others' prompts on the way."""
+
+    step: StepTime
+    prefill_s_per_token: float
+    error: FitError
+
+
+@dataclass(frozen=True, slots=True)
 class CurveFit:
     curve: Curve
     error: FitError
@@ -85,6 +94,23 @@ def fit_step(samples: Sequence[StepSample], line_is_enough: float = LINE_IS_ENOU
     fitted = _fit(_design(sequences, knots, kv_tokens[:, None]), step_s, robust=robust)
     base_s = _curve(knots, fitted.coefficients[: len(knots)])
     return StepFit(StepTime(base_s, float(fitted.coefficients[-1])), fitted.error)
+
+
+def fit_loaded(
+    samples: Sequence[StepSample], prefilled_tokens: Sequence[float], line_is_enough: float = LINE_IS_ENOUGH
+) -> LoadedFit:
+    """As `fit_step`, where each step prefilled so many tokens [sample] in the mean beside decoding. Raises
+    TooFewSamples."""
+    rows = sorted(zip(samples, prefilled_tokens, strict=True))
+    sequences, kv_tokens, step_s = _columns([sample for sample, _ in rows])
+    others = np.stack([kv_tokens, [tokens for _, tokens in rows]], axis=1)
+    if len(rows) < 4 or not _varied_apart(sequences, kv_tokens):
+        raise TooFewSamples(f"{len(rows)} samples do not tell sequences, KV tokens and prefill apart")
+    knots = _choose_knots(sequences, others, step_s, line_is_enough, robust=True)
+    fitted = _fit(_design(sequences, knots, others), step_s)
+    base_s = _curve(knots, fitted.coefficients[: len(knots)])
+    kv_s, prefill_s = (float(value) for value in fitted.coefficients[-2:])
+    return LoadedFit(StepTime(base_s, kv_s), prefill_s, fitted.error)
 
 
 def fit_curve(seen: Sequence[Seen], line_is_enough: float = LINE_IS_ENOUGH) -> CurveFit:

@@ -7,10 +7,12 @@ import typer
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.errors import ProblemFaults
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+SOURCES = ("roofline", "measured")
 HELP = "What engines cost: measured, imported and predicted step times."
 
 MeasuredFile = Annotated[
@@ -24,21 +26,35 @@ def register(app: typer.Typer) -> None:
     profile.command(name="fit")(fit)
 
 
-def score(measured: MeasuredFile, json: JsonFlag = False) -> None:
+def score(
+    measured: MeasuredFile,
+    source: Annotated[
+        str, typer.Option(help="roofline, or measured: by rows of the same engine at other lengths.")
+    ] = "roofline",
+    json: JsonFlag = False,
+) -> None:
     """Compare predicted with measured time per output token, row by row and as ratios between TPs.
 
-    No model is scored with constants that were fitted on it. Rows that cannot be predicted are listed with the reason.
+    No model is scored with constants that were fitted on it, and no prompt and output length with a profile that was
+    fitted to it. Rows that cannot be predicted are listed with the reason.
 
-    Example: `orchestrrl profile score silicon.csv --json`
+    Example: `orchestrrl profile score silicon.csv --source measured`
     """
     # Imported here so that every other command starts without numpy.
     from orchestrrl.profiles.score import report
     from orchestrrl.profiles.score import score as scored_rows
+    from orchestrrl.profiles.score_measured import score_measured
     from orchestrrl.profiles.silicon import read_silicon
 
     with reporting_errors():
-        silicon = read_silicon(measured)
-        result = report(silicon, scored_rows(silicon))
+        faults = [] if source in SOURCES else [f"--source: must be one of {', '.join(SOURCES)}, got {source!r}"]
+        try:
+            silicon = read_silicon(measured)
+        except ProblemFaults as error:
+            faults += error.faults
+        if faults:
+            raise ProblemFaults(faults)
+        result = report(*score_measured(silicon)) if source == "measured" else report(silicon, scored_rows(silicon))
     if json:
         print_json(result)
         return
@@ -58,7 +74,6 @@ def fit(
     """
     from datetime import UTC, datetime
 
-    from orchestrrl.errors import ProblemFaults
     from orchestrrl.profiles import roofline_fit
     from orchestrrl.profiles.silicon import read_silicon
 
@@ -86,8 +101,10 @@ def _show(result: dict[str, Any]) -> None:
     columns = ("", "rows", "mean error", "median error", "pairs of TPs", "mean ratio error", "median ratio error")
     kinds = [(kind, *_cells(errors)) for kind, errors in result["overall"].items() if errors["rows"]]
     print_table(f"TPOT of {result['predicted']} of {result['rows']} rows", columns, kinds)
-    groups = [(f"{row['model']} {row['system']} {row['backend']}", *_cells(row)) for row in result["groups"]]
-    print_table("By model, system and backend", columns, groups)
+    groups = [
+        (f"{row['model']} {row['system']} {row['backend']} {row['source']}", *_cells(row)) for row in result["groups"]
+    ]
+    print_table("By model, system, backend and source", columns, groups)
     print_table("Ratios of TPOT between two TPs", ("", "pairs", "mean error", "median error"), _ratio_rows(result))
     print_lines(sorted({f"source: {row['source']}, {row['detail']}" for row in result["predictions"]}))
     print_lines(f"not predicted: row {row['row']} ({row['model']}): {row['reason']}" for row in result["not_predicted"])

@@ -96,17 +96,17 @@ def report(silicon: Silicon, scored: Sequence[Scored]) -> dict[str, Any]:
         "moe": [row for row in scored if row.deployment.model.moe],
         "all": list(scored),
     }
-    groups: dict[tuple[str, str, str], list[Scored]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, str], list[Scored]] = defaultdict(list)
     for row in scored:
         texts = row.deployment.texts
-        groups[texts["system"], texts["backend"], texts["model_path"]].append(row)
+        groups[texts["system"], texts["backend"], texts["model_path"], row.prediction.source.value].append(row)
     return {
         "rows": len(silicon.deployments) + len(silicon.unpredicted),
         "predicted": len(scored),
         "overall": {kind: _errors(rows) for kind, rows in kinds.items()},
         "groups": [
-            {"system": system, "backend": backend, "model": model, **_errors(rows)}
-            for (system, backend, model), rows in sorted(groups.items())
+            {"system": system, "backend": backend, "model": model, "source": source, **_errors(rows)}
+            for (system, backend, model, source), rows in sorted(groups.items())
         ],
         "tp_ratios": {kind: _by_pair(rows) for kind, rows in kinds.items()},
         "not_predicted": [

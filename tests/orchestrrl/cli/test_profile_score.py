@@ -51,6 +51,20 @@ def test_all_faults_are_printed_and_nothing_else(measured: Path) -> None:
     ]
 
 
+def test_the_source_is_said_and_faults_of_both_come_together(measured: Path) -> None:
+    told = CliRunner().invoke(application("profile"), ["profile", "score", str(measured), "--source", "measured"])
+    assert told.exit_code == 0, told.output
+    assert "TPOT of 0 of 3 rows" in told.stdout
+    assert "too little measured: 0 rows at other lengths, 8 are needed" in told.stdout
+    measured.write_text(measured.read_text().replace("12.5", "fast"))
+    wrong = CliRunner().invoke(application("profile"), ["profile", "score", str(measured), "--source", "guess"])
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert wrong.stderr.splitlines() == [
+        "--source: must be one of roofline, measured, got 'guess'",
+        "row[1].silicon_tpot_ms: should be a number, got 'fast'",
+    ]
+
+
 def test_a_fit_writes_constants_that_python_reads(measured: Path, tmp_path: Path) -> None:
     out = tmp_path / "fitted.py"
     result = CliRunner().invoke(application("profile"), ["profile", "fit", str(measured), "--out", str(out), "--json"])

@@ -1,0 +1,81 @@
+"""What the network gives to instances that span servers: each GPU's rate in their pattern, all instances at once. Pure.
+
+EP sends all-to-all among an instance's ranks, AFD from attention to FFN and back, wide TP round rings of rails. A rate
+is what a GPU has to send over the time until the instance's last flow is through, as the roofline divides by it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrrl.sim.net.fabrics.base import Fabric, Period, Stage
+from orchestrrl.sim.net.fluid import finish_routed_s
+from orchestrrl.sim.net.model import Flows, Ints, Network, Servers
+from orchestrrl.sim.net.problem import routes_of
+from orchestrrl.sim.rl.generation_fleet import Fleet
+
+# Of each GPU. Large against latencies, so that rates are those of the links.
+SENT_BYTES = 64e6
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """In the mean over instances. `extra_hop_s`: beyond what two links and one switch take."""
+
+    bytes_per_s: float  # of each GPU
+    slowest_bytes_per_s: float  # of the GPUs of the instance that gets least
+    extra_hop_s: float
+
+
+def leaves_servers(fleet: Fleet, servers: Servers) -> bool:
+    return fleet.parallelism.gpus > servers.gpus_per_server
+
+
+def pattern(fleet: Fleet, sent_bytes: float, servers: Servers) -> tuple[Flows, Ints]:
+    """What a fleet's instances send, `sent_bytes` by each GPU (under AFD, of the smaller side), and whose each flow
+    is."""
+    p = fleet.parallelism
+    if p.afd:
+        src, dst = _pairs(fleet.attention, fleet.ffn)
+        there = sent_bytes * min(p.attention_gpus, p.ffn_gpus) / (p.attention_gpus * p.ffn_gpus)
+        src, dst, each = np.hstack([src, dst]), np.hstack([dst, src]), there
+    elif p.dp > 1:
+        src, dst = _pairs(fleet.gpus, fleet.gpus)
+        other = src[0] != dst[0]  # the same places in each instance
+        src, dst, each = src[:, other], dst[:, other], sent_bytes / (p.gpus - 1)
+    else:
+        src, dst, each = fleet.gpus, np.roll(fleet.gpus, -servers.gpus_per_server, axis=1), sent_bytes
+    instance = np.repeat(np.arange(len(fleet)), src.shape[1])
+    return Flows(src.reshape(-1), dst.reshape(-1), np.full(src.size, each)), instance
+
+
+def gen_period(fleet: Fleet, servers: Servers, name: str) -> Period:
+    """Of a stretch of generation in which this fleet is deployed."""
+    demand = pattern(fleet, SENT_BYTES, servers)[0] if leaves_servers(fleet, servers) else Flows.none()
+    return Period(f"gen {name}", Stage.GEN, demand)
+
+
+def exchange(fleet: Fleet, fabric: Fabric, name: str) -> Exchange:
+    """On the fabric as it is made for this fleet alone."""
+    return exchange_on(fabric.network(gen_period(fleet, fabric.servers, name)), fleet)
+
+
+def exchange_on(network: Network, fleet: Fleet) -> Exchange:
+    servers = network.servers
+    flows, instance = pattern(fleet, SENT_BYTES, servers)
+    routes = routes_of(network, flows)
+    wire_s, latency_s = np.zeros(len(fleet)), routes.latency_s
+    np.maximum.at(wire_s, instance, finish_routed_s(network, flows, routes))
+    nearest_s = 2 * servers.propagation_s + servers.processing_s
+    return Exchange(
+        SENT_BYTES / float(wire_s.mean()),
+        SENT_BYTES / float(wire_s.max()),
+        max(0.0, float(latency_s.max()) - nearest_s),
+    )
+
+
+def _pairs(sources: Ints, destinations: Ints) -> tuple[Ints, Ints]:
+    """[instance, pair]: each source with each destination of its instance."""
+    src = np.repeat(sources, destinations.shape[1], axis=1)
+    dst = np.tile(destinations, (1, sources.shape[1]))
+    return src, dst

@@ -1,0 +1,168 @@
+"""KV that follows its requests to other instances over the fabric, or is computed again where that is sooner. Pure.
+
+A request's KV is on the GPUs of one attention replica, its heads spread evenly over them, before and after. GPUs that
+hold the same heads twice (fewer KV heads than GPUs) get one half each and copy the rest over NVLink, which takes next
+to nothing beside the network. All KV sets out at once; what an instance computes again, it computes one after another.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrrl.sim.net.fabrics.base import Fabric, Period, Stage
+from orchestrrl.sim.net.fluid import finish_routed_s
+from orchestrrl.sim.net.model import Floats, Flows, Ints, Network
+from orchestrrl.sim.net.problem import routes_of
+from planner.model import Parallelism
+from planner.problem import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The GPUs of an instance, and how it uses them."""
+
+    parallelism: Parallelism
+    gpus: Ints  # [rank]; under AFD attention before FFN
+
+    @property
+    def replicas(self) -> Ints:
+        """[attention replica, rank]"""
+        p = self.parallelism
+        held = self.gpus[: p.attention_gpus] if p.afd else self.gpus
+        return held.reshape(-1, p.tp)
+
+
+@dataclass(frozen=True, slots=True)
+class KvWish:
+    """A request that is to go on elsewhere: places in the list of homes."""
+
+    source: int
+    destination: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvMoved:
+    """What became of them."""
+
+    ready_s: Floats  # [home]: its last KV is there, over the network or computed again
+    transferred: tuple[bool, ...]  # [wish]; else computed again
+    bytes: float  # over GPUs' links
+    recomputed_tokens: int
+    flows: Flows
+
+    @property
+    def seconds(self) -> float:
+        return float(self.ready_s.max(initial=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Of all wishes: bytes from GPU to GPU, and whose they are."""
+
+    src: Ints
+    dst: Ints
+    bytes: Floats
+    wish: Ints
+
+
+def move_kv(
+    homes: Sequence[Home],
+    wishes: Sequence[KvWish],
+    kv_bytes_per_token: float,
+    prefill_tokens_per_s: Floats,  # [home]
+    fabric: Fabric,
+    transfer: Transfer | None = None,
+    name: str = "kv",
+) -> KvMoved:
+    """Whoever would have its instance's KV sooner by computing it again does so, instance by instance, and leaves the
+    network to the others. `transfer` says what computing a long context again takes; None: by the rate alone."""
+    again_s = _recompute_s(len(homes), wishes, prefill_tokens_per_s, transfer)
+    by_network = np.ones(len(homes), dtype=np.bool_)
+    shares = _shares(homes, wishes, kv_bytes_per_token)
+    ready_s, flows = again_s, Flows.none()
+    destination = np.array([wish.destination for wish in wishes], np.int64)
+    while by_network.any() and len(wishes):
+        sent = by_network[destination][shares.wish]
+        some = _Shares(shares.src[sent], shares.dst[sent], shares.bytes[sent], shares.wish[sent])
+        flows, of = _merged(some)
+        network = fabric.network(Period(f"{name} {int(by_network.sum())}", Stage.GEN, flows))
+        arrived_s = _arrived_s(network, flows, of, destination[some.wish], len(homes))
+        later = by_network & (arrived_s > again_s)
+        ready_s = np.where(by_network, arrived_s, again_s)
+        if not later.any():
+            break
+        by_network, ready_s, flows = by_network & ~later, again_s, Flows.none()
+    transferred = tuple(bool(each) for each in by_network[destination])
+    again = sum(wish.context_tokens for wish, sent in zip(wishes, transferred, strict=True) if not sent)
+    return KvMoved(ready_s, transferred, float(flows.bytes.sum()), again, flows)
+
+
+def kv_flows(homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float) -> Flows:
+    """One flow for each two GPUs."""
+    return _merged(_shares(homes, wishes, kv_bytes_per_token))[0]
+
+
+def _recompute_s(
+    homes: int, wishes: Sequence[KvWish], prefill_tokens_per_s: Floats, transfer: Transfer | None
+) -> Floats:
+    """[home]"""
+    at = np.array([wish.destination for wish in wishes], np.int64)
+    tokens = np.array([wish.context_tokens for wish in wishes], np.float64)
+    rates = prefill_tokens_per_s[at]
+    seconds = tokens / rates if transfer is None else transfer.recompute_s(tokens, rates)
+    return np.bincount(at, seconds, homes).astype(np.float64)
+
+
+def _shares(homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float) -> _Shares:
+    """Replicas of either side take the requests in turn."""
+    replicas = [home.replicas for home in homes]
+    gone, come = np.zeros(len(homes), np.int64), np.zeros(len(homes), np.int64)
+    rows: list[tuple[int, int, float, int]] = []
+    for number, wish in enumerate(wishes):
+        a, b = wish.source, wish.destination
+        source = replicas[a][gone[a] % len(replicas[a])]
+        destination = replicas[b][come[b] % len(replicas[b])]
+        gone[a] += 1
+        come[b] += 1
+        kv_bytes = wish.context_tokens * kv_bytes_per_token
+        for src, dst, share in _overlaps(source, destination):
+            if src != dst:
+                rows.append((src, dst, share * kv_bytes, number))
+    if not rows:
+        none = Flows.none()
+        return _Shares(none.src, none.dst, none.bytes, none.src)
+    from_gpu, to_gpu, size, wish_of = (np.array(each) for each in zip(*rows, strict=True))
+    return _Shares(from_gpu, to_gpu, size, wish_of)
+
+
+def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
+    """Of heads spread evenly over either side, who has what of whom; shares add up to 1."""
+    a, b = len(source), len(destination)
+    cuts = sorted({*(i * b for i in range(a + 1)), *(j * a for j in range(b + 1))})  # in parts of 1 / (a * b)
+    return [
+        (int(source[first // b]), int(destination[first // a]), (last - first) / (a * b))
+        for first, last in itertools.pairwise(cuts)
+    ]
+
+
+def _merged(shares: _Shares) -> tuple[Flows, Ints]:
+    """And which flow each share goes with."""
+    if not len(shares.src):
+        return Flows.none(), np.empty(0, np.int64)
+    ends = np.stack([shares.src, shares.dst])
+    pairs, of = np.unique(ends, axis=1, return_inverse=True)
+    of = of.reshape(-1)
+    return Flows(pairs[0], pairs[1], np.bincount(of, shares.bytes).astype(np.float64)), of
+
+
+def _arrived_s(network: Network, flows: Flows, of: Ints, destination: Ints, homes: int) -> Floats:
+    """[home]"""
+    arrived_s = np.zeros(homes)
+    if len(flows):
+        routes = routes_of(network, flows)
+        ends_s = finish_routed_s(network, flows, routes) + routes.latency_s
+        np.maximum.at(arrived_s, destination, ends_s[of])
+    return arrived_s

@@ -303,7 +303,7 @@ def parse_scenario(text: str, folder: Path = Path()) -> Scenario:
         faults += faults_of(error)
     profile, profile_faults = _read_profile(document.get("engines"), folder)
     faults += profile_faults
-    faults += _daemon_faults(document.get("daemon"))
+    faults += daemon_faults(document.get("daemon"))
     if scenario is not None:
         scenario.engines._profile = profile
         for check in _CHECKS:
@@ -331,7 +331,8 @@ def _read_profile(engines: Any, folder: Path) -> tuple[Profile | None, list[str]
         return None, [f"engines.profile: {fault}" for fault in named]
 
 
-def _daemon_faults(section: Any) -> list[str]:
+def daemon_faults(section: Any) -> list[str]:
+    """Of a daemon's configuration without its fleet."""
     if not isinstance(section, dict):
         return []  # Scenario's own check has said so, or there is none
     faults = ["daemon.fleet: follows from gpus and engines, got a section"] if "fleet" in section else []

@@ -17,6 +17,14 @@ class LoopMode(StrEnum):
     BOUNDED_STALENESS = "bounded_staleness"  # generation may be so many versions ahead of training
 
 
+class Holds(StrEnum):
+    """Who waits while new weights are on their way."""
+
+    BOTH = "both"  # the trainer sends and engines receive, and neither does anything else
+    ENGINES = "engines"  # the trainer goes on with a copy
+    NOBODY = "nobody"  # engines go on with the weights that they have, and take the new ones at their next step
+
+
 @dataclass(frozen=True, slots=True)
 class GenStage:
     """A generation step on a fabric."""

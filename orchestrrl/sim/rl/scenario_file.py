@@ -1,0 +1,150 @@
+"""Read a scenario of the cluster simulator from YAML, or say every fault in it at once, with its path and value."""
+
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from orchestrrl.documents import parse_yaml, read_text
+from orchestrrl.errors import ProblemFaults, faults_of, shorten
+from orchestrrl.profiles.store import read_profile
+from orchestrrl.sim.rl.faults import Part
+from orchestrrl.sim.rl.scenario import ClusterScenario, layout_named
+from orchestrrl.sim.scenario import daemon_faults
+from planner.fabric.shape import Impossible
+from planner.paper import PROFILES, named_profile
+from planner.profile import Profile
+
+FOLDER = "clusters"  # of the built-in ones, in orchestrrl/sim/
+SMALLEST = "cluster64"
+
+
+def load_cluster_scenario(source: str) -> ClusterScenario:
+    """The scenario in a file, or the built-in one of that name. Raises ProblemFaults with every fault."""
+    text, folder = cluster_text(source)
+    return parse_cluster_scenario(text, folder)
+
+
+def cluster_text(source: str) -> tuple[str, Path]:
+    """Of a file, or of the built-in one of that name, and the folder that its files are found from."""
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml"):
+        return read_text(path), path.parent
+    built_in = files("orchestrrl.sim").joinpath(FOLDER, f"{source}.yaml")
+    if not built_in.is_file():
+        known = ", ".join(cluster_names())
+        raise ProblemFaults([f"(scenario): is neither a .yaml file nor one of {known}, got {source!r}"])
+    return built_in.read_text(encoding="utf-8"), Path()
+
+
+def cluster_names() -> list[str]:
+    folder = files("orchestrrl.sim").joinpath(FOLDER)
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def parse_cluster_scenario(text: str, folder: Path = Path()) -> ClusterScenario:
+    """As load_cluster_scenario, from text; a profile's file is found from `folder`."""
+    document = parse_yaml(text)
+    if not isinstance(document, dict):
+        raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
+    return scenario_of(document, folder)
+
+
+def scenario_of(document: dict[Any, Any], folder: Path = Path()) -> ClusterScenario:
+    """As parse_cluster_scenario, from a document that was read already."""
+    faults: list[str] = []
+    scenario: ClusterScenario | None = None
+    try:
+        scenario = ClusterScenario.model_validate(document)
+    except ValidationError as error:
+        faults += faults_of(error)
+    profile, profile_faults = _read_profile(document.get("generation"), folder)
+    faults += profile_faults + daemon_faults(document.get("daemon"))
+    if scenario is not None:
+        scenario.generation._profile = profile
+        for check in _CHECKS:
+            faults += check(scenario)
+    if scenario is None or faults:
+        raise ProblemFaults(faults)
+    return scenario
+
+
+def _read_profile(generation: Any, folder: Path) -> tuple[Profile | None, list[str]]:
+    name = generation.get("profile") if isinstance(generation, dict) else None
+    if not isinstance(name, str) or not name:
+        return None, []
+    if name in PROFILES:
+        return named_profile(name), []
+    if Path(name).suffix not in (".yaml", ".yml", ".json"):
+        known = ", ".join(sorted(PROFILES))
+        return None, [f"generation.profile: is neither a .yaml or .json file nor one of {known}, got {name!r}"]
+    try:
+        return read_profile(folder / name), []
+    except ProblemFaults as error:
+        return None, [f"generation.profile: {fault}" for fault in error.faults]
+
+
+def _layout_faults(scenario: ClusterScenario) -> Iterable[str]:
+    part, gpus = scenario.training, scenario.cluster.train_gpus
+    without_dp = part.tp * part.cp * part.pp
+    if gpus % without_dp or (part.dp is not None and part.dp * without_dp != gpus):
+        degrees = f"tp {part.tp}, cp {part.cp}, pp {part.pp}" + (f", dp {part.dp}" if part.dp else "")
+        yield f"training: must take all of cluster.train_gpus ({gpus}), got {degrees}"
+        return
+    try:
+        scenario.train_job(scenario.loop.batch_samples or scenario.samples, 1.0)
+    except ValueError as error:
+        yield from (f"training: {fault}" for fault in str(error).split("; "))
+
+
+def _engine_layout_faults(scenario: ClusterScenario) -> Iterable[str]:
+    names = scenario.generation.layouts
+    size, most = scenario.cluster.gpus_per_server, scenario.cluster.generating
+    for index, name in enumerate(names):
+        gpus = layout_named(name).gpus
+        if gpus > most:
+            yield f"generation.layouts[{index}]: must have at most the {most} GPUs that generate, got {name!r}"
+        elif gpus > size and gpus % size:
+            yield f"generation.layouts[{index}]: must take whole servers of {size} GPUs, got {name!r}"
+    initial, profile = scenario.generation.initial, scenario.generation.profile_value
+    known = [str(engine.id) for engine in profile.configurations] if profile else list(names)
+    if initial is not None and known and initial not in known:
+        yield f"generation.initial: must be one of {', '.join(known)}, got {initial!r}"
+
+
+def _fabric_faults(scenario: ClusterScenario) -> Iterable[str]:
+    from orchestrrl.sim.net.fabrics.registry import build
+
+    titles: list[str] = []
+    for index, section in enumerate(scenario.fabrics):
+        if section.title in titles:
+            yield f"fabrics[{index}].name: is used already, got {section.title!r}"
+        titles.append(section.title)
+        try:
+            build(section.kind, scenario.servers, **section.options)
+        except Impossible as error:
+            for fault in error.faults:
+                path = "kind" if fault.parameter == "kind" else f"options.{fault.parameter}"
+                yield f"fabrics[{index}].{path}: {fault.message}, got {shorten(fault.value)}"
+
+
+def _fault_faults(scenario: ClusterScenario) -> Iterable[str]:
+    servers = scenario.servers
+    most = {Part.NIC: servers.nics, Part.SERVER: servers.count, Part.ENGINE: scenario.cluster.generating}
+    for index, fault in enumerate(scenario.faults):
+        limit = most.get(fault.fail)
+        beyond = [number for number in fault.of if limit is not None and number >= limit]
+        if beyond:
+            yield f"faults[{index}].of: must be less than {limit}, the number of {fault.fail}s, got {beyond[0]}"
+        if fault.fail not in (Part.TOR_UPLINKS, Part.POD_UPLINKS) and fault.share != 1:
+            yield f"faults[{index}].share: is of uplinks alone, got {fault.share:g}"
+
+
+_CHECKS: tuple[Callable[[ClusterScenario], Iterable[str]], ...] = (
+    _layout_faults,
+    _engine_layout_faults,
+    _fabric_faults,
+    _fault_faults,
+)

@@ -159,7 +159,8 @@ class PeerStands:
     role: str
     host: str
     attached: bool
-    engines: tuple[EngineId, ...] = ()
+    engines: tuple[EngineId, ...] = ()  # that it installs into
     versions: tuple[int, ...] = field(default=())  # that it has whole
     pod: str = ""
     tor: str = ""
+    ranks_of: tuple[EngineId, ...] = ()  # engines of several hosts that another peer installs into

@@ -57,7 +57,8 @@ def weights_of(config: Config, plane: "ControlPlane", clock: Clock, offload: Off
 def source_of(version: int, hub: PeerHub) -> str:
     """The folder of a version that engines which are started later load it from: where every peer of engines has it
     under the same path. On one machine one peer is enough for that."""
-    peers = [state.peer for state in hub.peers.values() if state.attached and (state.peer.engines or state.peer.serves)]
+    attached = [state.peer for state in hub.peers.values() if state.attached]
+    peers = [peer for peer in attached if peer.engines or peer.serves or peer.ranks_of]
     folders = {peer.folder for peer in peers}
     if len(folders) != 1 or "" in folders:
         return ""

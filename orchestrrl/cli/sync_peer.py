@@ -59,6 +59,15 @@ def peer(
             help="The same for engines that listen there; repeat for several.",
         ),
     ] = None,
+    ranks_of: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ranks-of",
+            metavar="NAME",
+            help="An engine of several hosts that has ranks on this one, too, and that another host's peer installs"
+            " into: both have the same --folder. Repeat for several.",
+        ),
+    ] = None,
     product: Annotated[str, typer.Option(help="The engines' product: vllm or simulated.")] = "vllm",
     folder: Annotated[
         str,
@@ -105,6 +114,7 @@ def peer(
         engines=engines or (),
         engines_here=engines_here,
         engines_at=engines_at or (),
+        ranks_of=ranks_of or (),
         product=product,
         folder=folder,
         host=host,

@@ -170,7 +170,7 @@ def peer_rows(peers: Sequence[PeerStands]) -> Iterator[tuple[object, ...]]:
             peer.host,
             peer.pod or None,
             peer.tor or None,
-            ", ".join(peer.engines) or None,
+            ", ".join([*peer.engines, *(f"{engine} (other ranks)" for engine in peer.ranks_of)]) or None,
             ranges(sorted(peer.versions)) or None,
             "attached" if peer.attached else "gone",
         )

@@ -481,4 +481,5 @@ def _stands(state: PeerState) -> PeerStands:
         tuple(held.version for held in peer.held if held.complete),
         peer.place.pod,
         peer.place.tor,
+        peer.ranks_of,
     )

@@ -96,8 +96,9 @@ class Seams:
 
 
 def engines_of(hub: PeerHub, peers: Iterable[PeerId]) -> list[EngineId]:
-    known = hub.peers
-    return [each.engine for peer in peers if peer in known for each in known[peer].peer.engines]
+    """Those that need what these peers hold, ranks of engines of several hosts included."""
+    told = [hub.peers[peer].peer for peer in peers if peer in hub.peers]
+    return [engine for peer in told for engine in (*(each.engine for each in peer.engines), *peer.ranks_of)]
 
 
 async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:

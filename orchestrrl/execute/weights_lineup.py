@@ -56,7 +56,8 @@ class Lineup:
         if self._is_direct:
             return set()
         idle = [id for id, peer in self._hands.attached().items() if peer.serves and not peer.engines]
-        return {*targets.values(), *(idle if self._record.report.attempt == 1 else [])}
+        hosts = {id for engine in targets for id in self._hands.hosts_of(engine)}
+        return {*hosts, *(idle if self._record.report.attempt == 1 else [])}
 
     def still_there(
         self, attempt: Attempt, targets: Mapping[EngineId, PeerId], prepared: Collection[PeerId]
@@ -70,7 +71,9 @@ class Lineup:
             peer = hands.peer_of(engine)
             if engine in targets:
                 there[engine] = targets[engine]
-            elif engine not in attempt.failed and peer is not None and peer.id in prepared and now.healthy:
+            elif (
+                engine not in attempt.failed and peer is not None and self._has_bytes(engine, prepared) and now.healthy
+            ):
                 there[engine] = peer.id
                 left_out.pop(engine, None)
                 self._record.engine(engine, EngineSync.PREPARED, "came while the version was on its way")
@@ -82,6 +85,9 @@ class Lineup:
         if not there:
             raise Failed("no_engines", "no engine is left that could have it", again=False)
         return there
+
+    def _has_bytes(self, engine: EngineId, prepared: Collection[PeerId]) -> bool:
+        return not self._hands.why_not_whole(engine) and set(self._hands.hosts_of(engine)) <= set(prepared)
 
     def targets(self, attempt: Attempt) -> dict[EngineId, PeerId]:
         """Engines that are to have it before it counts; the others are quarantined then."""
@@ -95,6 +101,8 @@ class Lineup:
                 left[engine] = self._hands.why_not_served(engine)
             elif not now.healthy:
                 left[engine] = "is not healthy"
+            elif why := "" if self._is_direct else self._hands.why_not_whole(engine):
+                left[engine] = why
             else:
                 targets[engine] = peer.id
                 self._record.engine(engine, EngineSync.WAITING)

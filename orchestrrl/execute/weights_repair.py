@@ -90,7 +90,10 @@ class Repairs:
             hands.book.step(committed.sync, "repair", [engine])
             tried = self._tried.get(engine)
             await hands.rest(engine, True, DRAIN_S, ends=tried is not None and tried.times >= DRAINS)
-            await self._bytes(peer, committed)
+            if why := hands.why_not_whole(engine):
+                raise Failed("peer_lost", f"{engine}: {why}", [engine], unchanged=True)
+            for host in hands.hosts_of(engine):
+                await self._bytes(hands.attached()[host], committed)
             if notice_others(hands):
                 await hands.rest(engine, False)
                 return False

@@ -64,6 +64,25 @@ class Hands:
         """The attached one that installs into it."""
         return self.hub.with_engine(engine)
 
+    def hosts_of(self, engine: EngineId) -> list[PeerId]:
+        """All whose bytes it needs: the one that installs into it, and those of its other hosts, attached or not."""
+        own = self.peer_of(engine)
+        others = [id for id, state in sorted(self.hub.peers.items()) if engine in state.peer.ranks_of]
+        return [*([] if own is None else [own.id]), *others]
+
+    def why_not_whole(self, engine: EngineId) -> str:
+        """Why an engine of several hosts would not get all of a version; empty: it would."""
+        own, attached = self.peer_of(engine), self.attached()
+        for id in self.hosts_of(engine) if own is not None else ():
+            if id not in attached:
+                return f"peer {id}, of another of its hosts, is not attached"
+            if own is not None and attached[id].folder != own.folder:
+                folders = f"{own.id} has {own.folder}, {id} has {attached[id].folder}"
+                return (
+                    f"its ranks are all told of one folder: start its hosts' peers with the same --folder ({folders})"
+                )
+        return ""
+
     def awaited(self) -> list[EngineId]:
         """Engines that are away for a moment: their peer has just gone, or the daemon has just been started again, and
         they had the fleet's weights before (while it has none: all)."""
@@ -75,6 +94,13 @@ class Hands:
             if not state.attached and now_s < state.heard_s + patience_s
             for each in state.peer.engines
             if each.engine in known and each.engine not in attached
+        }
+        away |= {
+            engine
+            for state in self.hub.peers.values()
+            if not state.attached and now_s < state.heard_s + patience_s
+            for engine in state.peer.ranks_of
+            if engine in known
         }
         since_s, committed = self.book.recovered_s, self.book.fleet.committed
         if since_s is not None and now_s < since_s + patience_s:

@@ -139,6 +139,7 @@ def _peer_to_pb(peer: PeerStands) -> pb.WeightsPeer:
         versions=peer.versions,
         pod=peer.pod,
         tor=peer.tor,
+        ranks_of_engine_ids=peer.ranks_of,
     )
 
 
@@ -152,4 +153,5 @@ def _peer_from_pb(message: pb.WeightsPeer) -> PeerStands:
         tuple(message.versions),
         message.pod,
         message.tor,
+        tuple(EngineId(each) for each in message.ranks_of_engine_ids),
     )

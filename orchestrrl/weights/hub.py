@@ -237,8 +237,11 @@ class PeerHub:
 
     def _faults(self, peer: Peer) -> list[str]:
         faults = [] if peer.id else ["id: must not be empty, got ''"]
-        if peer.engines and peer.role is not PeerRole.ENGINE:
+        if (peer.engines or peer.ranks_of) and peer.role is not PeerRole.ENGINE:
             faults.append(f"engines: only of peers with role engine, got role {peer.role}")
+        for place, engine in enumerate(peer.ranks_of):
+            if any(engine == each.engine for each in peer.engines):
+                faults.append(f"ranks_of[{place}]: is this peer's own engine, got {engine!r}")
         for place, each in enumerate(peer.engines):
             for other, known in self._known.items():
                 mine = {engine.engine for engine in known.state.peer.engines if not engine.given}

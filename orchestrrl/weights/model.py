@@ -171,3 +171,5 @@ class Peer:
     folder: str = ""  # on its host; a version that it has is in `vVERSION` there
     # Where engines listen that it installs into as the daemon tells it of them: HOST, HOST:PORT, or HOST:FIRST-LAST.
     serves: tuple[str, ...] = ()
+    # Engines of several hosts that another host's peer installs into, and of which ranks are on this one.
+    ranks_of: tuple[EngineId, ...] = ()

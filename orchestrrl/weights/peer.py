@@ -129,6 +129,7 @@ class PeerLink:
             self._store.held,
             folder=str(settings.folder),
             serves=settings.serves,
+            ranks_of=settings.ranks_of,
         )
 
     async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:

@@ -30,6 +30,8 @@ HELP: dict[str, str] = {
     "engines_here": "Install into all engines of this host, as the daemon tells of them: those that it starts, that are"
     " added, or that agents report. One peer of a host does.",
     "engines_at": "The same for engines that listen at HOST, HOST:PORT or HOST:FIRST-LAST; repeat for several.",
+    "ranks_of": "An engine of several hosts that has ranks on this one, too, and that another host's peer installs"
+    " into: both have the same --folder. Repeat for several.",
     "product": "The engines' product: vllm or simulated.",
     "folder": f"Where versions are held, with room for two. Default: {FOLDERS} and the peer's name.",
     "host": "Address of this host that other peers reach. Default: that of the way towards the daemon.",
@@ -50,6 +52,7 @@ HELP: dict[str, str] = {
 OPTIONS = {
     "engines": "--engine",
     "engines_at": "--engines-at",
+    "ranks_of": "--ranks-of",
     "transports": "--transport",
     "tp_ranks": "--tp-rank",
     "pp_ranks": "--pp-rank",

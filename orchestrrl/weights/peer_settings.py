@@ -38,10 +38,11 @@ class PeerSettings:
     share: Share
     ask_engines_s: float
     serves: tuple[str, ...] = ()  # where engines listen that the daemon tells it of, as Peer has it
+    ranks_of: tuple[EngineId, ...] = ()
 
     @property
     def role(self) -> PeerRole:
-        return PeerRole.ENGINE if self.engines or self.serves else PeerRole.TRAINER
+        return PeerRole.ENGINE if self.engines or self.serves or self.ranks_of else PeerRole.TRAINER
 
     @property
     def host(self) -> str:
@@ -57,6 +58,7 @@ class PeerWords:
     engines: Sequence[str] = ()
     engines_here: bool = False
     engines_at: Sequence[str] = ()
+    ranks_of: Sequence[str] = ()
     product: str = "vllm"
     folder: str = ""
     host: str = ""
@@ -101,6 +103,10 @@ def settings_of(words: PeerWords) -> PeerSettings:
     for place, word in enumerate(words.engines_at):
         _made(lambda word=word: parse_where(word), faults, f"--engines-at[{place}]", word)  # type: ignore[misc]
     address = _made(lambda: _address(words), faults)
+    for place, name in enumerate(words.ranks_of):
+        if not name or name in engines:
+            what = "must name an engine" if not name else "is this peer's own (--engine)"
+            faults.append(f"--ranks-of[{place}]: {what}, got {name!r}")
     if faults or share is None or address is None:
         raise ProblemFaults(faults)
     return PeerSettings(
@@ -115,6 +121,7 @@ def settings_of(words: PeerWords) -> PeerSettings:
         share=share,
         ask_engines_s=words.ask_engines_s,
         serves=(*(_names_here(words, address) if words.engines_here else ()), *words.engines_at),
+        ranks_of=tuple(dict.fromkeys(map(EngineId, words.ranks_of))),
     )
 
 

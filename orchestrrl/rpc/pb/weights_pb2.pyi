@@ -205,6 +205,7 @@ class WeightsPeer(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     POD_FIELD_NUMBER: _builtins.int
     TOR_FIELD_NUMBER: _builtins.int
+    RANKS_OF_ENGINE_IDS_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     role: _builtins.str
     """trainer | engine"""
@@ -218,6 +219,10 @@ class WeightsPeer(_message.Message):
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """That it has whole."""
 
+    @_builtins.property
+    def ranks_of_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines of several hosts that another peer installs into, and of which ranks are on this host."""
+
     def __init__(
         self,
         *,
@@ -229,10 +234,11 @@ class WeightsPeer(_message.Message):
         versions: _abc.Iterable[_builtins.int] | None = ...,
         pod: _builtins.str = ...,
         tor: _builtins.str = ...,
+        ranks_of_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "engine_ids", b"engine_ids", "host", b"host", "peer_id", b"peer_id", "pod", b"pod", "role", b"role", "tor", b"tor", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "engine_ids", b"engine_ids", "host", b"host", "peer_id", b"peer_id", "pod", b"pod", "ranks_of_engine_ids", b"ranks_of_engine_ids", "role", b"role", "tor", b"tor", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

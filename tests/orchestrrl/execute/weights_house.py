@@ -105,6 +105,8 @@ class FakePeer:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     serves: tuple[str, ...] = ()  # hosts of engines that it lets itself be told of
     given: set[EngineId] = field(default_factory=set)  # those that it was told of
+    ranks_of: tuple[EngineId, ...] = ()
+    folder: str = ""
 
     def peer(self) -> Peer:
         engines = tuple(EngineAt(e.id, e.url, self.installed.get(e.id), e.id in self.given) for e in self.engines)
@@ -119,7 +121,8 @@ class FakePeer:
         )
         place = Place(None, self.pod, f"{self.pod}-tor")
         ways = {"tcp": f"{self.id}:1"}
-        return Peer(self.id, self.role, f"host-{self.id}", place, ways, engines, held=held, serves=self.serves)
+        host, more = f"host-{self.id}", {"serves": self.serves, "ranks_of": self.ranks_of, "folder": self.folder}
+        return Peer(self.id, self.role, host, place, ways, engines, held=held, **more)  # type: ignore[arg-type]
 
     def attach(self) -> None:
         if self.alive and self.house.daemon is not None:

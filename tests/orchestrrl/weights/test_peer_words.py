@@ -1,0 +1,42 @@
+"""What a peer is told on its command line: all that is wrong with it at once, and what follows from the rest."""
+
+import pytest
+
+from orchestrrl.errors import ProblemFaults
+from orchestrrl.weights.model import PeerRole, Share
+from orchestrrl.weights.peer_settings import PeerWords, settings_of
+
+
+def test_all_faults_at_once() -> None:
+    words = PeerWords(
+        "a/b",
+        "nowhere",
+        engines=["e0", "e1=http://127.0.0.1:8000", "e1=http://127.0.0.1:8001"],
+        ranks_of=["e1", ""],
+        product="other",
+        folder="here",
+        host="127.0.0.1",
+        transports=["pigeon"],
+        gpu=-1,
+        pod="p",
+        tp=2,
+        tp_ranks=[2],
+        nic_gbps=-1,
+        ask_engines_s=0,
+    )
+    with pytest.raises(ProblemFaults) as raised:
+        settings_of(words)
+    named = {fault.partition(":")[0] for fault in raised.value.faults}
+    assert named == {
+        "--id", "--daemon", "--engine[0]", "--engine[2]", "--ranks-of[0]", "--ranks-of[1]", "--product", "--folder",
+        "--transport", "--gpu", "--tp, --pp, --ep", "--nic-gbps", "--ask-engines-s",
+    }  # fmt: skip
+
+
+def test_a_host_with_other_ranks_of_an_engine() -> None:
+    words = PeerWords(
+        "gen1", "unix:/run/daemon", ranks_of=["e0", "e0"], tp=16, tp_ranks=range(8, 16), folder="/weights"
+    )
+    settings = settings_of(words)
+    assert (settings.role, settings.ranks_of, settings.engines) == (PeerRole.ENGINE, ("e0",), {})
+    assert settings.share == Share(16, tuple(ranks))

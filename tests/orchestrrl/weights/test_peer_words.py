@@ -34,9 +34,9 @@ def test_all_faults_at_once() -> None:
 
 
 def test_a_host_with_other_ranks_of_an_engine() -> None:
-    words = PeerWords(
-        "gen1", "unix:/run/daemon", ranks_of=["e0", "e0"], tp=16, tp_ranks=range(8, 16), folder="/weights"
+    ranks = tuple(range(8, 16))
+    settings = settings_of(
+        PeerWords("gen1", "unix:/run/daemon", ranks_of=["e0", "e0"], tp=16, tp_ranks=ranks, folder="/weights")
     )
-    settings = settings_of(words)
     assert (settings.role, settings.ranks_of, settings.engines) == (PeerRole.ENGINE, ("e0",), {})
-    assert settings.share == Share(16, tuple(ranks))
+    assert settings.share == Share(16, ranks)

@@ -2,17 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
+from orchestrrl.engines.base import Loaded
 from orchestrrl.engines.managed import EngineLayout, Excerpt, connect_managed
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.engines.vllm_info import BEGAN_AT, ServerInfo, read_server_info
 from orchestrrl.engines.weight_backend import BACKEND
+from orchestrrl.engines.weights_conformance import write_version
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.instrument.checkpoint_files import MODEL_FILE, folder_sum
 
 PARALLEL = {
     "tensor_parallel_size": 2,
@@ -215,6 +219,19 @@ async def test_weights_are_loaded_behind_a_pause_that_drops_kv(engine: VllmEngin
     ]
     assert await engine.weight_version() == 7
     assert not fake.paused
+
+
+async def test_a_folder_whose_sum_is_known_is_looked_at_and_not_summed(
+    engine: VllmEngine, fake: FakeServer, tmp_path: Path
+) -> None:
+    assert await engine.weights.takes_sums()
+    folder = write_version(tmp_path / "v7", 7)
+    assert await engine.weights.load_weights(folder, 7) == Loaded(7, folder_sum(folder))
+    assert await engine.weights.load_weights(folder, 8, "known") == Loaded(8, "known")
+    (folder / MODEL_FILE).write_bytes(b"cut")
+    with pytest.raises(Permanent, match="cut short"):
+        await engine.weights.load_weights(folder, 9, "known")
+    assert fake.name == "8"
 
 
 async def test_a_server_that_takes_no_names_gets_its_weights_and_tells_no_version(

@@ -59,41 +59,32 @@ fabric-box: $(VENV_STAMP)  ## a site in network namespaces, its circuits switche
 sync-box: $(VENV_STAMP)  ## weights to engines in network namespaces: a tree, two stages and naive, each on circuits of its own
 	@$(BIN)/orchestrrl sync box
 
-# Tests that run side by side: those that decide and touch nothing, and those whose processes and sockets are few and
-# their own. All others would be in each other's way, and run one after the other. What is not named here is one of those.
-TESTS := tests/orchestrrl
-TOGETHER := tests/balancer tests/ocs_drivers \
-  $(addprefix $(TESTS)/,adapters bench cli instrument profiles rpc) \
-  $(filter-out %/test_watching.py,$(wildcard $(TESTS)/execute/test_*.py)) \
-  $(wildcard $(TESTS)/gateway/test_expected*.py $(TESTS)/gateway/test_relay*.py) \
-  $(addprefix $(TESTS)/gateway/test_,gate_closes.py gate_properties.py gateway_any_order.py handing.py ledger.py \
-    movable.py policy_versions.py queue.py routing.py store_pieces.py) \
-  $(wildcard $(TESTS)/test_daemon_gate*.py $(TESTS)/test_fabric_in*.py $(TESTS)/test_state*.py) \
-  $(wildcard $(TESTS)/test_sync_*.py $(TESTS)/weights/test_client_[bm]*.py) $(TESTS)/test_daemon_weights.py \
-  $(addprefix $(TESTS)/weights/test_,carry_pacing.py hub.py weight_layout.py) \
-  $(addprefix $(TESTS)/test_,convert.py daemon_loops.py daemon_policy.py enrolment.py fast_packing.py gate_state.py \
-    live_profile.py moves_without_preemption.py outlook.py plans.py roster.py site.py step_lengths.py switch_steps.py) \
-  tests/planner tests/sim
-
-# $(call tests,MARKED): the failures of both halves are told.
+# $(call tests,MARKED,FILES): side by side, the tests of a file in one process; each has ports, folders and namespaces of
+# its own. Then, one after the other, those against real vLLM, whose servers take all of a small machine to start, and
+# those marked `alone`, which depend on what else the machine does. Files begin in their order: the long ones, of
+# tests/faults, first. The failures of both halves are told.
 define tests
 	@status=0; \
-	$(BIN)/python -m pytest -m "$(1)" -n $(TEST_WORKERS) --dist loadfile $(TOGETHER) || status=1; \
-	$(BIN)/python -m pytest -m "$(1)" $(TOGETHER:%=--ignore=%) || status=1; \
+	$(BIN)/python -m pytest -m "($(1)) and not vllm and not alone" \
+	  -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(2) || status=1; \
+	$(BIN)/python -m pytest -m "($(1)) and (vllm or alone)" $(call marked,(vllm|alone)) || status=1; \
 	exit $$status
 endef
+
+# Files with tests that have the mark: most files need not be read for them.
+marked = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' tests | sort)
 
 test: $(DEV_STAMP) $(VLLM_STAMP)  ## every test but the slow ones, those against real vLLM included
 	$(call tests,not slow)
 
 test-slow: $(DEV_STAMP) $(VLLM_STAMP)  ## the slow tests: trainers, and KV between real vLLM servers
-	@$(BIN)/python -m pytest -m slow
+	$(call tests,slow,$(call marked,slow))
 
 test-fast: $(DEV_STAMP)  ## the tests that need no vLLM
 	$(call tests,not vllm and not slow)
 
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## only the tests against real vLLM
-	@$(BIN)/python -m pytest -m vllm
+	@$(BIN)/python -m pytest -m vllm $(call marked,vllm)
 
 fuzz: $(DEV_STAMP)  ## the property tests with other examples in every run (FUZZ_ROUNDS=3)
 	@for round in $$(seq $(FUZZ_ROUNDS)); do \

@@ -278,6 +278,7 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.alone  # it takes most of the ports that the kernel gives
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_ten_thousand_requests_at_once(start: Start, many_files: None, stream: bool) -> None:
     """Each on a connection of its own. Every one is answered right, and once; the gateway's memory is bounded."""

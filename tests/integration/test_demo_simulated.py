@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-TRIES = (
-    3  # a machine that stands still for seconds shows the balancer other loads than those it has, and it moves little
-)
+# A machine that stands still for seconds shows the balancer other loads than those it has, and it moves little.
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200)]
+TRIES = 3
 
 
 def demo(folder: Path, *words: str, moved: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -30,7 +30,6 @@ def demo(folder: Path, *words: str, moved: Callable[[dict[str, Any]], bool]) -> 
     raise AssertionError(f"in none of {TRIES} that much was moved: {report}")
 
 
-@pytest.mark.timeout(1200)
 def test_the_demo(tmp_path: Path) -> None:
     report = demo(tmp_path, "--seeds", "2", moved=lambda told: told["moves"] > 0 and told["tokens_recomputed"] > 0)
     assert report["requests"] == 256
@@ -42,7 +41,6 @@ def test_the_demo(tmp_path: Path) -> None:
     assert {"gather", "phase_a", "fence", "install", "resume"} <= set(synced["phases_s"])
 
 
-@pytest.mark.timeout(1200)
 def test_the_demo_of_moves_by_kv(tmp_path: Path) -> None:
     """The clock decides how many go by which method; each has what it was predicted to take."""
 

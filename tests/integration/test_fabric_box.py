@@ -16,6 +16,8 @@ from orchestrrl.box.run import Order, run_box
 from orchestrrl.box.site import SITE
 from orchestrrl.box.switches import PROTOCOLS
 
+pytestmark = pytest.mark.alone  # how fast bytes go is compared
+
 # So slow that nothing else which stands still for a moment is taken for it.
 SLOW_S = 1.5
 

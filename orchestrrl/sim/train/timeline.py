@@ -1,0 +1,80 @@
+"""An iteration as one rank sees it: its collectives over the network, and the windows between them. Pure."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from orchestrrl.sim.net.model import Floats
+from orchestrrl.sim.train.circuits import Taken
+from orchestrrl.sim.train.model import Boundary, Window
+from orchestrrl.sim.train.passes import Pass
+from orchestrrl.sim.train.pipeline import Op
+from orchestrrl.sim.train.stages import Loaded
+
+Sent = tuple[str, float, float]  # group, from, to
+
+
+def boundaries(given: Loaded, taken: Taken, rank: int, bytes_of: Mapping[str, float]) -> tuple[Boundary, ...]:
+    """Of a rank of the pipeline, ascending by their begin. `bytes_of`: what it gives in one of each kind."""
+    sent = [each for op in taken.schedule.ops[rank] for each in _of_op(given, taken, op)]
+    found = [Boundary(group, begin_s, end_s, bytes_of.get(group, 0.0)) for group, begin_s, end_s in sent]
+    if "dp" in given.crossing:
+        begin_s, end_s = taken.reduced.begin_s[rank] + taken.shift_s, taken.reduced.end_s[rank] + taken.shift_s
+        found += [
+            Boundary("dp", 0.0, taken.gather_s, bytes_of.get("dp_gather", 0.0)),
+            Boundary("dp", begin_s, end_s, bytes_of.get("dp_reduce", 0.0)),
+        ]
+    return tuple(sorted((each for each in found if each.end_s > each.begin_s), key=lambda each: each.begin_s))
+
+
+def _of_op(given: Loaded, taken: Taken, op: Op) -> list[Sent]:
+    side = int(op.backward)
+    begin_s = float(taken.schedule.begin_s[side, op.stage, op.micro]) + taken.shift_s
+    end_s = float(taken.schedule.end_s[side, op.stage, op.micro]) + taken.shift_s
+    found: list[Sent] = []
+    if "pp" in given.crossing:
+        send_s, last = given.stages.send_s, given.job.layout.stages - 1
+        if op.stage < last if op.backward else op.stage > 0:
+            found.append(("pp", *_arrived(taken, op, begin_s, send_s)))
+        if op.stage > 0 if op.backward else op.stage < last:
+            found.append(("pp", end_s, end_s + send_s))
+    each = given.passes.backward if op.backward else given.passes.forward
+    layers = given.job.stage_layers[op.stage]
+    # A first forward pass that waits for its parameters has its layers at its end.
+    first_s = begin_s + (given.head_s(op) if op.backward else end_s - begin_s - given.op_s(op))
+    starts_s = first_s + each.seconds * np.arange(layers)
+    for group, from_s, to_s in _offsets(each, given.crossing):
+        found += [(group, float(at_s + from_s), float(at_s + to_s)) for at_s in starts_s]
+    return found
+
+
+def _arrived(taken: Taken, op: Op, begin_s: float, send_s: float) -> tuple[float, float]:
+    sender = op.stage + 1 if op.backward else op.stage - 1
+    left_s = float(taken.schedule.end_s[int(op.backward), sender, op.micro]) + taken.shift_s
+    return left_s, left_s + send_s
+
+
+def _offsets(each: Pass, crossing: frozenset[str]) -> list[Sent]:
+    """Of one layer's collectives over the network, from its begin."""
+    found, at_s = [], 0.0
+    for segment in each.segments:
+        if segment.group in crossing and segment.sends_s > 0:
+            found.append((segment.group, at_s, at_s + segment.sends_s))
+        at_s += segment.seconds
+    return found
+
+
+def windows(found: tuple[Boundary, ...], least_s: float = 1e-9) -> tuple[Window, ...]:
+    """Between collectives, where none is under way."""
+    if len(found) < 2:
+        return ()
+    begin_s = np.array([each.begin_s for each in found])
+    end_s: Floats = np.array([each.end_s for each in found])
+    until_s = np.maximum.accumulate(end_s)
+    latest = np.zeros(len(found), np.int64)  # whose end `until_s` is
+    fresh = np.concatenate([[True], end_s[1:] > until_s[:-1]])
+    latest = np.maximum.accumulate(np.where(fresh, np.arange(len(found)), 0))
+    gaps = np.flatnonzero(begin_s[1:] > until_s[:-1] + least_s)
+    return tuple(
+        Window(float(until_s[i]), float(begin_s[i + 1]), found[latest[i]].group, found[i + 1].group) for i in gaps
+    )

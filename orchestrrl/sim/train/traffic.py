@@ -1,0 +1,107 @@
+"""What each group of a layout sends, all groups of a kind at once, and how often in an iteration. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from orchestrrl.sim.net import collectives
+from orchestrrl.sim.net.model import Ints, Servers
+from orchestrrl.sim.net.transfer import Transfer
+from orchestrrl.sim.train.compute import ACTIVATION_BYTES, stage_parameters
+from orchestrrl.sim.train.constants import TrainConstants
+from orchestrrl.sim.train.model import TrainJob
+from orchestrrl.sim.train.ranks import crosses, groups
+
+FORWARD_BACKWARD = ("tp", "cp", "ep", "pp")
+GRADIENTS = ("dp_reduce", "dp_gather", "expert_reduce", "expert_gather")
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One collective of one kind, in all its groups at once."""
+
+    transfer: Transfer
+    bytes: float  # that a rank gives
+    times: float  # in an iteration, each rank
+    crosses: bool  # between servers
+
+
+def traffic(job: TrainJob, servers: Servers, constants: TrainConstants) -> Mapping[str, Exchange]:
+    """By kind; kinds with one member only are left out. A ring of context parallelism counts its forward pass: the
+    backward one carries the gradients of keys and values as well, twice as much."""
+    if job.first_gpu + job.layout.gpus > servers.gpus:
+        raise ValueError(
+            f"the layout takes GPUs {job.first_gpu}..{job.first_gpu + job.layout.gpus - 1}, there are {servers.gpus}"
+        )
+    found = {**_of_passes(job, servers), **_of_gradients(job, servers, constants)}
+    return {name: found[name] for name in (*FORWARD_BACKWARD, *GRADIENTS) if name in found}
+
+
+def _of_passes(job: TrainJob, servers: Servers) -> dict[str, Exchange]:
+    model, layout, found = job.model, job.layout, {}
+    runs = job.micro_batches * model.layers / layout.pp  # of a layer, on a rank
+    passes = 3.0 if job.recompute else 2.0
+    tokens_bytes = job.micro_tokens * model.hidden * ACTIVATION_BYTES
+    if layout.tp > 1:
+        members = groups(job, "tp")
+        transfer = collectives.all_gather(members, tokens_bytes / layout.tp, servers)
+        given = tokens_bytes / layout.tp * (layout.tp - 1)
+        found["tp"] = Exchange(transfer, given, runs * passes * tp_count(job), crosses(members, servers))
+    if layout.cp > 1:
+        members = groups(job, "cp")
+        kv_heads = max(1.0, model.kv_heads / layout.tp)
+        given = (layout.cp - 1) * job.micro_tokens * 2 * kv_heads * model.head_dim * ACTIVATION_BYTES
+        found["cp"] = Exchange(_ring(members, given, servers), given, runs * (passes + 1), crosses(members, servers))
+    if layout.ep > 1:
+        members = groups(job, "ep")
+        whole = tokens_bytes / layout.tp * model.experts_per_token
+        transfer = collectives.all_to_all(members, whole, servers)
+        given = whole / layout.ep * (layout.ep - 1)
+        found["ep"] = Exchange(transfer, given, runs * passes * 2, crosses(members, servers))
+    if layout.pp > 1:
+        members, given = groups(job, "pp"), tokens_bytes / layout.tp
+        hops = 2 * job.micro_batches * (layout.stages - 1) / layout.pp
+        found["pp"] = Exchange(
+            _down(members, given, servers, around=layout.vpp > 1), given, hops, crosses(members, servers)
+        )
+    return found
+
+
+def tp_count(job: TrainJob) -> int:
+    """Collectives of tensor parallelism in a layer's pass: into and out of attention, and of what every token passes.
+    Experts are not split by it."""
+    return 4 if job.model.ffn else 2
+
+
+def _of_gradients(job: TrainJob, servers: Servers, constants: TrainConstants) -> dict[str, Exchange]:
+    found = {}
+    dense, experts = stage_parameters(job)
+    for kind, axis, parameters in (("dp", "dp_cp", dense), ("expert", "expert_dp", experts)):
+        members = groups(job, axis)
+        size = members.shape[1]
+        if size < 2 or not parameters:
+            continue
+        far = crosses(members, servers)
+        shard = parameters * constants.gradient_bytes / size
+        transfer = collectives.reduce_scatter(members, shard, servers)
+        found[f"{kind}_reduce"] = Exchange(transfer, shard * (size - 1), 1.0, far)
+        shard = parameters * constants.parameter_bytes / size
+        transfer = collectives.all_gather(members, shard, servers)
+        found[f"{kind}_gather"] = Exchange(transfer, shard * (size - 1), 1.0, far)
+    return found
+
+
+def _ring(members: Ints, given: float, servers: Servers) -> Transfer:
+    """Everyone's block goes once around, sent on as soon as it is there."""
+    steps = members.shape[1] - 1
+    pairs = np.stack([members.ravel(), np.roll(members, -1, axis=1).ravel()], axis=1)
+    once = collectives.p2p(pairs, given, servers)
+    return replace(once, rounds=once.rounds * steps, overhead_s=once.overhead_s * steps, label="cp")
+
+
+def _down(members: Ints, given: float, servers: Servers, *, around: bool) -> Transfer:
+    """From each rank of the pipeline to the next; around: from the last to the first as well."""
+    pairs = np.stack([members, np.roll(members, -1, axis=1)], axis=2)
+    pairs = pairs if around else pairs[:, :-1]
+    return collectives.p2p(pairs.reshape(-1, 2), given, servers)

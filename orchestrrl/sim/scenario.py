@@ -176,6 +176,13 @@ class EnginesSection(Section):
             raise ValueError("needs either a profile or configurations")
         return self
 
+    @classmethod
+    def of(cls, profile: Profile, **options: Any) -> "EnginesSection":
+        """Of a profile that is there already."""
+        section = cls(profile=profile.model, **options)
+        section._profile = profile
+        return section
+
     @property
     def profile_value(self) -> Profile | None:
         """The profile that `profile` names, with its curves."""

@@ -4,7 +4,8 @@ What stays: the planner with its forecast, gate and costs as the daemon asks it,
 schedulers, switches and their seconds. What is left out, against `sim gen`: agents, gateway, journal and operations.
 Telemetry is never late or old, moves and stops are carried out in no time, requests are first routed by KV room instead
 of one by one, plans are not corrected by how earlier ones came out, and nothing fails. With a `KvNetwork`, KV goes over
-the fabric when engines change; moves between engines that stay are computed again.
+the fabric when engines change, and is there at once where single requests move between engines that stay; without one
+it is computed again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,6 +89,7 @@ class FastStep:
     tokens_recomputed: int = 0
     preemptions: int = 0
     plans: int = 0
+    fleet: str = ""  # at its end, in words
 
     @property
     def makespan_s(self) -> float:
@@ -134,6 +136,7 @@ class _FastFleet:
             next_fast_s += fast_s if self._now_s >= next_fast_s else 0.0
             next_slow_s += slow_s if self._now_s >= next_slow_s else 0.0
         step.finish_s.sort()
+        step.fleet = _words(self._engines.values())
         busy_gpu_s, preemptions = self._counts()
         step.busy_gpu_s, step.preemptions = busy_gpu_s - before[0], preemptions - before[1]
         self._planning.lengths.step_ended(tuple(self._finished))
@@ -216,13 +219,13 @@ class _FastFleet:
         self._settling = bool(decision.moves)
         if isinstance(decision.verdict, Act):
             for move in decision.moves:
-                self._move(move.request, move.to_engine, step, prefilled=False)
+                self._move(move.request, move.to_engine, step, prefilled=self._kv_network is not None)
 
     def _carry_out(self, plan: Plan, step: FastStep, started_s: float) -> None:
         """Engines that go are stopped at once; new ones answer when they are up and their KV is there."""
         before = _words(self._engines.values())
         new = [each for each in plan.instances if not each.kept]
-        kv = self._kv(plan.instances) if new and self._kv_network is not None else None
+        kv = self._kv(plan.instances) if self._kv_network is not None else None
         kept = {each.id for each in plan.instances if each.kept}
         stopped = {id: self._engines.pop(id) for id in sorted(self._engines) if id not in kept}
         self._past += stopped.values()
@@ -230,7 +233,7 @@ class _FastFleet:
         ready_s = {each.id: self._now_s + kinds[each.configuration].profile.switch_s for each in new}
         up_s = max(ready_s.values(), default=self._now_s)
         for each in new:
-            own_s = ready_s[each.id] + (kv.ready_s.get(each.gpus, 0.0) if kv else 0.0)
+            own_s = ready_s[each.id] + (kv.ready_s.get(each.gpus, 0.0) if kv else 0.0)  # the others' KV delays nobody
             self._engines[each.id] = LiveEngine.start(each.id, kinds[each.configuration], each.gpus, own_s)
         for each in plan.instances:
             for request in each.requests:
@@ -251,12 +254,10 @@ class _FastFleet:
         running = {each.id for engine in self._engines.values() for each in engine.scheduler.running}
         leaving = []
         for each in instances:
-            if each.kept:
-                continue
             kind = self._run.kinds[each.configuration]
             for request in each.requests:
                 live = self._live.get(request)
-                if live is None or request not in running:
+                if live is None or live.engine == each.id or request not in running:
                     continue
                 source = self._engines[live.engine]
                 leaving.append(

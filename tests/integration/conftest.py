@@ -21,6 +21,10 @@ pytest.register_assert_rewrite(
 REPOSITORY = Path(__file__).parents[2]
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 VLLM_PLUGIN = Path(__file__).parent / "vllm_plugin"
+# A weight-transfer backend that broadcasts over gloo: servers have it beside the ways that need none.
+GLOO_PLUGIN = Path(__file__).parent / "gloo_plugin"
+GLOO_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"}
+GLOO_ARGUMENTS = ("--weight-transfer-config", '{"backend": "gloo_for_tests"}')
 TINY_MODEL_SCRIPT = REPOSITORY / "orchestrrl" / "engines" / "tiny_model.py"
 
 MAX_NUM_SEQS = 4
@@ -111,9 +115,10 @@ async def _start(name: str, model: Path, log_dir: Path, slow_steps: str = SLOW_S
         model=model,
         log_dir=log_dir,
         max_num_seqs=MAX_NUM_SEQS,
-        arguments=(*VLLM_ARGUMENTS, "--logits-processors", "slow_steps:SlowSteps"),
+        arguments=(*VLLM_ARGUMENTS, "--logits-processors", "slow_steps:SlowSteps", *GLOO_ARGUMENTS),
         environment={
-            "PYTHONPATH": str(Path(__file__).parent / "vllm_plugin"),
+            "PYTHONPATH": f"{VLLM_PLUGIN}:{GLOO_PLUGIN}",
             "ORCHESTRRL_TEST_SLOW_STEPS": slow_steps,
+            **GLOO_ENVIRONMENT,
         },
     )

@@ -4,7 +4,7 @@ backend over gloo: all of the way but NCCL."""
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,48 +12,25 @@ import pytest
 from orchestrrl.bench.weights_vllm import peers_beside
 from orchestrrl.demo.scenario import load_scenario
 from orchestrrl.demo.stack import Stack, orchestrrl
-from orchestrrl.deployers.attended import LocalEngine, start_vllm
+from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.engines.weights_conformance import PROMPT, TOKENS
 from orchestrrl.sync_reports import SYNC, EngineSync, SyncReport, SyncState
-from tests.integration.conftest import MAX_NUM_SEQS, REPOSITORY, VLLM_ARGUMENTS, VLLM_PYTHON
+from tests.integration.conftest import GLOO_ENVIRONMENT, GLOO_PLUGIN, REPOSITORY, VLLM_PYTHON, as_they_were
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-PLUGIN = Path(__file__).parent / "gloo_plugin"
 PUBLISHED_WITHIN_S = 240.0
-ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"}
-
-
-@pytest.fixture
-async def servers(tiny_model: Path, tmp_path: Path) -> AsyncIterator[list[LocalEngine]]:
-    async def start(name: str) -> LocalEngine:
-        return await start_vllm(
-            name,
-            python=VLLM_PYTHON,
-            model=tiny_model,
-            log_dir=tmp_path,
-            max_num_seqs=MAX_NUM_SEQS,
-            arguments=(*VLLM_ARGUMENTS, "--weight-transfer-config", json.dumps({"backend": "gloo_for_tests"})),
-            environment={
-                "PYTHONPATH": str(PLUGIN),
-                **ENVIRONMENT,
-            },
-        )
-
-    engines = list(await asyncio.gather(start("direct-0"), start("direct-1")))
-    yield engines
-    await asyncio.gather(*(engine.stop() for engine in engines))
 
 
 async def published(stack: Stack, folders: Sequence[Path]) -> list[SyncReport]:
     """Each as a version, in one trainer's process."""
     process = await asyncio.create_subprocess_exec(
-        *(str(VLLM_PYTHON), str(PLUGIN / "publish_directly.py"), stack.daemon_address, json.dumps(list(PROMPT))),
+        *(str(VLLM_PYTHON), str(GLOO_PLUGIN / "publish_directly.py"), stack.daemon_address, json.dumps(list(PROMPT))),
         *map(str, folders),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{REPOSITORY}:{PLUGIN}", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, **GLOO_ENVIRONMENT, "PYTHONPATH": f"{REPOSITORY}:{GLOO_PLUGIN}", "HF_HUB_OFFLINE": "1"},
     )
     try:
         told, log = await asyncio.wait_for(process.communicate(), PUBLISHED_WITHIN_S)
@@ -78,11 +55,13 @@ async def answers(servers: Sequence[LocalEngine]) -> list[tuple[int | None, tupl
 
 
 async def test_one_broadcast_into_two_servers(
-    servers: list[LocalEngine], tiny_model: Path, other_weights: Path, tmp_path: Path
+    vllm_servers: tuple[LocalEngine, ...], tiny_model: Path, other_weights: Path, tmp_path: Path
 ) -> None:
+    servers = vllm_servers
     (_, own), (_, same) = await answers(servers)
     assert own == same
     async with (
+        as_they_were(servers, tiny_model),
         orchestrrl(load_scenario("vllm"), "vllm", servers, tmp_path) as stack,
         peers_beside(stack, servers, tmp_path),
     ):

@@ -1,0 +1,190 @@
+"""A generation step over sockets in virtual time: engines and gateway over HTTP, daemon and agent over gRPC.
+
+All are the real ones, in one process and on one clock. Time goes on only while the daemon's view of the fleet is fresh,
+so that a slow machine makes a step longer to wait for, and not another one."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from orchestrrl.agent.health import Limits as AgentLimits
+from orchestrrl.agent.sidecar import Agent
+from orchestrrl.clock import VirtualClock
+from orchestrrl.config import Config, EngineSettings, Listen
+from orchestrrl.control_plane import ControlPlane
+from orchestrrl.engines.base import connect
+from orchestrrl.engines.simulated import SimulatedServer
+from orchestrrl.engines.simulated_options import SimulatedOptions
+from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.link import GatewayLink
+from orchestrrl.gateway.relay import Limits
+from orchestrrl.gateway.server import Server as GatewayServer
+from orchestrrl.journal import Journal
+from orchestrrl.loops import run_loops
+from orchestrrl.operations import Route
+from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.switches import SwitchesService
+from orchestrrl.sim.scenario import ControlSection
+from planner.model import EngineHealth, EngineId, NodeId
+
+TICK_S = 0.1  # virtual
+FRESH_WITHIN_S = 240.0  # real: a deadline for what hangs
+NO_END_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request. How long its answer will be, its engine knows by itself."""
+
+    id: str
+    group: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    to: int | None = None  # an engine's place; None: the gateway's choice
+
+
+@dataclass(slots=True)
+class HttpStep:
+    """Virtual seconds from the step's beginning."""
+
+    finish_s: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    moves: int = 0
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.finish_s.values())
+
+
+@dataclass(slots=True)
+class House:
+    """What runs, and its clock. `fresh_s`: how old the daemon's view may be."""
+
+    clock: VirtualClock
+    engines: list[SimulatedServer]
+    gateway_url: str = ""
+    plane: ControlPlane | None = None
+    fresh_s: float = NO_END_S
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    async def pass_time(self, until: Callable[[], bool]) -> None:
+        while not until():
+            await self.clock.advance(TICK_S)
+            async with asyncio.timeout(FRESH_WITHIN_S):
+                await asyncio.sleep(0.001)
+                while not self._fresh():
+                    await asyncio.sleep(0.001)
+            for task in self.tasks:
+                if task.done():
+                    task.result()
+
+    def _fresh(self) -> bool:
+        if self.plane is None:
+            return True
+        age_s = self.plane.state.snapshot(self.clock.now_s()).inputs_age_s
+        return age_s is None or age_s <= self.fresh_s
+
+    async def run_step(self, prompts: Sequence[Prompt]) -> HttpStep:
+        """All are sent at once."""
+        step, started_s = HttpStep(), self.clock.now_s()
+        moved = 0 if self.plane is None else self.plane.state.totals.moves_done
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+
+            async def ask(prompt: Prompt) -> None:
+                url = self.gateway_url if prompt.to is None else self.engines[prompt.to].url
+                body = {"prompt": list(prompt.prompt_ids), "max_tokens": prompt.max_tokens, "return_token_ids": True}
+                headers = {"X-Request-Id": prompt.id, "X-Group-Id": prompt.group}
+                async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+                    answer = await response.json()
+                    assert response.status == 200, answer
+                step.finish_s[prompt.id] = self.clock.now_s() - started_s
+                step.tokens[prompt.id] = len(answer["choices"][0]["token_ids"])
+
+            asking = [asyncio.create_task(ask(prompt)) for prompt in prompts]
+            await self._all_accepted(len(prompts))
+            await self.pass_time(lambda: all(task.done() for task in asking))
+            await asyncio.gather(*asking)
+        if self.plane is not None:
+            step.moves = self.plane.state.totals.moves_done - moved
+        return step
+
+    async def _all_accepted(self, count: int) -> None:
+        """Before time goes on."""
+        async with asyncio.timeout(FRESH_WITHIN_S):
+            while sum(engine.runtime.running + engine.runtime.waiting for engine in self.engines) < count:
+                await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def engines(options: SimulatedOptions, count: int) -> AsyncIterator[House]:
+    """Engines alone."""
+    clock = VirtualClock()
+    async with AsyncExitStack() as stack:
+        started = [await stack.enter_async_context(SimulatedServer(options, clock=clock)) for _ in range(count)]
+        yield House(clock, started)
+
+
+@asynccontextmanager
+async def controlled(
+    options: SimulatedOptions, count: int, config: Config, control: ControlSection, folder: Path
+) -> AsyncIterator[House]:
+    """Engines with an agent, a gateway and a daemon, as `orchestrrl daemon`, `agent` and `gateway` wire them."""
+    async with engines(options, count) as house, AsyncExitStack() as stack:
+        clock, ids = house.clock, [EngineId(f"e{index}") for index in range(count)]
+        journal = stack.enter_context(Journal(folder / "journal.sqlite", clock.now_s()))
+        plane = ControlPlane(_with_engines(config, house.engines), journal, clock)
+        plane.plans.pin("engines stay as they are", 0.0)
+        server = await Server.start(plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
+        stack.push_async_callback(server.stop, 0.5)
+        stack.push_async_callback(plane.close, 0.0)
+        fleet = Fleet(lambda url: connect("simulated", url), clock=clock)
+        stack.push_async_callback(fleet.close)
+        gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(stall_s=NO_END_S), clock=clock)
+        door = GatewayServer(gateway)
+        house.gateway_url = gateway.url = await door.start("127.0.0.1", 0)
+        stack.push_async_callback(door.close)
+        gateway.set_routes(
+            tuple(Route(id, each.url, EngineHealth.OK) for id, each in zip(ids, house.engines, strict=True))
+        )
+        clients = {id: connect("simulated", each.url) for id, each in zip(ids, house.engines, strict=True)}
+        for client in clients.values():
+            stack.push_async_callback(client.close)
+        agent = Agent(
+            NodeId("agent"),
+            clients,
+            server.address,
+            clock=clock,
+            rng=random.Random(1),
+            interval_s=control.scrape_interval_s,
+            limits=AgentLimits(rate_window_s=control.rate_window_s),
+        )
+        link = GatewayLink(gateway, server.address, report_interval_s=control.report_interval_s, clock=clock)
+        works: list[Awaitable[Any]] = [agent.run(), link.run(), gateway.watch(), run_loops(plane, clock)]
+        house.tasks = [asyncio.ensure_future(work) for work in works]
+        stack.push_async_callback(_end, house.tasks)
+        house.plane, house.fresh_s = plane, max(control.scrape_interval_s, control.report_interval_s) + 2 * TICK_S
+        await house.pass_time(lambda: plane.state.snapshot(clock.now_s()).inputs_age_s is not None)
+        yield house
+
+
+def _with_engines(config: Config, servers: Sequence[SimulatedServer]) -> Config:
+    (configuration,) = config.fleet.configurations
+    told = tuple(
+        EngineSettings(id=f"e{place}", url=server.url, configuration=configuration.id, gpus=(place,))
+        for place, server in enumerate(servers)
+    )
+    return config.model_copy(update={"fleet": config.fleet.model_copy(update={"engines": told})})
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

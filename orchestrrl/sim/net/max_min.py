@@ -13,17 +13,16 @@ from orchestrrl.sim.net.problem import Problem, problem_of, reduced, routes_of
 def rates(network: Network, flows: Flows, *, weight: Floats | None = None, cap: Floats | None = None) -> Floats:
     """[flow], bytes/s, all being under way: 0 over a link without capacity, inf over no link at all. `weight` [flow]:
     rates are raised in proportion to it; `cap` [flow], bytes/s: no flow takes more."""
-    level = levels(problem_of(network, routes_of(network, flows), weight, cap), weight)
+    level = levels(problem_of(network, routes_of(network, flows), weight, cap))
     return level if weight is None else level * weight
 
 
-def levels(problem: Problem, key: Floats | None = None) -> Floats:
+def levels(problem: Problem) -> Floats:
     """[row]. Rows that nothing tells apart are solved once."""
     if not problem.rows:
         return np.empty(0)
-    small = reduced(problem, np.zeros(problem.rows) if key is None else key)
-    rows = np.arange(small.problem.rows)
-    each = small.problem
+    small = reduced(problem, np.zeros(problem.rows))
+    each, rows = small.problem, np.arange(small.problem.rows)
     return np.asarray(filled(each.capacity, each.begin, each.link, each.load, rows)[small.of])
 
 

@@ -55,8 +55,17 @@ def problem_of(network: Network, routes: Routes, weight: Floats | None = None, c
     """Rows are levels: a flow's rate is its level times its weight. A flow that wishes no more than `cap` bytes/s (inf:
     as much as it gets) has a link of its own of that capacity."""
     load = routes.share if weight is None else routes.share * np.repeat(weight, np.diff(routes.begin))
-    plain = Problem(network.capacity_bytes_per_s, routes.begin, routes.link, load)
+    plain = _taken(Problem(network.capacity_bytes_per_s, routes.begin, routes.link, load))
     return plain if cap is None else _capped(plain, cap, np.ones_like(cap) if weight is None else weight)
+
+
+def _taken(problem: Problem) -> Problem:
+    """Without entries of no load: of a link that is full they take nothing, and it shall not hold them up."""
+    if bool(np.all(problem.load > 0)):
+        return problem
+    taken = problem.load > 0
+    begin = np.concatenate(([0], np.cumsum(taken)))[problem.begin]
+    return Problem(problem.capacity, begin, problem.link[taken], problem.load[taken])
 
 
 def _capped(problem: Problem, cap: Floats, weight: Floats) -> Problem:

@@ -1,0 +1,126 @@
+"""When flows end that begin together: those that are done leave their room to the others, and rates are max-min fair at
+every moment. Pure."""
+
+import numpy as np
+from numba import njit
+
+from orchestrrl.sim.net.max_min import filled
+from orchestrrl.sim.net.model import Floats, Flows, Ints, Network, Routes
+from orchestrrl.sim.net.problem import problem_of, reduced, routes_of
+
+TOLERANCE = 1e-3
+
+
+def finish_s(network: Network, flows: Flows, *, tolerance: float = TOLERANCE) -> Floats:
+    """[flow], seconds; all begin at 0, and those that are done leave their room to others. inf: over a link without
+    capacity. Flows that end within `tolerance` of the time since the beginning of each other are taken in one go, so
+    that a link stays at most that share of its bytes behind."""
+    return finish_routed_s(network, flows, routes_of(network, flows), tolerance=tolerance)
+
+
+def finish_routed_s(network: Network, flows: Flows, routes: Routes, *, tolerance: float = TOLERANCE) -> Floats:
+    if not len(flows):
+        return np.empty(0)
+    small = reduced(problem_of(network, routes), flows.bytes)
+    each, size = small.problem, flows.bytes[small.first]
+    return np.asarray(_finish(each.capacity, each.begin, each.link, each.load, size, tolerance)[small.of])
+
+
+@njit(cache=True)
+def _finish(capacity: Floats, begin: Ints, link: Ints, load: Floats, size: Floats, tolerance: float) -> Floats:
+    end_s = np.zeros(len(size))
+    part, parts = parts_of(len(capacity), begin, link)
+    order = np.argsort(part, kind="mergesort")
+    name = np.full(len(capacity), -1, np.int64)
+    at = 0
+    for p in range(parts):
+        first = at
+        while at < len(order) and part[order[at]] == p:
+            at += 1
+        rows = order[first:at]
+        _finish_part(capacity, begin, link, load, size, tolerance, rows, name, end_s)
+    return end_s
+
+
+@njit(cache=True)
+def parts_of(links: int, begin: Ints, link: Ints) -> tuple[Ints, int]:
+    """[row], its part: those of different parts share no link, neither do those between them."""
+    up = np.arange(links)
+    for r in range(len(begin) - 1):
+        for e in range(begin[r] + 1, begin[r + 1]):
+            a, b = _root(up, link[begin[r]]), _root(up, link[e])
+            up[max(a, b)] = min(a, b)
+    number = np.full(links, -1, np.int64)
+    part, parts = np.empty(len(begin) - 1, np.int64), 0
+    for r in range(len(begin) - 1):
+        if begin[r] == begin[r + 1]:
+            part[r] = -1
+            continue
+        root = _root(up, link[begin[r]])
+        if number[root] < 0:
+            number[root] = parts
+            parts += 1
+        part[r] = number[root]
+    for r in range(len(begin) - 1):
+        if part[r] < 0:
+            part[r] = parts  # behind all: they take no time
+    return part, parts
+
+
+@njit(cache=True)
+def _root(up: Ints, i: int) -> int:
+    while up[i] != i:
+        up[i] = up[up[i]]
+        i = up[i]
+    return i
+
+
+@njit(cache=True)
+def _finish_part(
+    capacity: Floats,
+    begin: Ints,
+    link: Ints,
+    load: Floats,
+    size: Floats,
+    tolerance: float,
+    rows: Ints,
+    name: Ints,
+    end_s: Floats,
+) -> None:
+    """Writes `end_s` of the rows. Links are numbered anew: a small part shall not pay for all of the network."""
+    row_begin = np.zeros(len(rows) + 1, np.int64)
+    for i in range(len(rows)):
+        row_begin[i + 1] = row_begin[i] + begin[rows[i] + 1] - begin[rows[i]]
+    my_link, my_load = np.empty(row_begin[-1], np.int64), np.empty(row_begin[-1])
+    links = np.empty(row_begin[-1], np.int64)
+    known = 0
+    for i in range(len(rows)):
+        for k in range(row_begin[i + 1] - row_begin[i]):
+            e = begin[rows[i]] + k
+            if name[link[e]] < 0:
+                name[link[e]] = known
+                links[known] = link[e]
+                known += 1
+            my_link[row_begin[i] + k], my_load[row_begin[i] + k] = name[link[e]], load[e]
+    room = capacity[links[:known]]
+    left, now_s = size[rows], 0.0
+    active = np.flatnonzero(left > 0)
+    while len(active) > 0:
+        rate = filled(room, row_begin, my_link, my_load, active)
+        ends = np.full(len(active), np.inf)
+        for i in range(len(active)):
+            if rate[i] > 0:
+                ends[i] = now_s + left[active[i]] / rate[i]
+        limit = ends.min() * (1.0 + tolerance)
+        if limit == np.inf:
+            end_s[rows[active]] = np.inf
+            return
+        until = now_s
+        for i in range(len(active)):
+            if ends[i] <= limit:
+                end_s[rows[active[i]]] = ends[i]
+                until = max(until, ends[i])
+        for i in range(len(active)):
+            left[active[i]] -= rate[i] * (until - now_s)
+        active = active[ends > limit]
+        now_s = until

@@ -6,15 +6,12 @@ is a function of the weights, so each token of an answer says which version it i
 
 import asyncio
 import contextlib
-import itertools
 import json
 import signal
-import struct
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,9 @@ import aiohttp
 import psutil
 import yaml
 from front import until
-from publishing_trainer import content
+from versioned_requests import Clients, ask
 
-from orchestrrl.engines.simulated_tokens import TokenModel
-from orchestrrl.engines.simulated_weights import read_weights
 from orchestrrl.errors import OrchestrRLError
-from orchestrrl.instrument.checkpoint_files import MODEL_FILE
 from orchestrrl.journal import Entry, JournalReader, Kind
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.convert_weights import report_from_pb, status_from_pb
@@ -38,8 +32,6 @@ from tests.orchestrrl.gateway.processes import free_port
 HERE = Path(__file__).parent
 ENGINES = {"gen0": ("e0", "e1"), "gen1": ("e2",)}
 SPEED = 3.0  # of engines: 6 ms a token
-CLIENTS = 6
-TOKENS = 150
 CHUNK_BYTES = 64 * 1024
 PROMPT = [7, 8, 9]
 ASKED_S = 10.0  # an engine, past the gateway
@@ -176,35 +168,11 @@ class Trainer:
         return word
 
 
-@dataclass
-class Told:
-    """An answer and which version generated which of its tokens."""
-
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    versions: list[int | None] = field(default_factory=list)  # of each token
-    ends: int = 0
-
-    def add(self, event: dict[str, Any]) -> None:
-        """A whole answer, or an event of a stream."""
-        for choice in event["choices"]:
-            ids = choice.get("token_ids") or []
-            self.tokens += ids
-            for span in choice.get("policy_versions", ()):
-                assert span["start"] == len(self.versions)
-                self.versions += [span["version"]] * (span["end"] - span["start"])
-            if "policy_version" in choice:
-                self.versions += [choice["policy_version"]] * len(ids)
-            self.ends += choice["finish_reason"] is not None
-
-
 class House:
     """`folder` is its own, and empty."""
 
     def __init__(self, folder: Path, *load: str) -> None:
         self.folder = folder
-        self._numbers = itertools.count(1)
-        self._models: dict[int, TokenModel] = {}
         self.version = 0  # published last
         config, address = folder / "orchestrrl.yaml", f"127.0.0.1:{free_port()}"
         self._journal = folder / "journal.sqlite"
@@ -230,6 +198,7 @@ class House:
             "agent", ["agent", "--daemon", address, "--engine", "simulated", *named], folder, says=False
         )
         self.gateway_url = f"http://127.0.0.1:{free_port()}"
+        self.clients = Clients(self.gateway_url, folder)
         listens = ["--listen", self.gateway_url.removeprefix("http://"), "--daemon", address, "--id", "gateway"]
         kept = ["--ledger", str(folder / "ledger"), "--drain-s", "0", "--engine-kind", "simulated"]
         routed = [word for each in of for word in ("--engine", each)]
@@ -332,13 +301,10 @@ class House:
         return version, ""
 
     def tokens(self, version: int, context: Sequence[int], count: int) -> list[int]:
-        """What engines say that have this version."""
-        if version not in self._models:
-            folder = self.folder / f"reference-{version}"
-            write_reference(folder, version)
-            self._models[version] = TokenModel(weights_seed=read_weights(folder).seed)
-        generation = self._models[version].begin(context)
-        return [generation.next_token()[0] for _ in range(count)]
+        return self.clients.tokens(version, context, count)
+
+    def requests(self, unknown: int | None = None) -> contextlib.AbstractAsyncContextManager[None]:
+        return self.clients.requests(unknown)
 
     # --- the daemon's word
 
@@ -378,96 +344,3 @@ class House:
             status = await client.ask(client.control.GetStatus, control_pb2.GetStatusRequest())
         well = (telemetry_pb2.ENGINE_HEALTH_OK, telemetry_pb2.ENGINE_HEALTH_SLOW)
         return {worker.engine_id for worker in status.workers if worker.health in well}
-
-    # --- requests
-
-    @contextlib.asynccontextmanager
-    async def requests(self, unknown: int | None = None) -> AsyncIterator[None]:
-        """Some are in flight as long as this is not left. Then all have ended, none is lost, and each token is of the
-        version that its answer says. Of `unknown` are tokens where nobody could tell the gateway which it is."""
-        leaving = asyncio.Event()
-        begun = [asyncio.Event() for _ in range(CLIENTS)]
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
-            asking = [
-                asyncio.create_task(self._client(http, leaving, each, n, unknown)) for n, each in enumerate(begun)
-            ]
-            try:
-                await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), 60)
-                yield
-                leaving.set()
-                await asyncio.wait_for(asyncio.gather(*asking), 120)
-            finally:
-                for each in asking:
-                    each.cancel()
-
-    async def _client(
-        self,
-        http: aiohttp.ClientSession,
-        leaving: asyncio.Event,
-        begun: asyncio.Event,
-        place: int,
-        unknown: int | None,
-    ) -> None:
-        while not leaving.is_set():
-            number = next(self._numbers)
-            prompt = [1000 + number % 20_000, 2000 + place, 2001]
-            begun.set()
-            while True:
-                try:
-                    told = await ask(http, self.gateway_url, prompt, TOKENS, stream=place % 2 == 0, id=f"q{number}")
-                    break
-                except aiohttp.ClientError:  # the gateway was killed: who asks comes back, as trainers do
-                    await asyncio.sleep(0.1)
-            self.check(told, f"q{number}", unknown)
-
-    def check(self, told: Told, name: str, unknown: int | None = None) -> None:
-        """Every token once, and each of the version that it is said to be of."""
-        assert (len(told.tokens), told.ends) == (TOKENS, 1), name
-        assert len(told.versions) == TOKENS, name
-        start = 0
-        for said, span in itertools.groupby(told.versions):
-            version = unknown if said is None else said
-            assert version is not None, f"{name}: nobody knows of which version token {start} is"
-            end = start + len(list(span))
-            wanted = self.tokens(version, told.prompt + told.tokens[:start], end - start)
-            assert told.tokens[start:end] == wanted, f"{name}: tokens {start} to {end} are not of version {version}"
-            start = end
-
-
-async def ask(
-    http: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int, *, stream: bool, id: str = ""
-) -> Told:
-    body = {"prompt": prompt, "max_tokens": tokens, "stream": stream, "temperature": 0, "ignore_eos": True}
-    more = {"return_policy_versions": True} if id else {}
-    headers = {"X-Request-Id": id} if id else {}
-    told = Told(prompt)
-    url += "/v1/completions"
-    async with http.post(url, json={**body, **more, "return_token_ids": True}, headers=headers) as response:
-        assert response.status == 200, await response.text()
-        if not stream:
-            told.add(await response.json())
-            return told
-        done = False
-        async for line in response.content:
-            done = done or line == b"data: [DONE]\n"
-            if line.startswith(b"data: {"):
-                told.add(json.loads(line[len(b"data: ") :]))
-        if not done:
-            raise aiohttp.ClientPayloadError("the stream broke off")
-    return told
-
-
-def write_reference(folder: Path, seed: int) -> None:
-    """The same version as a checkpoint, made without any of what brings it."""
-    header, data = {}, b""
-    for name, array in sorted(content(seed).items()):
-        raw = array.tobytes()
-        header[name] = {
-            "dtype": "F32",
-            "shape": list(array.shape),
-            "data_offsets": [len(data), len(data) + len(raw)],
-        }
-        data += raw
-    text = json.dumps(header).encode()
-    folder.mkdir()
-    (folder / MODEL_FILE).write_bytes(struct.pack("<Q", len(text)) + text + data)

@@ -1,0 +1,114 @@
+"""A switch of parallelism on real processes while the fleet has a published version: the engines that it starts have
+it before they get a request, a daemon that dies in the middle does not change that, and the next version comes to all.
+"""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from front import until
+from switching_house import NARROW, WIDE
+from switching_house import House as Switching
+from syncing_house import Marked, Trainer
+from versioned_requests import Clients
+
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.convert_weights import status_from_pb
+from orchestrrl.rpc.pb import control_pb2, weights_pb2
+from orchestrrl.sync_reports import WeightsStatus
+
+DONE = ("done", "done", "")
+
+
+class House(Switching):
+    """With a trainer, its host's peer, and one peer for all engines that the daemon starts."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.peers = [self._peer("train0"), self._peer("gen0", "--engines-here", "--ask-engines-s", "0.5")]
+        self.trainer = Trainer(self.daemon_address, folder, folder / "weights-train0")
+        self.version = 0
+
+    def _peer(self, name: str, *more: str) -> Marked:
+        words = ["sync", "peer", "--id", name, "--daemon", self.daemon_address, "--transport", "tcp"]
+        words += ["--folder", str(self.folder / f"weights-{name}"), "--product", "simulated", "--host", "127.0.0.1"]
+        return Marked(name, [*words, *more], self.folder, says=False)
+
+    async def open(self) -> None:
+        await super().open()
+        await asyncio.gather(*(peer.start() for peer in self.peers), self.trainer.start())
+        self.clients = Clients(self.gateway.address, self.folder)
+
+    async def close(self) -> None:
+        self.trainer.kill()
+        for peer in self.peers:
+            peer.end()
+        await super().close()
+
+    async def publish(self) -> None:
+        """The next version, brought to all engines."""
+        self.version += 1
+        self.trainer.publish(self.version)
+        assert await self.trainer.over(self.version) == DONE
+        await self.all_have_it()
+
+    async def all_have_it(self) -> None:
+        """By what each engine says, the peer, and the gate."""
+        wanted = dict.fromkeys(await self.engines(), self.version)
+
+        async def so() -> bool:
+            status, gate = await self.weights(), await self.ask("GetGate", control_pb2.GetGateRequest())
+            served = {engine for peer in status.peers for engine in peer.engines}
+            told = {each.engine_id: each.policy_version for each in gate.engines}
+            return (status.committed, set(served), told) == (self.version, wanted.keys(), wanted)
+
+        await until(so, 0.1)
+        assert (await self.weights()).quarantined == ()
+
+    async def weights(self) -> WeightsStatus:
+        async with ControlClient(self.daemon_address) as client:
+            return status_from_pb(await client.ask(client.weights.GetWeights, weights_pb2.GetWeightsRequest()))
+
+
+@pytest.fixture(scope="module")
+def whole_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    house = House(tmp_path_factory.mktemp("switching"))
+    try:
+        asyncio.run(house.open())
+        yield house
+    finally:
+        asyncio.run(house.close())
+
+
+@pytest.fixture
+async def house(whole_house: House) -> House:
+    """Narrow, with a version."""
+    whole_house.unmark()
+    await whole_house.become(NARROW)
+    await whole_house.publish()
+    return whole_house
+
+
+async def test_new_engines_begin_with_the_fleets_version(house: House) -> None:
+    async with house.clients.requests():
+        report = await house.until_over(await house.begin(WIDE))
+        assert report.state == "done", report.detail
+        await house.routed(house.gateway)
+        await house.all_have_it()
+        await house.publish()
+
+
+@pytest.mark.slow
+async def test_the_daemon_is_killed_in_the_switch(house: House) -> None:
+    async with house.clients.requests():
+        house.mark(kind="start", state="done")
+        switch = await house.begin_and_die(WIDE)
+        assert house.daemon.process.returncode == -signal.SIGKILL
+        await house.daemon.start()
+        report = await house.until_over(switch)
+        assert report.state in ("done", "rolled_back"), report.detail
+        await house.routed(house.gateway)
+        await house.all_have_it()
+        await house.publish()

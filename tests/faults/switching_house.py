@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import aiohttp
 import psutil
 import yaml
-from front import Question, check, session, until
+from front import WITHIN_S, Question, check, session, until
 
 from orchestrrl.clock import WallClock
 from orchestrrl.config import load_config
@@ -30,7 +31,7 @@ from orchestrrl.deployers.conformance import RANGE, free_range
 from orchestrrl.deployers.local_processes import Found, find_processes
 from orchestrrl.deployers.local_records import Logs
 from orchestrrl.deploying import deployer_of
-from orchestrrl.errors import OrchestrRLError
+from orchestrrl.errors import OrchestrRLError, Permanent
 from orchestrrl.journal import Entry, JournalReader, Kind
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -226,7 +227,17 @@ class House:
             return await client.ask(getattr(client.control, method), request)
 
     async def begin(self, targets: Targets) -> str:
-        """A switch; its id. Raises what the daemon refuses it with."""
+        """A switch; its id. Raises what the daemon refuses it with, who may wind up the one before for a moment."""
+        deadline_s = time.monotonic() + WITHIN_S
+        while True:
+            try:
+                return await self._begin(targets)
+            except Permanent as refusal:
+                if "another change of the deployment" not in str(refusal) or time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(0.1)
+
+    async def _begin(self, targets: Targets) -> str:
         wanted = [control_pb2.SwitchTarget(configuration=name, engines=count) for name, count in targets]
         order = control_pb2.SwitchDeploymentRequest(targets=wanted, reason="the test says so")
         async with ControlClient(self.daemon_address) as client:

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from front import Front, Question, check, session, start_engine, until
+from front import WITHIN_S, Front, Question, check, session, start_engine, until
 
 from orchestrrl.client import Client, Patience
 from orchestrrl.deployers.attended import LocalEngine
@@ -275,7 +275,8 @@ async def test_a_full_disk_stops_nothing(engines: list[LocalEngine], tmp_path: P
 
 async def test_the_trainers_client_gets_its_answers_from_the_restarted_gateway(front: Restarts) -> None:
     questions = asked(900, 6)
-    patience = Patience(connect_s=2.0, probe_first_s=0.05, probe_cap_s=0.2, watch_s=0.1)
+    # However long it takes to start, nobody passes it by.
+    patience = Patience(connect_s=2.0, probe_first_s=0.05, probe_cap_s=0.2, watch_s=0.1, restart_s=WITHIN_S)
     async with Client(front.url, [engine.url for engine in front.engines], patience=patience) as client:
         before = await front.generated()
         asking = [asyncio.create_task(client.complete(question.body, request_id=question.id)) for question in questions]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from hashlib import sha256
 from typing import Protocol
 
 from orchestrrl.sim.net.model import Flows, Network, Servers
@@ -22,6 +23,14 @@ class Period:
     id: str
     stage: Stage
     demand: Flows  # bytes that are expected in it
+
+    @classmethod
+    def of(cls, name: str, stage: Stage, demand: Flows) -> "Period":
+        """With an id that no other demand has."""
+        digest = sha256()
+        for each in (demand.src, demand.dst, demand.bytes):
+            digest.update(each.tobytes())
+        return cls(f"{name} {digest.hexdigest()[:16]}", stage, demand)
 
     def __hash__(self) -> int:
         return hash(self.id)

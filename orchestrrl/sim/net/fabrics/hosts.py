@@ -17,6 +17,7 @@ from orchestrrl.sim.net.model import Floats, Ints, Routes, Servers, Tier
 
 Bools = NDArray[np.bool_]
 Shares = Mapping[int, float] | None
+Between = Callable[[Rows, Ints], Floats]  # adds the links of some legs; the seconds that passing them takes
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,20 @@ class Hosts:
         return begin, np.array([nic for row in rows for nic in row], np.int64)
 
     def lay(self, wiring: Wiring, ports: Ints) -> int:
-        """NVLink, 0 to 2 * gpus: out of each GPU, into each. Then NICs: up to the node `ports[nic]`, down from it.
-        Returns the number of NIC 0's link up."""
-        servers, gpus, nics = self.servers, np.arange(self.servers.gpus), np.arange(self.servers.nics)
-        switch = servers.nics + gpus // servers.gpus_per_server
-        wiring.lay(Tier.NVLINK, servers.nvlink_bytes_per_s, servers.nic_of(gpus), switch)
-        wiring.lay(Tier.NVLINK, servers.nvlink_bytes_per_s, switch, servers.nic_of(gpus))
-        capacity = np.where(self.nic_works, servers.nic_bytes_per_s, 0.0)
+        """`lay_nvlink`, then NICs: up to the node `ports[nic]`, down from it. Returns the number of NIC 0's link up."""
+        nics = np.arange(self.servers.nics)
+        self.lay_nvlink(wiring)
+        capacity = np.where(self.nic_works, self.servers.nic_bytes_per_s, 0.0)
         first = wiring.lay(Tier.NIC, capacity, nics, ports)
         wiring.lay(Tier.NIC, capacity, ports, nics)
         return first
+
+    def lay_nvlink(self, wiring: Wiring) -> None:
+        """The links 0 to 2 * gpus: out of each GPU, into each."""
+        servers, gpus = self.servers, np.arange(self.servers.gpus)
+        switch = servers.nics + gpus // servers.gpus_per_server
+        wiring.lay(Tier.NVLINK, servers.nvlink_bytes_per_s, servers.nic_of(gpus), switch)
+        wiring.lay(Tier.NVLINK, servers.nvlink_bytes_per_s, switch, servers.nic_of(gpus))
 
     def server_of(self, gpus: Ints) -> Ints:
         return gpus // self.servers.gpus_per_server
@@ -97,10 +102,13 @@ class Hosts:
             if down.any():
                 raise ValueError(f"GPU {gpus[down][0]} is in a server that failed")
 
-    def legs(self, src: Ints, dst: Ints) -> Legs:
+    def legs(self, src: Ints, dst: Ints, direct: Bools | None = None) -> Legs:
+        """`direct` [flow]: those that leave the server by a circuit of its own, as if they stayed inside."""
         self.check(src, dst)
         servers, flow = self.servers, np.arange(len(src))
         inside = self.server_of(src) == self.server_of(dst)
+        if direct is not None:
+            inside |= direct
         src_nic, dst_nic = self._nic(src), self._nic(dst)
         if self.rails:  # to the destination's rail first
             src_nic = src_nic - src_nic % servers.nics_per_server + dst_nic % servers.nics_per_server
@@ -140,19 +148,20 @@ class Hosts:
             chosen if nics is legs.dst_nic else legs.dst_nic[owner],
         )
 
-    def routes(self, legs: Legs, first_up: int, between: Callable[[Rows, Ints], Floats]) -> Routes:
-        """`between` adds the links from NICs' links up to NICs' links down, of the legs that it is given, and says
-        what passing them takes beside the propagation of the NICs' own: seconds [of those legs]."""
+    def routes(self, legs: Legs, first_up: int, between: Between, direct: Between | None = None) -> Routes:
+        """`between`: from NICs' links up to NICs' links down, without the propagation of the NICs' own. `direct`: from
+        server to server, of legs without NICs."""
         rows = Rows(legs.flow, legs.share)
-        outside = np.flatnonzero(legs.src_nic != NO_NIC)
-        latency_s = self._nvlink(rows, np.flatnonzero(legs.src_nic == NO_NIC), legs.src, legs.dst)
-        handed = outside[self.servers.nic_of(legs.src[outside]) != legs.src_nic[outside]]
-        latency_s += self._nvlink(rows, handed, legs.src, self._beside(legs.src_nic))
+        inside, outside = np.flatnonzero(legs.src_nic == NO_NIC), np.flatnonzero(legs.src_nic != NO_NIC)
+        latency_s = np.zeros(len(legs))
+        rows.add(inside, legs.src[inside])
+        latency_s[inside] = self.servers.propagation_s + (0.0 if direct is None else direct(rows, inside))
+        rows.add(inside, self.servers.gpus + legs.dst[inside])
+        latency_s += self._handed(rows, outside, legs.src, legs.src_nic, out=True)
         rows.add(outside, first_up + legs.src_nic[outside])
         latency_s[outside] += 2 * self.servers.propagation_s + between(rows, outside)
         rows.add(outside, first_up + self.servers.nics + legs.dst_nic[outside])
-        handed = outside[self.servers.nic_of(legs.dst[outside]) != legs.dst_nic[outside]]
-        latency_s += self._nvlink(rows, handed, self._beside(legs.dst_nic), legs.dst)
+        latency_s += self._handed(rows, outside, legs.dst, legs.dst_nic, out=False)
         return rows.routes(latency_s)
 
     def _beside(self, nics: Ints) -> Ints:
@@ -161,9 +170,12 @@ class Hosts:
         per_nic = self.servers.gpus_per_server // self.servers.nics_per_server
         return np.asarray(server * self.servers.gpus_per_server + place * per_nic)
 
-    def _nvlink(self, rows: Rows, legs: Ints, src: Ints, dst: Ints) -> Floats:
-        rows.add(legs, src[legs])
-        rows.add(legs, self.servers.gpus + dst[legs])
+    def _handed(self, rows: Rows, legs: Ints, gpus: Ints, nics: Ints, out: bool) -> Floats:
+        """Over NVLink between a GPU and the first one beside the NIC that it uses, where that is not its own."""
+        legs = legs[self.servers.nic_of(gpus[legs]) != nics[legs]]
+        one, other = (gpus, self._beside(nics)) if out else (self._beside(nics), gpus)
+        rows.add(legs, one[legs])
+        rows.add(legs, self.servers.gpus + other[legs])
         latency_s = np.zeros(len(rows.flow))
         latency_s[legs] = self.servers.propagation_s
         return latency_s

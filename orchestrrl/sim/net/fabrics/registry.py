@@ -5,9 +5,12 @@ from collections.abc import Callable, Mapping
 
 from orchestrrl.sim.net.fabrics.base import Fabric
 from orchestrrl.sim.net.fabrics.fat_tree import fat_tree
+from orchestrrl.sim.net.fabrics.mixnet import mixnet
 from orchestrrl.sim.net.fabrics.options import refuse
 from orchestrrl.sim.net.fabrics.oversubscribed import oversubscribed
 from orchestrrl.sim.net.fabrics.rail_optimized import rail_optimized
+from orchestrrl.sim.net.fabrics.rfabric import rfabric
+from orchestrrl.sim.net.fabrics.topoopt import topoopt
 from orchestrrl.sim.net.model import Servers
 from planner.fabric.shape import Fault
 
@@ -15,6 +18,9 @@ KINDS: Mapping[str, Callable[..., Fabric]] = {
     "fat_tree": fat_tree,
     "oversubscribed": oversubscribed,
     "rail_optimized": rail_optimized,
+    "topoopt": topoopt,
+    "mixnet": mixnet,
+    "rfabric": rfabric,
 }
 
 

@@ -1,5 +1,6 @@
 """Put links together, and the rows of routes over them. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,11 +18,14 @@ class Wiring:
 
     def lay(self, tier: Tier, bytes_per_s: Floats | float, tail: Ints | int, head: Ints | int) -> int:
         """Links from nodes to nodes. Returns the number of the first."""
-        first = len(self._tier)
         capacity, tails, heads = np.broadcast_arrays(np.asarray(bytes_per_s, dtype=np.float64), tail, head)
-        self._capacity.append(capacity.ravel())
-        self._tier += [tier] * capacity.size
-        self._ends.append(np.stack([tails.ravel(), heads.ravel()], axis=1).astype(np.int64))
+        return self.lay_each([tier] * capacity.size, capacity.ravel(), tails.ravel(), heads.ravel())
+
+    def lay_each(self, tiers: Sequence[Tier], bytes_per_s: Floats, tail: Ints, head: Ints) -> int:
+        first = len(self._tier)
+        self._capacity.append(bytes_per_s)
+        self._tier += tiers
+        self._ends.append(np.stack([tail, head], axis=1).astype(np.int64))
         return first
 
     def capacity(self) -> Floats:

@@ -62,7 +62,7 @@ sync-box: $(VENV_STAMP)  ## weights to engines in network namespaces: a tree, tw
 # $(call tests,MARKED,FILES): side by side, the tests of a file in one process; each has ports, folders and namespaces of
 # its own. Then, one after the other, those against real vLLM, whose servers take all of a small machine to start, and
 # those marked `alone`, which depend on what else the machine does. Files begin in their order: the long ones, of
-# tests/faults, first. The failures of both halves are told.
+# tests/docs and tests/faults, first. The failures of both halves are told.
 define tests
 	@status=0; \
 	$(BIN)/python -m pytest -m "($(1)) and not vllm and not alone" \

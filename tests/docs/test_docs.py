@@ -16,7 +16,7 @@ import pytest
 from orchestrrl.config import EXAMPLE, load_config
 from tests.orchestrrl.gateway.processes import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 WITHIN_S = 120.0
 

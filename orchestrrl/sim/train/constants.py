@@ -15,17 +15,19 @@ SMS_OF_OTHERS = 132
 class TrainConstants:
     """Efficiencies are shares of the data sheet's rate.
 
-    gemm: 792 of 989 TFLOPS at the best shape of an H100 SXM (table "Maximum Achievable Matmul FLOPS" of
-    github.com/stas00/ml-engineering, compute/accelerator). Other shapes lose to waves that are not full and to
-    `kernel_s`, in which a kernel starts and drains: both together give XLA's measured table of an H100
-    (openxla/xla, service/gpu/model/matmul_interpolator_data.h) within a quarter for inner sizes of 512 and more.
+    gemm: an H100 reaches about 720 of 989 TFLOPS in the shapes of Llama 70B's training (SemiAnalysis, "MI300X vs H100
+    vs H200 Benchmark Part 1: Training", December 2024); its best shape 792 (table "Maximum Achievable Matmul FLOPS" of
+    github.com/stas00/ml-engineering). Other shapes lose to waves that are not full and to `kernel_s`, in which a
+    kernel starts and drains: with both, XLA's measured table of an H100 (openxla/xla,
+    service/gpu/model/matmul_interpolator_data.h) is met within a third from inner sizes of 512 on, large ones within a
+    tenth.
     attention: cuDNN's fused attention on an H100, head size 128, causal (FlashAttention-3, arXiv 2407.08608, figures 5
     and 6): 410, 484, 518, 539 TFLOPS forward at 1k, 2k, 4k, 16k tokens; backward 408, 465, 499, 516 without a mask,
     0.85 of that with one, as forward. A curve efficiency * s / (s + half_tokens) passes through them.
     hbm: 3.0 of 3.35 TB/s copying on an H100 SXM; kernels that change what they copy reach a little less.
     """
 
-    gemm_efficiency: float = 0.80
+    gemm_efficiency: float = 0.74
     kernel_s: float = 4e-6
     attention_forward_efficiency: float = 0.55
     attention_backward_efficiency: float = 0.46
@@ -41,7 +43,9 @@ class TrainConstants:
     bucket_parameters: float = 40e6  # a bucket is sent once it is complete (Megatron: the larger of this and 1e6 * dp)
     overlap_gradients: bool = True  # --overlap-grad-reduce: with the last micro-batch's backward
     overlap_parameters: bool = True  # --overlap-param-gather: with the first micro-batch's forward
-    tp_hidden_share: float = 0.0  # of tensor parallelism's collectives (--tp-comm-overlap)
+    # Of tensor parallelism's collectives. Megatron reduces beside the product for weights' gradients, a quarter of
+    # them, where CUDA_DEVICE_MAX_CONNECTIONS=1 keeps their order; --tp-comm-overlap hides more.
+    tp_hidden_share: float = 0.0
     ep_hidden_share: float = 0.0  # of the experts' all-to-all (--overlap-moe-expert-parallel-comm)
 
     def __post_init__(self) -> None:

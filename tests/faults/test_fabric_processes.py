@@ -13,6 +13,8 @@ from orchestrrl.instrument.rings import Reader, list_rings
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 
+pytestmark = pytest.mark.alone  # windows are foretold from how regularly processes work
+
 ENOUGH = 4  # commits
 
 

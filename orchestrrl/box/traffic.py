@@ -32,6 +32,7 @@ class Flow:
     sink: Ends
     window_bytes: int | None = None  # that the receiver lets be under way; None: as the kernel sees fit
     most_bytes: float = float("inf")
+    congestion: str | None = None  # control, e.g. "reno"; None: the kernel's default
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     retransmitted: int = 0  # segments, so far
 
@@ -44,6 +45,8 @@ class Flow:
         ):
             if self.window_bytes is not None:
                 door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self.window_bytes)
+            if self.congestion is not None:
+                out.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode())
             door.bind((self.sink[1], port))
             door.listen(1)
             out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

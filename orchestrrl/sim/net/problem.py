@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from orchestrrl.sim.net.model import Floats, Flows, Ints, Network, Routes
 
@@ -55,17 +56,16 @@ def problem_of(network: Network, routes: Routes, weight: Floats | None = None, c
     """Rows are levels: a flow's rate is its level times its weight. A flow that wishes no more than `cap` bytes/s (inf:
     as much as it gets) has a link of its own of that capacity."""
     load = routes.share if weight is None else routes.share * np.repeat(weight, np.diff(routes.begin))
-    plain = _taken(Problem(network.capacity_bytes_per_s, routes.begin, routes.link, load))
+    plain = Problem(network.capacity_bytes_per_s, routes.begin, routes.link, load)
+    plain = _taken(plain, load > 0)  # of a link that is full they take nothing, and it shall not hold them up
     return plain if cap is None else _capped(plain, cap, np.ones_like(cap) if weight is None else weight)
 
 
-def _taken(problem: Problem) -> Problem:
-    """Without entries of no load: of a link that is full they take nothing, and it shall not hold them up."""
-    if bool(np.all(problem.load > 0)):
+def _taken(problem: Problem, entries: NDArray[np.bool_]) -> Problem:
+    if bool(np.all(entries)):
         return problem
-    taken = problem.load > 0
-    begin = np.concatenate(([0], np.cumsum(taken)))[problem.begin]
-    return Problem(problem.capacity, begin, problem.link[taken], problem.load[taken])
+    begin = np.concatenate(([0], np.cumsum(entries)))[problem.begin]
+    return Problem(problem.capacity, begin, problem.link[entries], problem.load[entries])
 
 
 def _capped(problem: Problem, cap: Floats, weight: Floats) -> Problem:
@@ -79,8 +79,15 @@ def _capped(problem: Problem, cap: Floats, weight: Floats) -> Problem:
     )
 
 
+def bounding(problem: Problem) -> Problem:
+    """Without entries of links that can never be full, as a non-blocking fabric's above its NICs."""
+    holds = _bounding(problem.capacity, problem.begin, problem.link, problem.load)
+    return _taken(problem, holds[problem.link])
+
+
 def reduced(problem: Problem, key: Floats) -> Reduced:
     """With rows put together that nothing tells apart; `key` [row] tells apart as well."""
+    problem = bounding(problem)
     found, of, link_class = _refine(problem.capacity, problem.begin, problem.link, problem.load, key, MAX_ROUNDS, WORTH)
     if found < 0:
         every = np.arange(problem.rows)
@@ -101,6 +108,63 @@ def _firsts(classes: Ints, count: int) -> Ints:
     first = np.empty(count, np.int64)
     first[classes[::-1]] = np.arange(len(classes) - 1, -1, -1)
     return first
+
+
+@njit(cache=True)
+def _bounding(capacity: Floats, begin: Ints, link: Ints, load: Floats) -> NDArray[np.bool_]:
+    """[link], whether it may be full. Each row's tightest link stays; of another the most that it can get is the sum
+    of what its rows' tightest links let through. Rows have two tightest ones where a path begins and ends at NICs
+    alike: links going up are seldom full because of the first, those going down because of the last."""
+    may = np.zeros(len(capacity), np.bool_)
+    first, last = _tightest(capacity, begin, link, load)
+    for entries in (first, last):
+        for e in entries:
+            if e >= 0:
+                may[link[e]] = True
+    most = np.minimum(_most(capacity, begin, link, load, first), _most(capacity, begin, link, load, last))
+    return may | (most > capacity * (1 + 1e-9))
+
+
+@njit(cache=True)
+def _tightest(capacity: Floats, begin: Ints, link: Ints, load: Floats) -> tuple[Ints, Ints]:
+    """[row] entries, the first and the last of equals; -1: there are none."""
+    first, last = np.full(len(begin) - 1, -1, np.int64), np.full(len(begin) - 1, -1, np.int64)
+    for r in range(len(begin) - 1):
+        least = np.inf
+        for e in range(begin[r], begin[r + 1]):
+            level = capacity[link[e]] / load[e]
+            if level < least * (1 - 1e-9) or first[r] < 0:
+                least = level
+                first[r] = e
+            if level <= least * (1 + 1e-9):
+                last[r] = e
+    return first, last
+
+
+@njit(cache=True)
+def _most(capacity: Floats, begin: Ints, link: Ints, load: Floats, tightest: Ints) -> Floats:
+    """[link], bytes/s that its rows' tightest links let through to it."""
+    rows, links = len(begin) - 1, len(capacity)
+    at = np.zeros(links + 1, np.int64)
+    for r in range(rows):
+        if tightest[r] >= 0:
+            at[link[tightest[r]] + 1] += 1
+    start = np.cumsum(at)
+    at, order = start.copy(), np.empty(start[-1], np.int64)
+    for r in range(rows):
+        if tightest[r] >= 0:
+            order[at[link[tightest[r]]]] = r
+            at[link[tightest[r]]] += 1
+    most, seen, ratio = np.zeros(links), np.full(links, -1, np.int64), np.zeros(links)
+    for r in order:
+        through = link[tightest[r]]
+        for e in range(begin[r], begin[r + 1]):
+            i, here = link[e], load[e] / load[tightest[r]]
+            known = ratio[i] if seen[i] == through else 0.0
+            if here > known:
+                most[i] += capacity[through] * (here - known)
+                seen[i], ratio[i] = through, here
+    return most
 
 
 @njit(cache=True)

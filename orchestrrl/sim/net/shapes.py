@@ -165,20 +165,16 @@ def tree_depth(count: int) -> int:
 def pairs(shape: Shape, by_rail: bool) -> Pattern:
     """From every rank to every other, part 1 each. `by_rail`: to another server it goes over the NIC of the rail that
     the receiver is on, by way of the GPU beside it, if that is in the group (PXN)."""
-    beside = {}
-    for rank in reversed(range(shape.ranks)):
-        beside[shape.server[rank], shape.nic[rank]] = rank
-    rows: list[tuple[tuple[int, int], float]] = []
-    for a in range(shape.ranks):
-        for b in range(shape.ranks):
-            if a == b:
-                continue
-            by = beside.get((shape.server[a], shape.nic[b]), a) if by_rail else a
-            if shape.server[a] == shape.server[b] or shape.nic[a] == shape.nic[b] or by == a:
-                rows.append(((a, b), 1.0))
-            else:
-                rows += [((a, by), 1.0), ((by, b), 1.0)]
-    return _summed(rows)
+    server, nic = np.unique(shape.server, return_inverse=True)[1], np.array(shape.nic)
+    beside = np.full((server.max() + 1, nic.max() + 1), -1)
+    beside[server[::-1], nic[::-1]] = np.arange(shape.ranks - 1, -1, -1)
+    a, b = (each.ravel() for each in np.indices((shape.ranks, shape.ranks)))
+    a, b = a[a != b], b[a != b]
+    by = beside[server[a], nic[b]]
+    hands = (server[a] != server[b]) & (nic[a] != nic[b]) & (by >= 0) & by_rail
+    src, dst = np.concatenate((a, by[hands])), np.concatenate((np.where(hands, by, b), b[hands]))
+    both, where = np.unique(src * shape.ranks + dst, return_inverse=True)
+    return Pattern(both // shape.ranks, both % shape.ranks, np.bincount(where).astype(np.float64))
 
 
 def _summed(rows: list[tuple[tuple[int, int], float]]) -> Pattern:

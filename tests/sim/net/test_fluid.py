@@ -51,7 +51,7 @@ def flows_of(size: list[Fraction]) -> Flows:
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_ends_are_those_of_exact_events(case: tuple[list[Fraction], Rows, list[Fraction]]) -> None:
     capacity, rows, size = case
     expected = [float(end) for end in fair_ends(capacity, rows, size)]
@@ -61,7 +61,7 @@ def test_ends_are_those_of_exact_events(case: tuple[list[Fraction], Rows, list[F
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_flows_that_come_together_end_as_if_nobody_had_looked(
     case: tuple[list[Fraction], Rows, list[Fraction]],
 ) -> None:
@@ -77,12 +77,12 @@ def test_flows_that_come_together_end_as_if_nobody_had_looked(
 
 
 @given(cases(), st.lists(st.integers(0, 3), min_size=8, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_flows_that_come_at_any_time_send_what_small_steps_do(
     case: tuple[list[Fraction], Rows, list[Fraction]], begin: list[int], capped: list[bool]
 ) -> None:
     capacity, rows, size = case
-    network, step_s, until_s = listed(capacity, rows), 1 / 64, 6.0
+    network, step_s, until_s = listed(capacity, rows), 1 / 32, 6.0
     flows, cap = flows_of(size), np.where(capped, 0.5, np.inf)[: len(size)]
     left, now_s = flows.bytes.copy(), 0.0
     while now_s < until_s:

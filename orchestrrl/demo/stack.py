@@ -17,7 +17,7 @@ from orchestrrl.demo.scenario import ENGINES, Scenario, SyncSection
 from orchestrrl.deployers.attended import LocalEngine, start_simulated, start_vllm
 from orchestrrl.errors import Permanent
 
-READY_WITHIN_S = 60.0
+READY_WITHIN_S = 120.0
 STOP_WITHIN_S = 10.0
 LOG_TAIL_LINES = 15
 GPUS_PER_ENGINE = 2

@@ -52,7 +52,7 @@ def pattern(fleet: Fleet, sent_bytes: float, servers: Servers) -> tuple[Flows, I
 def gen_period(fleet: Fleet, servers: Servers, name: str) -> Period:
     """Of a stretch of generation in which this fleet is deployed."""
     demand = pattern(fleet, SENT_BYTES, servers)[0] if leaves_servers(fleet, servers) else Flows.none()
-    return Period(f"gen {name}", Stage.GEN, demand)
+    return Period.of(f"gen {name}", Stage.GEN, demand)
 
 
 def exchange(fleet: Fleet, fabric: Fabric, name: str) -> Exchange:

@@ -75,7 +75,6 @@ def move_kv(
     prefill_tokens_per_s: Floats,  # [home]
     fabric: Fabric,
     transfer: Transfer | None = None,
-    name: str = "kv",
 ) -> KvMoved:
     """Whoever would have its instance's KV sooner by computing it again does so, instance by instance, and leaves the
     network to the others. `transfer` says what computing a long context again takes; None: by the rate alone."""
@@ -88,7 +87,7 @@ def move_kv(
         sent = by_network[destination][shares.wish]
         some = _Shares(shares.src[sent], shares.dst[sent], shares.bytes[sent], shares.wish[sent])
         flows, of = _merged(some)
-        network = fabric.network(Period(f"{name} {int(by_network.sum())}", Stage.GEN, flows))
+        network = fabric.network(Period.of("KV", Stage.GEN, flows))
         arrived_s = _arrived_s(network, flows, of, destination[some.wish], len(homes))
         later = by_network & (arrived_s > again_s)
         ready_s = np.where(by_network, arrived_s, again_s)

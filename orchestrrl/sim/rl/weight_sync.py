@@ -1,0 +1,176 @@
+"""A weight version from the trainer's GPUs to every engine's, on a fabric: circuits, then step by step as flows. Pure.
+
+The plan is the product's own (planner/sync_tree), over servers as its peers are; what it takes is the network's word,
+not the plan's estimate. Where the fabric has circuits, they are set for all of the plan at once, or anew for each wave
+that wants others: whichever is sooner.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrrl.sim.net.fabrics.base import Fabric, Period, Stage
+from orchestrrl.sim.net.fluid import finish_routed_s
+from orchestrrl.sim.net.model import Flows, Network, Servers
+from orchestrrl.sim.net.problem import routes_of
+from orchestrrl.sim.rl.generation_fleet import Fleet
+from orchestrrl.sim.rl.model import SyncStage
+from orchestrrl.sim.rl.weight_sync_flows import Step, naive_steps, tree_steps, two_stage_steps
+from orchestrrl.sim.rl.weight_sync_shards import ServerShard, shards_of
+from orchestrrl.sim.rl.weight_sync_site import Site, site_of
+from orchestrrl.sim.train.model import TrainJob
+from planner.sync_tree.model import Shard, SyncProblem
+from planner.sync_tree.plan import make_plan
+
+SCHEMES = ("tree", "naive", "two_stage")
+CHUNK_BYTES = 64 << 20  # that a server passes on while the rest is still coming
+HOP_S = 5e-6  # for the plan alone
+GBPS = 8e-9  # gigabits of a byte
+MOST_WAVES = 24  # that circuits are tried anew for: working them out takes its time
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of steps on a fabric."""
+
+    circuits_s: float
+    crossing_s: float  # phase A: until the last bytes have come from other PoDs
+    inside_s: float  # phase B, beyond that
+
+    @property
+    def seconds(self) -> float:
+        return self.circuits_s + self.crossing_s + self.inside_s
+
+
+Timing = Callable[[Sequence[Step], Fabric, Period | None], Timed]
+
+
+def sync_stage(
+    job: TrainJob,
+    fleets: Sequence[Fleet],
+    fabric: Fabric,
+    scheme: str = "tree",
+    *,
+    bits: int = 16,
+    before: Period | None = None,
+) -> SyncStage:
+    """To the engines of all `fleets`. `before`: what circuits are set for when it begins; None: as they are at rest.
+    Raises ValueError for a scheme that is not known, and where a layout cannot divide the model."""
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    servers = fabric.servers
+    shards = shards_of(job, fleets, servers.gpus_per_server, bits)
+    site = site_of(fabric.network(None))
+    steps = steps_of(scheme, shards, site, servers, fabric.reconfigures_s)
+    timed = min((timing(steps, fabric, before) for timing in _ways(fabric, steps)), key=lambda each: each.seconds)
+    return SyncStage(
+        seconds=timed.seconds,
+        phases_s={"circuits": timed.circuits_s, "phase A": timed.crossing_s, "phase B": timed.inside_s},
+        bytes=sum(float(step.flows.bytes[_outside(step.flows, servers)].sum()) for step in steps),
+        bound_s=bound_s(shards, site),
+    )
+
+
+def steps_of(
+    scheme: str, shards: Sequence[ServerShard], site: Site, servers: Servers, wave_s: float = 0.0
+) -> list[Step]:
+    gpus = servers.gpus_per_server
+    if scheme == "naive":
+        return naive_steps(shards, site, gpus)
+    if scheme == "two_stage":
+        return two_stage_steps(shards, site, gpus)
+    plan = make_plan(problem_of(shards, site, servers), wave_s=wave_s)
+    return tree_steps(plan, shards, gpus)
+
+
+def problem_of(shards: Sequence[ServerShard], site: Site, servers: Servers) -> SyncProblem:
+    """Servers are endpoints; a PoD's budget is how many NICs' worth leaves it."""
+    link_bytes_per_s = servers.nic_bytes_per_s
+    return SyncProblem(
+        link_gbps=link_bytes_per_s * GBPS,
+        pods=tuple(f"pod{number}" for number in range(site.pods)),
+        boundary_circuits=np.floor(site.pod_bytes_per_s / link_bytes_per_s + 1e-6).astype(np.int64),
+        tors=tuple(f"tor{number}" for number in range(len(site.tor_bytes_per_s))),
+        tor_gbps=site.tor_bytes_per_s * GBPS,
+        endpoints=tuple(f"server{number}" for number in range(len(site.pod))),
+        pod=site.pod,
+        tor=site.tor,
+        nic_gbps=site.nic_bytes_per_s * GBPS,
+        shards=tuple(
+            Shard(f"shard{number}", max(1, round(shard.bytes)), shard.holders, shard.receivers)
+            for number, shard in enumerate(shards)
+        ),
+        seeds_per_pod=1,
+        chunk_bytes=CHUNK_BYTES,
+        hop_latency_s=HOP_S,
+    )
+
+
+def bound_s(shards: Sequence[ServerShard], site: Site) -> float:
+    """No plan is shorter: what each server, ToR and PoD has to take in, and what has to leave the holders at all."""
+    arriving = np.zeros(len(site.pod))
+    entering, climbing = np.zeros(site.pods), np.zeros(len(site.tor_bytes_per_s))
+    for shard in shards:
+        receivers, holders = list(shard.receivers), list(shard.holders)
+        arriving[receivers] += shard.bytes
+        entering[np.setdiff1d(site.pod[receivers], site.pod[holders])] += shard.bytes
+        climbing[np.setdiff1d(site.tor[receivers], site.tor[holders])] += shard.bytes
+    holding = sorted({holder for shard in shards for holder in shard.holders})
+    leaving_s = sum(shard.bytes for shard in shards) / float(site.nic_bytes_per_s[holding].sum()) if shards else 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rates = ((arriving, site.nic_bytes_per_s), (entering, site.pod_bytes_per_s), (climbing, site.tor_bytes_per_s))
+        found = [np.where(size > 0, size / rate, 0.0).max(initial=0.0) for size, rate in rates]
+    return float(max(leaving_s, *found))
+
+
+def _ways(fabric: Fabric, steps: Sequence[Step]) -> Sequence[Timing]:
+    return (_at_once, _step_by_step) if fabric.reconfigures_s and 1 < len(steps) <= MOST_WAVES else (_at_once,)
+
+
+def _at_once(steps: Sequence[Step], fabric: Fabric, before: Period | None) -> Timed:
+    period = _period(Flows.joined([step.flows for step in steps]), fabric.servers)
+    network = fabric.network(period)
+    circuits_s = fabric.reconfigures_s if fabric.changes(before, period) else 0.0
+    times = [_step_s(network, step) for step in steps]
+    crossing_s = sum(first for first, _ in times)
+    return Timed(circuits_s, crossing_s, sum(whole for _, whole in times) - crossing_s)
+
+
+def _step_by_step(steps: Sequence[Step], fabric: Fabric, before: Period | None) -> Timed:
+    circuits_s = crossing_s = whole_s = 0.0
+    for step in steps:
+        if not _outside(step.flows, fabric.servers).any():
+            network = fabric.network(before)
+        else:
+            period = _period(step.flows, fabric.servers)
+            circuits_s += fabric.reconfigures_s if fabric.changes(before, period) else 0.0
+            network, before = fabric.network(period), period
+        first, whole = _step_s(network, step)
+        crossing_s, whole_s = crossing_s + first, whole_s + whole
+    return Timed(circuits_s, crossing_s, whole_s - crossing_s)
+
+
+def _period(flows: Flows, servers: Servers) -> Period:
+    outside = _outside(flows, servers)
+    return Period.of(
+        "weight sync", Stage.WEIGHT_SYNC, Flows(flows.src[outside], flows.dst[outside], flows.bytes[outside])
+    )
+
+
+def _outside(flows: Flows, servers: Servers) -> NDArray[np.bool_]:
+    return np.asarray(flows.src // servers.gpus_per_server != flows.dst // servers.gpus_per_server)
+
+
+def _step_s(network: Network, step: Step) -> tuple[float, float]:
+    """Until the last flow between PoDs is through, and until all are. Who is below others waits for a chunk and a hop
+    of each above it."""
+    flows = step.flows
+    if not len(flows):
+        return 0.0, 0.0
+    routes = routes_of(network, flows)
+    ends_s = finish_routed_s(network, flows, routes)
+    chunk_s = ends_s * np.minimum(1.0, CHUNK_BYTES / network.servers.gpus_per_server / flows.bytes)
+    ends_s = ends_s + routes.latency_s + step.above * (chunk_s + routes.latency_s)
+    return float(ends_s[step.crosses].max(initial=0.0)), float(ends_s.max())

@@ -90,15 +90,12 @@ def last_sent_s(given: Loaded, schedule: Schedule) -> float:
         begin_s, end_s = float(schedule.begin_s[1, op.stage, op.micro]), float(schedule.end_s[1, op.stage, op.micro])
         if "pp" in given.crossing and given.job.layout.pp > 1:
             found = max(found, begin_s if op.stage == 0 else end_s + given.stages.send_s)
-        behind_s, sends = 0.0, False
+        behind_s = 0.0
         for segment in reversed(given.passes.backward.segments):
-            if segment.group in given.crossing and segment.sends_s > 0:
-                behind_s += segment.seconds - segment.sends_s if segment.computes_s else 0.0
-                sends = True
-                break
             behind_s += segment.seconds
-        if sends:
-            found = max(found, end_s - behind_s)
+            if given.sends(segment):
+                found = max(found, end_s - behind_s + segment.sends_s)
+                break
     return found
 
 
@@ -106,7 +103,7 @@ def first_sent_s(given: Loaded, schedule: Schedule) -> float:
     """When forward and backward send for the first time, on any rank."""
     before_s = 0.0
     for segment in given.passes.forward.segments:
-        if segment.group in given.crossing and segment.sends_s > 0:
+        if given.sends(segment):
             return before_s
         before_s += segment.seconds
     return float(schedule.end_s[0, 0, 0]) if "pp" in given.crossing else schedule.seconds

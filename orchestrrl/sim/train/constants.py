@@ -47,6 +47,9 @@ class TrainConstants:
     # them, where CUDA_DEVICE_MAX_CONNECTIONS=1 keeps their order; --tp-comm-overlap hides more.
     tp_hidden_share: float = 0.0
     ep_hidden_share: float = 0.0  # of the experts' all-to-all (--overlap-moe-expert-parallel-comm)
+    within_layers: bool = (
+        False  # circuits follow attention and experts of each layer, where every window is long enough
+    )
 
     def __post_init__(self) -> None:
         found = [

@@ -124,6 +124,8 @@ class Iteration:
     boundaries: tuple[Boundary, ...]
     windows: tuple[Window, ...]
     waits_s: float = 0.0  # of parts_s: for circuits that were not there in time
+    circuits: str = "keep"  # how they were used: see circuits.Course
+    within_layers: bool = False  # circuits followed attention and experts
 
 
 # The network as it is made for a period.

@@ -31,7 +31,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Of one layer. `share` of them recompute: their forward pass comes first."""
+    """Of one layer."""
 
     segments: tuple[Segment, ...]
 
@@ -45,9 +45,6 @@ class Pass:
 
     def waits_s(self, group: str) -> float:
         return sum(each.waits_s for each in self.segments if each.group == group)
-
-    def sends_s(self) -> float:
-        return sum(each.sends_s for each in self.segments)
 
 
 @dataclass(frozen=True, slots=True)

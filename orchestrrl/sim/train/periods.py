@@ -21,6 +21,14 @@ def periods_of(job: TrainJob, exchanges: Mapping[str, Exchange]) -> tuple[Period
     )
 
 
+def layer_periods_of(job: TrainJob, exchanges: Mapping[str, Exchange]) -> tuple[Period, Period]:
+    """Attention, with what passes between stages, and experts: the parts of a layer that circuits may follow."""
+    return (
+        Period(f"{_name(job)}:attention", Stage.TRAIN, _demand(exchanges, ("tp", "cp", "pp"))),
+        Period(f"{_name(job)}:experts", Stage.TRAIN, _demand(exchanges, ("ep",))),
+    )
+
+
 def _name(job: TrainJob) -> str:
     """One name, one demand: everything that it depends on is in it."""
     layout = job.layout

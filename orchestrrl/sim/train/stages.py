@@ -11,7 +11,7 @@ from orchestrrl.sim.net.model import Floats
 from orchestrrl.sim.train.compute import Compute, stage_parameters
 from orchestrrl.sim.train.constants import TrainConstants
 from orchestrrl.sim.train.model import TrainJob
-from orchestrrl.sim.train.passes import Passes, passes_of
+from orchestrrl.sim.train.passes import Passes, Segment, passes_of
 from orchestrrl.sim.train.pipeline import Op, Schedule, Stages, order, run
 
 
@@ -36,6 +36,10 @@ class Loaded:
         gathered_s = gather_s * chunk / layout.vpp + self.stages.forward_s / self.buckets
         return run(self.ops, replace(self.stages, gathered_s=gathered_s), self.job.micro_batches)
 
+    def sends(self, segment: Segment) -> bool:
+        """Over the network."""
+        return segment.sends_s > 0 and segment.group in self.crossing
+
     @property
     def buckets(self) -> int:
         """In which a stage's gradients and parameters are sent."""
@@ -53,7 +57,7 @@ class Loaded:
     def sends_share(self, op: Op) -> float:
         """Of an op's time in which its collectives are on the network."""
         each = self.passes.backward if op.backward else self.passes.forward
-        sends_s = sum(segment.sends_s for segment in each.segments if segment.group in self.crossing)
+        sends_s = sum(segment.sends_s for segment in each.segments if self.sends(segment))
         return min(1.0, sends_s * self.job.stage_layers[op.stage] / self.op_s(op))
 
 

@@ -42,9 +42,9 @@ def _of_op(given: Loaded, taken: Taken, op: Op) -> list[Sent]:
     layers = given.job.stage_layers[op.stage]
     # A first forward pass that waits for its parameters has its layers at its end.
     first_s = begin_s + (given.head_s(op) if op.backward else end_s - begin_s - given.op_s(op))
-    starts_s = first_s + each.seconds * np.arange(layers)
-    for group, from_s, to_s in _offsets(each, given.crossing):
-        found += [(group, float(at_s + from_s), float(at_s + to_s)) for at_s in starts_s]
+    starts_s = (first_s + each.seconds * np.arange(layers)).tolist()
+    for group, from_s, to_s in _offsets(given, each):
+        found += [(group, at_s + from_s, at_s + to_s) for at_s in starts_s]
     return found
 
 
@@ -54,11 +54,11 @@ def _arrived(taken: Taken, op: Op, begin_s: float, send_s: float) -> tuple[float
     return left_s, left_s + send_s
 
 
-def _offsets(each: Pass, crossing: frozenset[str]) -> list[Sent]:
+def _offsets(given: Loaded, each: Pass) -> list[Sent]:
     """Of one layer's collectives over the network, from its begin."""
     found, at_s = [], 0.0
     for segment in each.segments:
-        if segment.group in crossing and segment.sends_s > 0:
+        if given.sends(segment):
             found.append((segment.group, at_s, at_s + segment.sends_s))
         at_s += segment.seconds
     return found
@@ -71,10 +71,8 @@ def windows(found: tuple[Boundary, ...], least_s: float = 1e-9) -> tuple[Window,
     begin_s = np.array([each.begin_s for each in found])
     end_s: Floats = np.array([each.end_s for each in found])
     until_s = np.maximum.accumulate(end_s)
-    latest = np.zeros(len(found), np.int64)  # whose end `until_s` is
     fresh = np.concatenate([[True], end_s[1:] > until_s[:-1]])
-    latest = np.maximum.accumulate(np.where(fresh, np.arange(len(found)), 0))
+    latest = np.maximum.accumulate(np.where(fresh, np.arange(len(found)), 0))  # whose end `until_s` is
     gaps = np.flatnonzero(begin_s[1:] > until_s[:-1] + least_s)
-    return tuple(
-        Window(float(until_s[i]), float(begin_s[i + 1]), found[latest[i]].group, found[i + 1].group) for i in gaps
-    )
+    rows = zip(until_s[gaps].tolist(), begin_s[gaps + 1].tolist(), latest[gaps].tolist(), gaps.tolist(), strict=True)
+    return tuple(Window(from_s, to_s, found[last].group, found[gap + 1].group) for from_s, to_s, last, gap in rows)

@@ -1,11 +1,14 @@
 """Circuits for gradients: changed where a window covers it, else kept or waited for, whatever is shorter."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrrl.sim.net.fabrics.registry import build
 from orchestrrl.sim.net.model import Servers
+from orchestrrl.sim.train.constants import MEGATRON
 from orchestrrl.sim.train.iteration import iteration
 from orchestrrl.sim.train.model import TrainJob, TrainLayout
 from tests.sim.train.train_builders import MOE, Circuits, for_gradients, job, star
@@ -44,7 +47,7 @@ def test_where_gradients_have_no_way_the_change_is_waited_for() -> None:
     found, free = (iteration(of, for_gradients(FOUR, 1.0, each, apart=True)) for each in (0.5, 0.0))
     assert found.waits_s == pytest.approx(found.seconds - free.seconds)
     assert 0.98 < found.waits_s < 1.0
-    with pytest.raises(ValueError, match="gradients of small have no way"):
+    with pytest.raises(ValueError, match="there is no way for gradients of small"):
         iteration(of, Circuits(FOUR, {"": star(FOUR, apart=True)}))
 
 
@@ -60,3 +63,16 @@ def test_a_longer_change_never_helps(reconfigures_s: float, share: float, moe: b
 def test_fabrics_without_circuits_never_wait() -> None:
     for kind in ("fat_tree", "rail_optimized", "oversubscribed"):
         assert iteration(pipelined(), build(kind, FOUR)).waits_s == 0.0
+
+
+@pytest.mark.parametrize(("reconfigures_s", "followed"), [(1e-6, True), (1.0, False)])
+def test_circuits_follow_attention_and_experts_where_windows_are_long_enough(
+    reconfigures_s: float, followed: bool
+) -> None:
+    of = job(TrainLayout(tp=4, cp=4, dp=2, ep=16), model=MOE, sequences=8, tokens=65536)
+    by_end = {"forward_backward": star(FOUR, 0.5), "attention": star(FOUR), "experts": star(FOUR)}
+    fabric = Circuits(FOUR, by_end, reconfigures_s)
+    found = iteration(of, fabric, constants=replace(MEGATRON, within_layers=True))
+    kept = iteration(of, fabric)
+    assert found.within_layers is followed
+    assert (found.parts_s["ep"] < kept.parts_s["ep"]) is followed

@@ -13,7 +13,7 @@ from orchestrrl.sim.net.timing import seconds
 from orchestrrl.sim.train.compute import compute_of, optimizer_s, stage_parameters
 from orchestrrl.sim.train.constants import MEGATRON
 from orchestrrl.sim.train.flops import step_flops
-from orchestrrl.sim.train.iteration import iteration
+from orchestrrl.sim.train.iteration import forward_s, iteration
 from orchestrrl.sim.train.kernels import Kernels
 from orchestrrl.sim.train.model import Iteration, TrainJob, TrainLayout
 from orchestrrl.sim.train.ranks import groups
@@ -126,7 +126,7 @@ def test_shares_of_collectives_are_hidden(part: str, option: str) -> None:
 
 
 @given(layouts, st.sampled_from([8, 16, 48]), st.sampled_from([512, 4096]), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_what_holds_of_every_iteration(
     model_layout: tuple[Model, TrainLayout], sequences: int, tokens: float, recompute: bool
 ) -> None:
@@ -149,7 +149,7 @@ def test_what_holds_of_every_iteration(
 
 
 @given(layouts, st.sampled_from([50.0, 100.0, 200.0, 400.0]), st.floats(1.0, 4.0))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_faster_network_is_never_slower(
     model_layout: tuple[Model, TrainLayout], nic_gbps: float, times: float
 ) -> None:
@@ -172,3 +172,16 @@ def test_the_same_job_gives_the_same_iteration(model_layout: tuple[Model, TrainL
     model, layout = model_layout
     of = job(layout, model=model, sequences=16)
     assert on(TWO, of) == on(TWO, of)
+
+
+def test_forward_passes_alone() -> None:
+    one = job(TrainLayout())
+    assert forward_s(one, static(Servers(1))) == pytest.approx(64 * micro_s(one)[0])
+
+
+@given(layouts)
+@settings(max_examples=20, deadline=None)
+def test_forward_passes_are_a_good_part_of_an_iteration(model_layout: tuple[Model, TrainLayout]) -> None:
+    model, layout = model_layout
+    of = job(layout, model=model)
+    assert 0.2 < forward_s(of, static(TWO)) / on(TWO, of).seconds < 0.5

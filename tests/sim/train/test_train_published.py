@@ -47,7 +47,6 @@ def test_megatron_on_a100(model: Model, layout: TrainLayout, batch: int, publish
 LLAMAS = [
     (TrainLayout(tp=8, pp=16, dp=64, vpp=2), 2048, 8192, 0.43),
     (TrainLayout(tp=8, pp=16, dp=64, vpp=4), 2048, 8192, 0.43),
-    (TrainLayout(tp=8, pp=16, dp=128, vpp=4), 2048, 8192, 0.41),
     (TrainLayout(tp=8, cp=16, pp=16, dp=8, vpp=4), 128, 131072, 0.38),
 ]
 

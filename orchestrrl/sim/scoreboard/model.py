@@ -1,4 +1,4 @@
-"""The scoreboard's rows: what the paper says of a figure, what comes out here, and why where that is far off. Values."""
+"""The scoreboard's rows: what the paper says of a figure, what comes out here, and why where that is far off."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -9,12 +9,18 @@ import numpy as np
 
 from orchestrrl.sim.net.model import Floats
 
+Key = tuple[int, int, int]  # backward or not, stage, micro-batch
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
     stage: int
     micro: int
     backward: bool
+
+    @property
+    def key(self) -> Key:
+        return int(self.backward), self.stage, self.micro
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,40 +74,49 @@ def _of_rank(rank: int, ranks: int, chunks: int, turns: list[tuple[int, int]]) -
 
 def run(ops: tuple[tuple[Op, ...], ...], stages: Stages, micro_batches: int) -> Schedule:
     """Each rank takes its ops in turn, each once what it needs has arrived."""
-    count, ranks = len(stages.forward_s), len(ops)
-    begin_s = np.full((2, count, micro_batches), np.nan)
-    end_s = np.full((2, count, micro_batches), np.nan)
-    turn, free_s = [0] * ranks, [0.0] * ranks
-    ends: dict[tuple[int, int, int], float] = {}
-    left = sum(len(each) for each in ops)
-    while left:
-        before = left
+    count = len(stages.forward_s)
+    begins: dict[Key, float] = {}
+    ends: dict[Key, float] = {}
+    turn, free_s = [0] * len(ops), [0.0] * len(ops)
+    while len(ends) < sum(map(len, ops)):
+        before = len(ends)
         for rank, todo in enumerate(ops):
             while turn[rank] < len(todo):
                 op = todo[turn[rank]]
-                needs_s = _arrival_s(op, ends, stages, count)
-                if needs_s is None:
+                arrival_s = _arrival_s(op, ends, stages, count)
+                if arrival_s is None:
                     break
-                begin = max(free_s[rank], needs_s)
-                end = begin + float((stages.backward_s if op.backward else stages.forward_s)[op.stage])
-                if stages.gathered_s is not None and not op.backward and op.micro == 0:
-                    end = max(end, float(stages.gathered_s[op.stage]))
-                begin_s[int(op.backward), op.stage, op.micro] = begin
-                end_s[int(op.backward), op.stage, op.micro] = end
-                ends[int(op.backward), op.stage, op.micro] = end
-                free_s[rank] = end + (stages.send_s if stages.blocks and _sends(op, count) else 0.0)
+                begins[op.key] = max(free_s[rank], arrival_s)
+                ends[op.key] = _end_s(op, begins[op.key], stages)
+                free_s[rank] = ends[op.key] + (stages.send_s if stages.blocks and _sends(op, count) else 0.0)
                 turn[rank] += 1
-                left -= 1
-        if left == before:
+        if len(ends) == before:
             raise ValueError("the schedule waits for itself")
-    return Schedule(ops, begin_s, end_s)
+    return Schedule(ops, _table(begins, count, micro_batches), _table(ends, count, micro_batches))
+
+
+def _table(of: dict[Key, float], stages: int, micro_batches: int) -> Floats:
+    """[2, stage, micro]"""
+    found = np.empty((2, stages, micro_batches))
+    at = np.array(list(of), np.int64)
+    found[at[:, 0], at[:, 1], at[:, 2]] = list(of.values())
+    return found
+
+
+def _end_s(op: Op, begin_s: float, stages: Stages) -> float:
+    if op.backward:
+        return begin_s + float(stages.backward_s[op.stage])
+    end_s = begin_s + float(stages.forward_s[op.stage])
+    if stages.gathered_s is not None and op.micro == 0:
+        return max(end_s, float(stages.gathered_s[op.stage]))
+    return end_s
 
 
 def _sends(op: Op, count: int) -> bool:
     return op.stage > 0 if op.backward else op.stage < count - 1
 
 
-def _arrival_s(op: Op, ends: dict[tuple[int, int, int], float], stages: Stages, count: int) -> float | None:
+def _arrival_s(op: Op, ends: dict[Key, float], stages: Stages, count: int) -> float | None:
     """When what it computes from is there; None: not known yet."""
     if not op.backward:
         if op.stage == 0:

@@ -39,33 +39,55 @@ def traffic(job: TrainJob, servers: Servers, constants: TrainConstants) -> Mappi
 
 
 def _of_passes(job: TrainJob, servers: Servers) -> dict[str, Exchange]:
-    model, layout, found = job.model, job.layout, {}
-    runs = job.micro_batches * model.layers / layout.pp  # of a layer, on a rank
-    passes = 3.0 if job.recompute else 2.0
-    tokens_bytes = job.micro_tokens * model.hidden * ACTIVATION_BYTES
-    if layout.tp > 1:
-        members = groups(job, "tp")
-        transfer = collectives.all_gather(members, tokens_bytes / layout.tp, servers)
-        given = tokens_bytes / layout.tp * (layout.tp - 1)
-        found["tp"] = Exchange(transfer, given, runs * passes * tp_count(job), crosses(members, servers))
-    if layout.cp > 1:
-        members = groups(job, "cp")
-        kv_heads = max(1.0, model.kv_heads / layout.tp)
-        given = (layout.cp - 1) * job.micro_tokens * 2 * kv_heads * model.head_dim * ACTIVATION_BYTES
-        found["cp"] = Exchange(_ring(members, given, servers), given, runs * (passes + 1), crosses(members, servers))
-    if layout.ep > 1:
-        members = groups(job, "ep")
-        whole = tokens_bytes / layout.tp * model.experts_per_token
-        transfer = collectives.all_to_all(members, whole, servers)
-        given = whole / layout.ep * (layout.ep - 1)
-        found["ep"] = Exchange(transfer, given, runs * passes * 2, crosses(members, servers))
-    if layout.pp > 1:
-        members, given = groups(job, "pp"), tokens_bytes / layout.tp
-        hops = 2 * job.micro_batches * (layout.stages - 1) / layout.pp
-        found["pp"] = Exchange(
-            _down(members, given, servers, around=layout.vpp > 1), given, hops, crosses(members, servers)
-        )
+    layout = job.layout
+    degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp}
+    of = {"tp": _tensor, "cp": _context, "ep": _experts, "pp": _pipeline}
+    found = {}
+    for kind, degree in degrees.items():
+        if degree > 1:
+            members = groups(job, kind)
+            transfer, given, times = of[kind](job, members, servers)
+            found[kind] = Exchange(transfer, given, times, crosses(members, servers))
     return found
+
+
+Counted = tuple[Transfer, float, float]  # bytes that a rank gives, times in an iteration
+
+
+def _layer_passes(job: TrainJob) -> tuple[float, float]:
+    """Layers of a rank over all micro-batches, and how often each is passed."""
+    return job.micro_batches * job.model.layers / job.layout.pp, 3.0 if job.recompute else 2.0
+
+
+def _tokens_bytes(job: TrainJob) -> float:
+    return job.micro_tokens * job.model.hidden * ACTIVATION_BYTES
+
+
+def _tensor(job: TrainJob, members: Ints, servers: Servers) -> Counted:
+    layers, passes = _layer_passes(job)
+    shard = _tokens_bytes(job) / job.layout.tp
+    return collectives.all_gather(members, shard, servers), shard * (job.layout.tp - 1), layers * passes * tp_count(job)
+
+
+def _context(job: TrainJob, members: Ints, servers: Servers) -> Counted:
+    model, layout = job.model, job.layout
+    layers, passes = _layer_passes(job)
+    block = job.micro_tokens * 2 * max(1.0, model.kv_heads / layout.tp) * model.head_dim * ACTIVATION_BYTES
+    given = (layout.cp - 1) * block
+    return _ring(members, given, servers), given, layers * (passes + 1)
+
+
+def _experts(job: TrainJob, members: Ints, servers: Servers) -> Counted:
+    layers, passes = _layer_passes(job)
+    whole = _tokens_bytes(job) / job.layout.tp * job.model.experts_per_token
+    given = whole / job.layout.ep * (job.layout.ep - 1)
+    return collectives.all_to_all(members, whole, servers), given, layers * passes * 2
+
+
+def _pipeline(job: TrainJob, members: Ints, servers: Servers) -> Counted:
+    layout, given = job.layout, _tokens_bytes(job) / job.layout.tp
+    times = 2 * job.micro_batches * (layout.stages - 1) / layout.pp
+    return _down(members, given, servers, around=layout.vpp > 1), given, times
 
 
 def tp_count(job: TrainJob) -> int:

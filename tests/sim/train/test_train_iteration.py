@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrrl.sim.net.collectives import all_gather, reduce_scatter
+from orchestrrl.sim.net.fabrics.registry import build
 from orchestrrl.sim.net.model import Servers
 from orchestrrl.sim.net.timing import seconds
 from orchestrrl.sim.train.compute import compute_of, optimizer_s, stage_parameters
@@ -17,7 +18,8 @@ from orchestrrl.sim.train.iteration import forward_s, iteration
 from orchestrrl.sim.train.kernels import Kernels
 from orchestrrl.sim.train.model import Iteration, TrainJob, TrainLayout
 from orchestrrl.sim.train.ranks import groups
-from planner.models import Model
+from planner.hardware import gpu_named
+from planner.models import Model, model_named
 from tests.sim.train.train_builders import DENSE, MOE, job, star, static
 
 TWO = Servers(2)
@@ -185,3 +187,26 @@ def test_forward_passes_are_a_good_part_of_an_iteration(model_layout: tuple[Mode
     model, layout = model_layout
     of = job(layout, model=model)
     assert 0.2 < forward_s(of, static(TWO)) / on(TWO, of).seconds < 0.5
+
+
+# Appendix C of the OrchestrRL paper (arXiv 2601.01209), as large as its figure 17 has it.
+LARGE = [
+    ("qwen2.5-72b", TrainLayout(tp=8, pp=2, cp=3, dp=42)),
+    ("qwen2-57b-a14b", TrainLayout(tp=4, dp=512, ep=16)),
+    ("qwen3-235b-a22b", TrainLayout(tp=4, pp=4, dp=128, ep=32)),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), LARGE)
+def test_two_thousand_gpus(name: str, layout: TrainLayout) -> None:
+    """As fast for each GPU as the smallest fleet of the same layout, but for what data parallelism adds."""
+    small, large = (
+        iteration(
+            TrainJob(model_named(name), gpu_named("h800"), replace(layout, dp=dp), 16 * dp, 8192),
+            build("rail_optimized", Servers(256)),
+        )
+        for dp in (max(2, layout.ep // layout.tp), layout.dp)
+    )
+    assert math.fsum(large.parts_s.values()) == large.seconds
+    assert large.parts_s["compute"] == pytest.approx(small.parts_s["compute"])
+    assert small.mfu * 0.85 < large.mfu <= small.mfu * 1.01

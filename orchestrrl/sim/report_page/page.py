@@ -1,0 +1,164 @@
+"""A report as one HTML page: everything inside, nothing from elsewhere, no script. Same results, same bytes."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.errors import ProblemFaults
+from orchestrrl.sim.report_page import charts, tables
+from orchestrrl.sim.report_page.groups import Group, groups_of, scenario_names
+from orchestrrl.sim.report_page.style import CSS
+from orchestrrl.sim.rl.results import Result, digest_of
+
+COMMAND = "orchestrrl sim report RESULTS --out report.html"
+NOTHING = '<p class="note">Nothing of this is in the results.</p>'
+OPEN_TIME_LINES = 4  # the others are folded
+PER_CHART = 8  # groups in one picture: as many as there are colours
+
+# Of an id in the page, its heading and what it says beside pictures.
+SECTIONS = {
+    "summary": ("Throughput", "Samples that are trained on per second, medians over seeds; the first steps left out."),
+    "timeline": ("Time line", "What each part of the cluster does when, of the first seed."),
+    "stages": ("Stages", "Where the seconds of a step, of a training iteration and of a weight sync go."),
+    "bandwidth": (
+        "Bandwidth per tier",
+        "Bytes of one stage over the seconds that one takes, all links of a tier together; up and down both count.",
+    ),
+    "remaining": ("Remaining requests", "Of the last generation step of the first seed."),
+    "slack": ("Slack windows", "Between two collectives over the network, in a training iteration of one rank."),
+    "staleness": ("Staleness", "Shares of samples by how many versions they were behind when they were trained on."),
+    "cost": ("Cost", "Components of the network at list prices, and what they buy."),
+    "scenarios": ("Scenarios", "As they were run, with every default filled in."),
+}
+
+
+def write(results: Iterable[Result], path: Path, *, command: str = COMMAND) -> None:
+    """The page, at `path`. `command`: what makes it again. Raises ProblemFaults where there is nothing to report, or
+    the file cannot be written."""
+    text = page(list(results), command=command)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ProblemFaults([f"{path}: cannot be written: {error.strerror}"]) from error
+
+
+def page(results: Sequence[Result], *, command: str = COMMAND) -> str:
+    """Raises ProblemFaults where there are no results."""
+    if not results:
+        raise ProblemFaults(["results: must be one at least, got none"])
+    groups = groups_of(results)
+    names = list(dict.fromkeys(group.scenario for group in groups))
+    title = ", ".join(names) if len(names) <= 3 else f"{len(names)} scenarios"
+    bodies = {
+        "summary": tables.summary(groups) + _notes(groups),
+        "timeline": _time_lines(groups),
+        "stages": _stages(groups),
+        "bandwidth": _pictures(groups, charts.tiers) + tables.tier_rates(groups),
+        "remaining": _pictures(groups, charts.remaining),
+        "slack": _pictures(groups, charts.slack) + tables.slack(groups),
+        "staleness": tables.staleness(groups),
+        "cost": (charts.pareto(groups) or "") + tables.cost(groups),
+        "scenarios": _scenarios(results),
+    }
+    sections = [_section(name, bodies[name]) for name in SECTIONS]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}: simulated clusters</title>",
+            f"<style>{CSS}</style></head><body>",
+            f"<h1>{escape(title)}</h1>",
+            f"<p>{escape(_what(results, groups))}</p>",
+            f"<p>Made by <code>{escape(command)}</code>.</p>",
+            _navigation(),
+            *sections,
+            "</body></html>\n",
+        ]
+    )
+
+
+def _what(results: Sequence[Result], groups: Sequence[Group]) -> str:
+    seeds = sorted({result.run.seed for result in results})
+    told = f"{len(results)} simulated runs: {_list('fabric', [group.fabric for group in groups])}, "
+    return told + f"{_list('arm', [group.arm for group in groups])}, {_list('seed', [str(seed) for seed in seeds])}."
+
+
+def _list(what: str, names: Iterable[str]) -> str:
+    different = list(dict.fromkeys(name for name in names if name))
+    return f"{what}{'' if len(different) == 1 else 's'} {', '.join(different) or 'unnamed'}"
+
+
+def _navigation() -> str:
+    links = "".join(f'<li><a href="#{name}">{escape(heading)}</a></li>' for name, (heading, _) in SECTIONS.items())
+    return f"<nav><ul>{links}</ul></nav>"
+
+
+def _section(name: str, body: str) -> str:
+    heading, about = SECTIONS[name]
+    return f'<section id="{name}"><h2>{escape(heading)}</h2><p>{escape(about)}</p>{body or NOTHING}</section>'
+
+
+def _time_lines(groups: Sequence[Group]) -> str:
+    drawn = [(group, charts.time_line(group.first.run)) for group in groups]
+    shown = []
+    for place, (group, picture) in enumerate((group, picture) for group, picture in drawn if picture):
+        is_open = " open" if place < OPEN_TIME_LINES else ""
+        title = escape(f"{group.title}, seed {group.first.run.seed}")
+        shown.append(f"<details{is_open}><summary>{title}</summary>{picture}</details>")
+    return "".join(shown)
+
+
+def _stages(groups: Sequence[Group]) -> str:
+    """Each part with its own picture, where it is told."""
+    told: list[tuple[str, Callable[[Group], Mapping[str, float]]]] = [
+        ("A training iteration", lambda group: group.first.train_parts_s),
+        ("A generation step", lambda group: group.first.gen_phases_s),
+        ("A weight sync", lambda group: group.first.sync_phases_s),
+    ]
+    body = tables.stages(groups)
+    for title, of in told:
+        having = [group for group in groups if of(group)]
+        pictures = [charts.parts(title, [of(group) for group in some], some) for some in _cut(having)]
+        if any(pictures):
+            body += f"<h3>{escape(title)}</h3>" + "".join(filter(None, pictures))
+    told_steps = tables.steps(groups)
+    return body + (f"<h3>A step of the loop, in the mean: stages may overlap</h3>{told_steps}" if told_steps else "")
+
+
+def _pictures(groups: Sequence[Group], draw: Callable[[Sequence[Group]], str | None]) -> str:
+    """One for each scenario, or several, each with as many groups as can be told apart."""
+    return "".join(picture for some in _cut(groups) if (picture := draw(some)))
+
+
+def _cut(groups: Sequence[Group]) -> list[list[Group]]:
+    cut: list[list[Group]] = []
+    for group in groups:
+        if not cut or len(cut[-1]) == PER_CHART or cut[-1][0].scenario != group.scenario:
+            cut.append([])
+        cut[-1].append(group)
+    return cut
+
+
+def _notes(groups: Sequence[Group]) -> str:
+    lines = [f"<li>{escape(group.title)}: {escape(note)}</li>" for group in groups for note in group.first.run.notes]
+    return f'<details><summary>Notes</summary><ul class="note">{"".join(lines)}</ul></details>' if lines else ""
+
+
+def _scenarios(results: Sequence[Result]) -> str:
+    documents: dict[str, Mapping[str, Any]] = {}
+    seeds: dict[str, set[int]] = {}
+    for result in results:
+        digest = digest_of(result.scenario)
+        documents.setdefault(digest, result.scenario)
+        seeds.setdefault(digest, set()).add(result.run.seed)
+    names = scenario_names(documents.values())
+    shown = []
+    for digest, document in documents.items():
+        title = f"{names[digest]}, digest {digest}, {_list('seed', map(str, sorted(seeds[digest])))}"
+        text = json.dumps(document, indent=1, ensure_ascii=False)
+        shown.append(f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>")
+    return "".join(shown)

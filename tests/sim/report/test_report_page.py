@@ -1,0 +1,239 @@
+"""The report as a browser would read it: sections, figures, nothing from elsewhere."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from orchestrrl.errors import ProblemFaults
+from orchestrrl.sim.report_page import page, write
+from orchestrrl.sim.report_page.groups import frontier, groups_of
+from orchestrrl.sim.report_page.page import SECTIONS
+from orchestrrl.sim.rl.results import Result
+from tests.sim.report.results_builder import SCENARIO, bare, result, run, several
+
+VOID = {"meta", "line", "link", "img", "br"}
+LOADS = {"src", "href", "xlink:href", "data", "action", "srcset"}
+
+
+@dataclass
+class Read(HTMLParser):
+    """What is in a page, by section."""
+
+    ids: list[str] = field(default_factory=list)
+    values: dict[str, list[float]] = field(default_factory=dict)  # by section, of cells
+    rows: dict[str, list[list[str]]] = field(default_factory=dict)
+    shapes: dict[str, list[str]] = field(default_factory=dict)
+    titles: dict[str, list[str]] = field(default_factory=dict)  # of shapes
+    text: dict[str, str] = field(default_factory=dict)
+    outside: list[str] = field(default_factory=list)  # what would be loaded
+    tags: list[str] = field(default_factory=list)  # open
+    seen: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    @property
+    def section(self) -> str:
+        return self.ids[-1] if self.ids else ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        told = {name: value or "" for name, value in attrs}
+        self.seen.add(tag)
+        self.outside += [value for name, value in told.items() if name in LOADS and not value.startswith("#")]
+        if tag == "section":
+            self.ids.append(told["id"])
+        if "data-value" in told:
+            self.values.setdefault(self.section, []).append(float(told["data-value"]))
+        if tag in ("rect", "circle", "polyline"):
+            self.shapes.setdefault(self.section, []).append(f"{tag} {told['class']}")
+            check_place(told)
+        if tag == "tr":
+            self.rows.setdefault(self.section, []).append([])
+        if tag in ("td", "th"):
+            self.rows[self.section][-1].append("")
+        if tag not in VOID:
+            self.tags.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.tags.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.tags.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text[self.section] = self.text.get(self.section, "") + data
+        if self.tags and self.tags[-1] in ("td", "th"):
+            self.rows[self.section][-1][-1] += data
+        if self.tags and self.tags[-1] == "title":
+            self.titles.setdefault(self.section, []).append(data)
+
+
+def check_place(told: dict[str, str]) -> None:
+    """Inside the picture."""
+    for name in ("x", "cx", "width"):
+        assert 0 <= float(told.get(name, 0)) <= 720, told
+    if "points" in told:
+        assert all(0 <= float(point.split(",")[0]) <= 720 for point in told["points"].split()), told
+
+
+def read(results: list[Result]) -> Read:
+    found = Read()
+    found.feed(page(results))
+    found.close()
+    assert found.tags == []
+    return found
+
+
+def test_all_sections_are_there_and_nothing_comes_from_elsewhere() -> None:
+    text, found = page(several()), read(several())
+    assert found.ids == list(SECTIONS)
+    assert found.outside == []
+    assert not found.seen & {"script", "link", "img", "iframe", "object"}
+    assert "http" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+
+
+def test_throughput_is_the_median_over_seeds_and_compared_with_the_first() -> None:
+    found, results = read(several()), several()
+    rates = [median(each.samples_per_s for each in results if each.run.fabric == name) for name in ("rfabric", "rail")]
+    header, first, _, last = found.rows["summary"]
+    assert header[2:6] == ["samples/s", "least", "most", "by the first"]
+    assert first == ["made up · rfabric · both", "1, 2", "41.5", "41", "42", "1", "0.25", "0.125", "12,288"]
+    assert last[2] == "51.5"
+    assert found.values["summary"][0] == rates[0]
+    assert found.values["summary"][3] == 1.0
+    assert rates[1] / rates[0] in found.values["summary"]
+
+
+def test_the_time_line_has_every_stage_and_fault() -> None:
+    found = read([result()])
+    assert "gen 1, with version 0: 100 to 210 s, 110 s" in found.titles["timeline"]
+    assert found.shapes["timeline"].count("rect fill c5") == 1
+    assert len(found.shapes["timeline"]) == len(run().spans)
+
+
+def test_bandwidth_is_bytes_over_what_the_stage_takes() -> None:
+    found = read([result()])
+    assert [row[:3] for row in found.rows["bandwidth"][1:]] == [
+        ["made up · rfabric · both", "train", "nic"],
+        ["made up · rfabric · both", "train", "nvlink"],
+    ]
+    assert found.values["bandwidth"] == [2000.0, 2e12 * 8e-9 / 80.0, 8000.0, 8e12 * 8e-9 / 80.0]
+    assert len(found.shapes["bandwidth"]) == 2
+
+
+def test_windows_staleness_and_remaining_are_the_runs() -> None:
+    found = read([result()])
+    lengths_ms = [window.length_s * 1e3 for window in run().windows]
+    count, total, *quantiles, longest = found.values["slack"]
+    assert (count, total, longest) == (8, pytest.approx(sum(lengths_ms)), pytest.approx(max(lengths_ms)))
+    assert quantiles[1] == pytest.approx(median(lengths_ms))
+    assert found.shapes["slack"] == ["polyline stroke c0"]
+    assert found.values["staleness"] == [0.25, 0.75]
+    assert found.shapes["remaining"] == ["polyline stroke c0"]
+
+
+def test_stages_and_their_parts() -> None:
+    found = read([result()])
+    assert found.rows["stages"][1][1:] == ["80", "105", "6.5", "0.41"]
+    parts = {
+        "compute: 60 s",
+        "bubble: 12 s",
+        "dp: 8 s",
+        "afd24+16: 70 s",
+        "tp8: 40 s",
+        "phase A: 4 s",
+        "circuits: 0.5 s",
+    }
+    assert parts <= {title.partition(", ")[2] for title in found.titles["stages"]}
+    assert found.rows["stages"][-1][1:] == ["105", "3.25", "40"]  # gen, sync, train of a step
+
+
+def test_the_frontier_is_marked() -> None:
+    """rfabric is cheapest, rail fastest; fat_tree is dearer and slower than rfabric."""
+    assert frontier(groups_of(several())) == (True, False, True)
+    found = read(several())
+    assert [row[1] for row in found.rows["cost"][1:]] == ["yes", "", "yes"]
+    ringed = [shape for shape in found.shapes["cost"] if shape.endswith("ringed")]
+    assert ringed == ["circle fill c0 ringed", "circle fill c2 ringed"]
+    assert any(title.endswith("samples/s for $3,000,000") for title in found.titles["cost"])
+    assert found.values["cost"][0] == 1.0e6
+    assert found.values["cost"][3] == several()[0].samples_per_s_per_musd + 0.5  # the median of seeds
+
+
+def test_equals_are_on_the_frontier_together() -> None:
+    same = [result(fabric=fabric) for fabric in ("one", "other")]
+    assert frontier(groups_of(same)) == (True, True)
+    dearer = replace(same[1], bill=replace(same[1].bill, network_usd=2e6))
+    assert frontier(groups_of([same[0], dearer])) == (True, False)
+
+
+def test_scenarios_seeds_and_the_command_are_told(tmp_path: Path) -> None:
+    found = read(several())
+    assert "seeds 1, 2" in found.text["scenarios"]
+    assert '"train_gpus": 32' in found.text["scenarios"]
+    write(several(), tmp_path / "of" / "page.html", command="orchestrrl sim report out/<it> & more")
+    assert "<code>orchestrrl sim report out/&lt;it&gt; &amp; more</code>" in (tmp_path / "of" / "page.html").read_text()
+
+
+def test_scenarios_of_one_name_are_told_apart() -> None:
+    other = {**SCENARIO, "model": "qwen3-32b"}
+    first, second = groups_of([result(), result(scenario=other)])
+    assert first.scenario.startswith("made up ")
+    assert first.scenario != second.scenario
+
+
+def test_names_are_text_never_markup() -> None:
+    found = read([result(scenario={"name": "<script>alert(1)</script>"}, fabric='"><img src=x>', arm="a & b")])
+    assert found.outside == []
+    assert '<script>alert(1)</script> · "><img src=x> · a & b' in found.rows["summary"][1]
+
+
+def test_results_that_say_nothing_make_a_page_that_says_so() -> None:
+    found = read([bare()])
+    assert found.ids == list(SECTIONS)
+    for name in ("timeline", "bandwidth", "remaining", "slack", "staleness"):
+        assert "Nothing of this is in the results." in found.text[name]
+    read([bare(remaining=((0.0, 0),), samples_per_s=0.0), bare(seed=2)])
+    read([bare(windows=run().windows[:1], tier_bytes={"train": {"nic": 1.0}})])
+
+
+def test_no_results_are_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(ProblemFaults, match="results: must be one at least"):
+        write([], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProblemFaults, match="cannot be written"):
+        write([result()], tmp_path / "file" / "page.html")
+
+
+def test_many_groups_are_cut_into_pictures_with_a_colour_for_each() -> None:
+    found = read([result(fabric=f"fabric {place}") for place in range(20)])
+    assert found.shapes["remaining"].count("polyline stroke c0") == 3
+    assert len(found.shapes["remaining"]) == 20
+
+
+def test_same_results_same_bytes(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from orchestrrl.sim.report_page import write;"
+        "from tests.sim.report.results_builder import several; write(several(), Path(sys.argv[1]))"
+    )
+    pages = []
+    for hash_seed in ("0", "4242"):
+        path = tmp_path / f"{hash_seed}.html"
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        root = Path(__file__).parents[3]
+        subprocess.run([sys.executable, "-c", program, str(path)], cwd=root, env=environment, check=True)
+        pages.append(path.read_bytes())
+    assert pages[0] == pages[1] == page(several()).encode()

@@ -19,6 +19,7 @@ def finish_s(network: Network, flows: Flows, *, tolerance: float = TOLERANCE) ->
 
 
 def finish_routed_s(network: Network, flows: Flows, routes: Routes, *, tolerance: float = TOLERANCE) -> Floats:
+    """`finish_s` for who has the flows' routes already."""
     if not len(flows):
         return np.empty(0)
     small = reduced(problem_of(network, routes), flows.bytes)
@@ -38,7 +39,8 @@ def _finish(capacity: Floats, begin: Ints, link: Ints, load: Floats, size: Float
         while at < len(order) and part[order[at]] == p:
             at += 1
         rows = order[first:at]
-        _finish_part(capacity, begin, link, load, size, tolerance, rows, name, end_s)
+        my_begin, my_link, my_load, links = _alone(begin, link, load, rows, name)
+        end_s[rows] = _drained(capacity[links], my_begin, my_link, my_load, size[rows], tolerance)
     return end_s
 
 
@@ -76,18 +78,9 @@ def _root(up: Ints, i: int) -> int:
 
 
 @njit(cache=True)
-def _finish_part(
-    capacity: Floats,
-    begin: Ints,
-    link: Ints,
-    load: Floats,
-    size: Floats,
-    tolerance: float,
-    rows: Ints,
-    name: Ints,
-    end_s: Floats,
-) -> None:
-    """Writes `end_s` of the rows. Links are numbered anew: a small part shall not pay for all of the network."""
+def _alone(begin: Ints, link: Ints, load: Floats, rows: Ints, name: Ints) -> tuple[Ints, Ints, Floats, Ints]:
+    """Entries of some rows, with links numbered anew, and the links: a small part shall not pay for all of the network.
+    `name` [link] is room to work in, -1 for those that no part has named yet."""
     row_begin = np.zeros(len(rows) + 1, np.int64)
     for i in range(len(rows)):
         row_begin[i + 1] = row_begin[i] + begin[rows[i] + 1] - begin[rows[i]]
@@ -102,25 +95,26 @@ def _finish_part(
                 links[known] = link[e]
                 known += 1
             my_link[row_begin[i] + k], my_load[row_begin[i] + k] = name[link[e]], load[e]
-    room = capacity[links[:known]]
-    left, now_s = size[rows], 0.0
+    return row_begin, my_link, my_load, links[:known]
+
+
+@njit(cache=True)
+def _drained(capacity: Floats, begin: Ints, link: Ints, load: Floats, size: Floats, tolerance: float) -> Floats:
+    """[row], when it ends."""
+    end_s, left, now_s = np.zeros(len(size)), size.copy(), 0.0
     active = np.flatnonzero(left > 0)
     while len(active) > 0:
-        rate = filled(room, row_begin, my_link, my_load, active)
+        rate = filled(capacity, begin, link, load, active)
         ends = np.full(len(active), np.inf)
         for i in range(len(active)):
             if rate[i] > 0:
                 ends[i] = now_s + left[active[i]] / rate[i]
+        end_s[active] = ends
         limit = ends.min() * (1.0 + tolerance)
         if limit == np.inf:
-            end_s[rows[active]] = np.inf
-            return
-        until = now_s
-        for i in range(len(active)):
-            if ends[i] <= limit:
-                end_s[rows[active[i]]] = ends[i]
-                until = max(until, ends[i])
-        for i in range(len(active)):
-            left[active[i]] -= rate[i] * (until - now_s)
+            break
+        until_s = ends[ends <= limit].max()
+        left[active] -= rate * (until_s - now_s)
         active = active[ends > limit]
-        now_s = until
+        now_s = until_s
+    return end_s

@@ -9,7 +9,7 @@ import numpy as np
 from orchestrrl.sim.net.finish import finish_routed_s, finish_s, parts_of
 from orchestrrl.sim.net.max_min import filled
 from orchestrrl.sim.net.model import Floats, Flows, Ints, Network, Routes
-from orchestrrl.sim.net.problem import problem_of, routes_of
+from orchestrrl.sim.net.problem import bounding, problem_of, routes_of
 
 __all__ = ["Fluid", "finish_routed_s", "finish_s"]
 
@@ -29,9 +29,11 @@ class Fluid:
         self._id = np.empty(0, np.int64)  # [flow], ascending; so are all below
         self._flows = Flows.none()  # bytes: still to be sent
         self._cap = np.empty(0)
+        self._anew = np.empty(0, np.bool_)  # came, or wishes otherwise, since rates were found
         self._rate = np.empty(0)
         self._routes = Routes(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0), np.empty(0))
         self._touched = np.zeros(len(network.capacity_bytes_per_s), np.bool_)  # [link], since rates were found
+        self._held = np.zeros(len(network.capacity_bytes_per_s), np.bool_)  # [link], might have been full then
         self._stale = False
 
     def add(self, flows: Flows, *, cap_bytes_per_s: float | Floats = np.inf) -> Ints:
@@ -44,13 +46,14 @@ class Fluid:
         self._cap = np.concatenate((self._cap, np.broadcast_to(np.asarray(cap_bytes_per_s, np.float64), len(flows))))
         self._rate = np.concatenate((self._rate, np.full(len(flows), np.inf)))  # that of no link at all
         self._routes = _joined(self._routes, routes)
+        self._anew = np.concatenate((self._anew, np.ones(len(flows), np.bool_)))
         self._touch(np.arange(len(self._id) - len(flows), len(self._id)))
         return ids
 
     def wish(self, ids: Ints, cap_bytes_per_s: float | Floats) -> None:
         """Other caps from now on."""
         at = self._at(ids)
-        self._cap[at] = cap_bytes_per_s
+        self._cap[at], self._anew[at] = cap_bytes_per_s, True
         self._touch(at)
 
     def remove(self, ids: Ints) -> Floats:
@@ -64,7 +67,9 @@ class Fluid:
         """From now on: circuits have changed, or links were lost. Flows go on by new routes with what is left."""
         self._network = network
         self._routes = routes_of(network, self._flows)
-        self._touched = np.ones(len(network.capacity_bytes_per_s), np.bool_)
+        self._touched = np.zeros(len(network.capacity_bytes_per_s), np.bool_)
+        self._held = self._touched.copy()
+        self._anew[:] = True
         self._stale = True
 
     def left_bytes(self, ids: Ints) -> Floats:
@@ -143,22 +148,27 @@ class Fluid:
         self._routes = Routes(_begins(length), old.link[entries], old.share[entries], old.latency_s[stays])
         self._flows = Flows(self._flows.src[stays], self._flows.dst[stays], self._flows.bytes[stays])
         self._id, self._cap, self._rate = self._id[stays], self._cap[stays], self._rate[stays]
+        self._anew = self._anew[stays]
 
     def _settle(self) -> None:
-        """Rates anew of those that are joined, by whatever links, to what was touched; others' cannot have changed."""
+        """Rates anew of those that are joined to what was touched by links that may be full, or might before; others'
+        cannot have changed."""
         if not self._stale:
             return
         routes = self._routes
-        part, parts = parts_of(len(self._touched), routes.begin, routes.link)
+        problem = bounding(problem_of(self._network, routes, cap=self._cap))
+        holds = np.zeros(len(problem.capacity), np.bool_)
+        holds[problem.link] = True
+        changed = self._touched & (self._held | holds[: len(self._held)])
+        part, parts = parts_of(len(holds), problem.begin, problem.link)
         again = np.zeros(parts + 1, np.bool_)
         row = np.repeat(np.arange(len(self._id)), np.diff(routes.begin))
-        again[part[row[self._touched[routes.link]]]] = True
-        again[parts] = True  # of no link
+        again[part[row[changed[routes.link]]]] = True
+        again[part[self._anew]] = True
         rows = np.flatnonzero(again[part])
-        problem = problem_of(self._network, routes, cap=self._cap)
         self._rate[rows] = filled(problem.capacity, problem.begin, problem.link, problem.load, rows)
-        self._touched[:] = False
-        self._stale = False
+        self._held, self._stale = holds[: len(self._held)], False
+        self._touched[:], self._anew[:] = False, False
 
 
 def _begins(length: Ints) -> Ints:

@@ -153,3 +153,33 @@ def test_nothing_ends_over_a_link_that_is_down() -> None:
     fluid.add(Flows.of([(0, 2, 1.0)]))
     assert fluid.next_event_s == np.inf
     assert fluid.advance(100.0) == []
+
+
+@given(
+    cases(),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 7), st.sampled_from([0.25, 1.0, np.inf])), max_size=12),
+)
+@settings(max_examples=80, deadline=None)
+def test_rates_after_any_changes_are_those_found_from_nothing(
+    case: tuple[list[Fraction], Rows, list[Fraction]], changes: list[tuple[int, int, float]]
+) -> None:
+    capacity, rows, _ = case
+    network = listed(capacity, rows)
+    fluid, there = Fluid(network), dict[int, tuple[int, float]]()
+    for what, which, cap in changes:
+        row = which % len(rows)
+        if what == 0 or not there:
+            (flow,) = fluid.add(Flows.of([(row, 1000, np.inf)]), cap_bytes_per_s=cap).tolist()
+            there[flow] = (row, cap)
+        else:
+            flow = sorted(there)[which % len(there)]
+            if what == 1:
+                fluid.wish(np.array([flow]), cap)
+                there[flow] = (there[flow][0], cap)
+            else:
+                fluid.remove(np.array([flow]))
+                del there[flow]
+        ids = np.array(sorted(there), np.int64)
+        same = Flows.of([(there[each][0], 1000, 1.0) for each in ids.tolist()])
+        expected = rates(network, same, cap=np.array([there[each][1] for each in ids.tolist()]))
+        assert fluid.rates(ids) == pytest.approx(expected)

@@ -94,7 +94,7 @@ def last_sent_s(given: Loaded, schedule: Schedule) -> float:
         for segment in reversed(given.passes.backward.segments):
             behind_s += segment.seconds
             if given.sends(segment):
-                found = max(found, end_s - behind_s + segment.sends_s)
+                found = max(found, min(end_s, end_s - behind_s + segment.sends_s))
                 break
     return found
 

@@ -1,10 +1,8 @@
 """What the training simulator speaks of. Values only."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orchestrrl.sim.net.fabrics.base import Period
-from orchestrrl.sim.net.model import Network
 from planner.hardware import Gpu
 from planner.models import Model
 
@@ -126,7 +124,3 @@ class Iteration:
     waits_s: float = 0.0  # of parts_s: for circuits that were not there in time
     circuits: str = "keep"  # how they were used: see circuits.Course
     within_layers: bool = False  # circuits followed attention and experts
-
-
-# The network as it is made for a period.
-NetworkOf = Callable[[Period], Network]

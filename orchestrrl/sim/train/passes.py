@@ -39,10 +39,6 @@ class Pass:
     def seconds(self) -> float:
         return sum(each.seconds for each in self.segments)
 
-    @property
-    def compute_s(self) -> float:
-        return sum(each.computes_s for each in self.segments)
-
     def waits_s(self, group: str) -> float:
         return sum(each.waits_s for each in self.segments if each.group == group)
 
@@ -81,7 +77,7 @@ def _pass(
         experts,
         _computed(layer.after_s),
     )
-    return tuple(each for each in found if each.seconds > 0)
+    return tuple(each for each in found if each.seconds > 0 or each.sends_s > 0)
 
 
 def _computed(seconds: float) -> Segment:
@@ -89,7 +85,8 @@ def _computed(seconds: float) -> Segment:
 
 
 def _waited(group: str, seconds: float, hidden_share: float) -> Segment:
-    return Segment(seconds * (1 - hidden_share), group, sends_s=seconds * (1 - hidden_share))
+    """What is hidden goes on beside the compute that follows."""
+    return Segment(seconds * (1 - hidden_share), group, sends_s=seconds)
 
 
 def _beside(attention_s: float, ring_s: float, cp: int) -> Segment:

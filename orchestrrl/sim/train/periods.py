@@ -14,30 +14,26 @@ def periods(job: TrainJob, servers: Servers, *, constants: TrainConstants = MEGA
     return periods_of(job, traffic(job, servers, constants))
 
 
-def periods_of(job: TrainJob, exchanges: Mapping[str, Exchange]) -> tuple[Period, ...]:
+def periods_of(job: TrainJob, exchanges: Mapping[str, Exchange]) -> tuple[Period, Period]:
     return (
-        Period(f"{_name(job)}:forward_backward", Stage.TRAIN, _demand(exchanges, FORWARD_BACKWARD)),
-        Period(f"{_name(job)}:gradients", Stage.TRAIN, _demand(exchanges, GRADIENTS)),
+        _period(job, "forward_backward", exchanges, FORWARD_BACKWARD),
+        _period(job, "gradients", exchanges, GRADIENTS),
     )
 
 
 def layer_periods_of(job: TrainJob, exchanges: Mapping[str, Exchange]) -> tuple[Period, Period]:
     """Attention, with what passes between stages, and experts: the parts of a layer that circuits may follow."""
     return (
-        Period(f"{_name(job)}:attention", Stage.TRAIN, _demand(exchanges, ("tp", "cp", "pp"))),
-        Period(f"{_name(job)}:experts", Stage.TRAIN, _demand(exchanges, ("ep",))),
+        _period(job, "attention", exchanges, ("tp", "cp", "pp")),
+        _period(job, "experts", exchanges, ("ep",)),
     )
 
 
-def _name(job: TrainJob) -> str:
-    """One name, one demand: everything that it depends on is in it."""
+def _period(job: TrainJob, name: str, exchanges: Mapping[str, Exchange], kinds: tuple[str, ...]) -> Period:
+    """Its id holds all that the demand depends on. What stays within a server asks nothing of the fabric."""
+    found = [exchanges[kind] for kind in kinds if kind in exchanges and exchanges[kind].crosses]
+    demand = Flows.joined([each.transfer.flows.times(each.times) for each in found])
     layout = job.layout
     degrees = f"tp{layout.tp}cp{layout.cp}dp{layout.dp}pp{layout.pp}ep{layout.ep}v{layout.vpp}"
-    batch = f"{job.sequences}x{job.tokens:g}/{job.micro_sequences}{'r' if job.recompute else ''}"
-    return f"train:{job.model.name}:{degrees}:{batch}@{job.first_gpu}"
-
-
-def _demand(exchanges: Mapping[str, Exchange], kinds: tuple[str, ...]) -> Flows:
-    """Between servers: what stays within one asks nothing of the fabric."""
-    found = [exchanges[kind] for kind in kinds if kind in exchanges and exchanges[kind].crosses]
-    return Flows.joined([each.transfer.flows.times(each.times) for each in found])
+    sent = f"{demand.bytes.sum():.6g}B@{job.first_gpu}"
+    return Period(f"train:{job.model.name}:{degrees}:{sent}:{name}", Stage.TRAIN, demand)

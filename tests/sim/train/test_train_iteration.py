@@ -127,6 +127,16 @@ def test_shares_of_collectives_are_hidden(part: str, option: str) -> None:
     assert half_s == pytest.approx(all_s / 2)
 
 
+def test_what_is_hidden_is_still_on_the_network() -> None:
+    of = job(TrainLayout(tp=2, dp=8, ep=16), model=MOE, sequences=16)
+    waited, hidden = (on(TWO, of, ep_hidden_share=each) for each in (0.0, 1.0))
+    spans = [
+        [each.end_s - each.begin_s for each in found.boundaries if each.group == "ep"] for found in (waited, hidden)
+    ]
+    assert spans[1] == pytest.approx(spans[0])
+    assert hidden.parts_s["ep"] == 0.0
+
+
 @given(layouts, st.sampled_from([8, 16, 48]), st.sampled_from([512, 4096]), st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_what_holds_of_every_iteration(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from orchestrrl.sim.net.fabrics.clos import Clos, Tree
-from orchestrrl.sim.net.fabrics.options import at_least, refuse
+from orchestrrl.sim.net.fabrics.options import at_least, number, refuse
 from orchestrrl.sim.net.model import Ints, Servers
 from planner.fabric.shape import Fault
 
@@ -28,13 +28,13 @@ def fat_tree(
 def blocked_tree(servers: Servers, radix: int, servers_per_pod: int, tiers: int | None, ratio: float) -> Tree:
     """Servers in blocks below ToRs, `ratio` times as many ports down as up. Raises Impossible."""
     nics = servers.nics_per_server
-    down = int(radix * ratio / (1 + ratio) + 1e-9)
     refuse(
         *at_least("servers_per_pod", servers_per_pod, 1),
         *at_least("radix", radix, 2),
-        *([] if ratio >= 1 else [Fault("ratio", "must be >= 1", ratio)]),
+        *number("ratio", ratio, 1.0),
         *([] if tiers in (None, 2, 3) else [Fault("tiers", "must be 2, 3 or none", tiers)]),
     )
+    down = int(radix * ratio / (1 + ratio) + 1e-9)
     refuse(*_too_many(servers, radix, down, tiers))
     two = tiers == 2 or (tiers is None and servers.nics <= radix * down)
     per_pod = servers.count if two else servers_per_pod

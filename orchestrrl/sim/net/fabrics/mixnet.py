@@ -149,6 +149,7 @@ class MixNet:
         capacity = wiring.capacity()
 
         def router(src: Ints, dst: Ints) -> Routes:
+            hosts.check(src, dst)
             joins = circuits[hosts.server_of(src), hosts.server_of(dst)] > 0
             legs = hosts.legs(src, dst, direct=joins)
 

@@ -16,9 +16,9 @@ def at_least(name: str, value: object, least: int) -> Iterator[Fault]:
         yield Fault(name, f"must be a whole number >= {least}", value)
 
 
-def positive(name: str, value: object) -> Iterator[Fault]:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        yield Fault(name, "must be a number > 0", value)
+def number(name: str, value: object, least: float) -> Iterator[Fault]:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
+        yield Fault(name, f"must be a number >= {least:g}", value)
 
 
 def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[Fault]:

@@ -18,7 +18,7 @@ from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period
 from orchestrrl.sim.net.fabrics.circuits import CircuitLinks
 from orchestrrl.sim.net.fabrics.fat_tree import SERVERS_PER_POD
 from orchestrrl.sim.net.fabrics.hosts import NO_NIC, Bools, Hosts, Legs, joined
-from orchestrrl.sim.net.fabrics.multipath import distances
+from orchestrrl.sim.net.fabrics.multipath import NO_WAY, Edges, distances
 from orchestrrl.sim.net.fabrics.options import at_least, one_of, refuse
 from orchestrrl.sim.net.fabrics.wiring import Rows, Wiring
 from orchestrrl.sim.net.model import Floats, Flows, Ints, Network, Routes, Servers, Tier
@@ -29,7 +29,7 @@ from planner.fabric.materialize import materialize
 from planner.fabric.model import EndpointId, OcsId, PortPair
 from planner.fabric.plan import FabricState
 from planner.fabric.plan import Failures as FailedPorts
-from planner.fabric.shape import Shape
+from planner.fabric.shape import Fault, Shape
 from planner.fabric.templates import Shape as Announced
 from planner.fabric.templates import Spare, Template, template_of
 from planner.fabric.topology import DEVICES, Role, Site
@@ -64,7 +64,8 @@ def rfabric(
         *one_of("device", device, tuple(DEVICES)),
         *one_of("allocation", allocation, ALLOCATIONS),
     )
-    train = min(train, servers.count)
+    if train > servers.count:
+        refuse(Fault("train_servers", f"must be <= {servers.count}, all servers", train))
     parts = [count for count in (train, servers.count - train) if count]
     per_pod = max(-(-count // -(-count // servers_per_pod)) for count in parts)
     site = regular_site(
@@ -164,8 +165,10 @@ class RFabric:
         return matrix
 
     def tor_demand(self, flows: Flows) -> Floats:
-        """[tor, tor], bytes that have to leave a ToR for another."""
-        outside = self._hosts.server_of(flows.src) != self._hosts.server_of(flows.dst)
+        """[tor, tor], bytes that have to leave a ToR for another. Servers without a NIC have none."""
+        here, there = self._hosts.server_of(flows.src), self._hosts.server_of(flows.dst)
+        reached: Bools = self._hosts.nic_works.reshape(self.servers.count, -1).sum(axis=1) > 0
+        outside = (here != there) & reached[here] & reached[there]
         legs = self._hosts.legs(flows.src[outside], flows.dst[outside])
         one, other = self._tor_of[legs.src_nic], self._tor_of[legs.dst_nic]
         tors = len(self.site.tors)
@@ -201,7 +204,7 @@ class RFabric:
         return [found[tor.id] for tor in self.site.tors]
 
     @cached_property
-    def _failed_ports(self) -> FailedPorts:
+    def failed_ports(self) -> FailedPorts:
         site, ports = self.site, []
         fibres = site.fibres[SiteTier.AGG]
         for tor, share in sorted((self.failed.tor_uplinks or {}).items()):
@@ -218,16 +221,25 @@ class RFabric:
         demand = (rail[:, None] == rail[None, :]).astype(np.float64)
         np.fill_diagonal(demand, 0.0)
         intent = self._intent("rest", Stage.TRAIN, demand)
-        plan = materialize(self.site, intent, FabricState(failures=self._failed_ports), _anywhere(intent))
+        plan = materialize(self.site, intent, FabricState(failures=self.failed_ports), _anywhere(intent))
         return frozenset() if isinstance(plan, Hold) else plan.cross_connects
 
     def _materialized(self, period: str, stage: Stage, demand: Floats) -> frozenset[PortPair]:
         bare = Intent(period, stage, ())
         template = template_of(bare) if self.roles else _anywhere(bare)
-        intent = self._intent(period, stage, self._joined_up(np.where(self._eligible(template), demand, 0.0), template))
-        state = FabricState(current=self._at_rest, failures=self._failed_ports)
-        plan = materialize(self.site, intent, state, replace(template, core_roles=_ANY_TWO))
-        return self._at_rest if isinstance(plan, Hold) else plan.cross_connects
+        demand, ring = np.where(self._eligible(template), demand, 0.0), self._ring(template)
+        state = FabricState(current=self._at_rest, failures=self.failed_ports)
+        template = replace(template, core_roles=_ANY_TWO)
+        found = self._at_rest
+        for weight in (0.0, 1e-6 * demand[demand > 0].min(initial=1.0), demand.max(initial=1.0)):
+            joined_up = demand.copy()
+            for one, other in ring:
+                joined_up[one, other] = max(joined_up[one, other], weight)
+            plan = materialize(self.site, self._intent(period, stage, joined_up), state, template)
+            found = self._at_rest if isinstance(plan, Hold) else plan.cross_connects
+            if self._leads(found, ring):
+                break  # or else what joins the PoDs comes after the period's own, or before
+        return found
 
     def _eligible(self, template: Template) -> Bools:
         """[tor, tor], whether the stage gives the two circuits."""
@@ -237,20 +249,23 @@ class RFabric:
         )
         touched = np.array([pod.role in template.touched for pod in pods])
         both = (joins | joins.T) & touched[:, None] & touched[None, :]
-        return np.asarray(both[self._pod_of[:, None], self._pod_of[None, :]])
+        return np.asarray(np.asarray(both)[self._pod_of[:, None], self._pod_of[None, :]])
 
-    def _joined_up(self, demand: Floats, template: Template) -> Floats:
-        """With next to nothing between each PoD that is touched and the next, each on another rail, so that a circuit
-        is left there: packets always find a way."""
-        whisper = 1e-6 * float(demand[demand > 0].min(initial=1.0))
+    def _ring(self, template: Template) -> list[tuple[int, int]]:
+        """Between each PoD that is touched and the next a pair of ToRs, each on another rail."""
         pods = [place for place, pod in enumerate(self.site.pods) if pod.role in template.touched]
-        demand = demand.copy()
+        pairs = []
         for turn, (pod, following) in enumerate(zip(pods, pods[1:] + pods[:1], strict=True)):
             one, other = np.flatnonzero(self._pod_of == pod), np.flatnonzero(self._pod_of == following)
             if pod != following:
-                place = turn % len(one)
-                demand[one[place], other[place]] = max(demand[one[place], other[place]], whisper)
-        return demand
+                pairs.append((int(one[turn % len(one)]), int(other[turn % len(other)])))
+        return pairs
+
+    def _leads(self, cross_connects: frozenset[PortPair], ring: list[tuple[int, int]]) -> bool:
+        """Whether all PoDs are joined, on whichever rail."""
+        hops = distances(Edges.of(self.circuits(cross_connects).astype(np.float64)))
+        pods = [(self._pod_of == self._pod_of[one], self._pod_of == self._pod_of[other]) for one, other in ring]
+        return all((np.diagonal(hops[np.ix_(one, other)]) < NO_WAY).any() for one, other in pods)
 
     def _intent(self, period: str, stage: Stage, demand: Floats) -> Intent:
         traffic = tuple(
@@ -291,21 +306,23 @@ class RFabric:
         return wiring.network(servers, router, self.name)
 
     def _on_rails_that_lead(self, legs: Legs, hops: Ints) -> Legs:
-        """Legs that would take over two circuits go by another rail, over NVLink at both ends, if that is shorter."""
-        rails = self.servers.nics_per_server
-        one, other = legs.src_nic, legs.dst_nic
-        best = np.where(one == NO_NIC, 0, hops[self._tor_of[one], self._tor_of[other]])
-        far = np.flatnonzero(best > LONGEST)
-        one, other, best = one.copy(), other.copy(), best[far]
-        start, end = one[far] - one[far] % rails, other[far] - other[far] % rails
-        for turn in range(1, rails if len(far) else 0):
-            rail = (legs.dst_nic[far] + turn) % rails
-            works = self._hosts.nic_works[start + rail] & self._hosts.nic_works[end + rail]
-            there = hops[self._tor_of[start + rail], self._tor_of[end + rail]]
-            shorter = works & (there < best)
-            one[far[shorter]], other[far[shorter]] = (start + rail)[shorter], (end + rail)[shorter]
-            best = np.where(shorter, there, best)
-        return replace(legs, src_nic=one, dst_nic=other)
+        """Legs that would take over two circuits are spread over the rails of their servers on which it is fewest, and
+        go over NVLink at both ends."""
+        rails, tor_of, works = np.arange(self.servers.nics_per_server), self._tor_of, self._hosts.nic_works
+        own = np.where(legs.src_nic == NO_NIC, 0, hops[tor_of[legs.src_nic], tor_of[legs.dst_nic]])
+        far = np.flatnonzero(own > LONGEST)
+        start, end = ((nics[far] - nics[far] % len(rails))[:, None] + rails for nics in (legs.src_nic, legs.dst_nic))
+        apart = np.where(works[start] & works[end], hops[tor_of[start], tor_of[end]], NO_WAY)
+        fewest = apart.min(axis=1, initial=NO_WAY)
+        chosen = (apart == fewest[:, None]) & (fewest < own[far])[:, None]
+        counts = np.ones(len(legs), np.int64)
+        counts[far] = np.maximum(1, chosen.sum(axis=1))
+        leg = np.repeat(np.arange(len(legs)), counts)
+        moved = np.isin(leg, far[chosen.any(axis=1)])
+        src_nic, dst_nic = legs.src_nic[leg], legs.dst_nic[leg]
+        src_nic[moved], dst_nic[moved] = start[chosen], end[chosen]
+        share = legs.share[leg] / counts[leg]
+        return Legs(legs.flow[leg], share, legs.src[leg], legs.dst[leg], src_nic, dst_nic)
 
 
 def _anywhere(intent: Intent) -> Template:

@@ -19,7 +19,7 @@ from scipy.optimize import linear_sum_assignment
 from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period
 from orchestrrl.sim.net.fabrics.circuits import CircuitLinks
 from orchestrrl.sim.net.fabrics.hosts import Hosts, joined
-from orchestrrl.sim.net.fabrics.options import at_least, refuse
+from orchestrrl.sim.net.fabrics.options import at_least, number, refuse
 from orchestrrl.sim.net.fabrics.wiring import Rows, Wiring
 from orchestrrl.sim.net.model import Floats, Flows, Ints, Network, Routes, Servers, Tier
 from planner.fabric.shape import Fault
@@ -36,11 +36,16 @@ def topoopt(
     """`demand`: of the whole job, which the topology is for; None: rings alone. `ring_nics` None: half of them.
     `forward_s`: of a host that forwards, by default what a switch takes."""
     ring_nics = max(1, servers.nics_per_server // 2) if ring_nics is None else ring_nics
-    faults = [*at_least("ring_nics", ring_nics, 1), *at_least("ways", ways, 1)]
+    faults = [
+        *at_least("ring_nics", ring_nics, 1),
+        *at_least("ways", ways, 1),
+        *number("forward_s", forward_s, 0.0),
+    ]
     if not faults and ring_nics > servers.nics_per_server:
         faults.append(Fault("ring_nics", f"must be <= {servers.nics_per_server}, the NICs of a server", ring_nics))
-    if not 0 <= forward_s < float("inf"):
-        faults.append(Fault("forward_s", "must be >= 0", forward_s))
+    if demand is not None and len(demand) and max(demand.src.max(), demand.dst.max()) >= servers.gpus:
+        most = int(max(demand.src.max(), demand.dst.max()))
+        faults.append(Fault("demand", f"GPUs are numbered 0 to {servers.gpus - 1}", most))
     refuse(*faults)
     sent = np.zeros((servers.count, servers.count)) if demand is None else server_demand(servers, demand)
     return TopoOpt(servers, _permutations(sent, servers.nics_per_server, ring_nics), ways, forward_s)

@@ -31,7 +31,11 @@ def networks(draw: st.DrawFn) -> tuple[list[Fraction], Rows]:
 def test_rates_are_those_of_filling_link_by_link(case: tuple[list[Fraction], Rows]) -> None:
     capacity, rows = case
     expected = [float(rate) for rate in fair_rates(capacity, rows)]
-    assert levels(problem(capacity, rows)) == pytest.approx(expected)
+    whole = problem(capacity, rows)
+    assert levels(whole) == pytest.approx(expected)
+    alike = reduced(whole, np.zeros(len(rows)))
+    assert levels(alike.problem)[alike.of] == pytest.approx(expected)
+    assert levels(bounding(whole)) == pytest.approx(expected)
 
 
 @given(networks())

@@ -172,7 +172,7 @@ def _corners(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> list[
 
 def parts(title: str, told: Sequence[Mapping[str, float]], groups: Sequence[Group]) -> str | None:
     """Seconds of each group, one stretch of a bar behind the other; a colour for each part."""
-    names = list(dict.fromkeys(name for each in told for name in each))
+    names = list(dict.fromkeys(name for each in told for name, seconds in each.items() if seconds > 0))
     totals = [sum(each.values()) for each in told]
     if not names or not max(totals, default=0.0) > 0:
         return None

@@ -18,10 +18,12 @@ class Group:
     fabric: str
     arm: str
     results: tuple[Result, ...]  # by seed
+    is_alone: bool = False  # no other scenario is in the report: its name goes without saying
 
     @property
     def title(self) -> str:
-        return " · ".join(part for part in (self.scenario, self.fabric, self.arm) if part)
+        own = [part for part in (self.fabric, self.arm) if part]
+        return " · ".join(own if own and self.is_alone else [self.scenario, *own])
 
     @property
     def first(self) -> Result:
@@ -76,7 +78,7 @@ def groups_of(results: Iterable[Result]) -> tuple[Group, ...]:
         found.setdefault(key, []).append(result)
     names = scenario_names([held[0].scenario for held in found.values()])
     return tuple(
-        Group(names[digest], fabric, arm, tuple(sorted(held, key=lambda result: result.run.seed)))
+        Group(names[digest], fabric, arm, tuple(sorted(held, key=lambda result: result.run.seed)), len(names) == 1)
         for (digest, fabric, arm), held in found.items()
     )
 

@@ -25,6 +25,7 @@ pre { padding: .8rem; overflow-x: auto; background: var(--card); }
 details > summary { cursor: pointer; padding: .25rem 0; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg text.axis, svg text.tick { fill: var(--faint); }
 svg .grid { stroke: var(--rule); stroke-width: 1; } svg .stroke { fill: none; stroke-width: 2; }
+svg rect.fill { stroke: var(--paper); stroke-width: .8; }
 svg .dashed { stroke-dasharray: 5 4; } svg .ringed { stroke: var(--ink); stroke-width: 2; }
 """ + "".join(
     f"svg .fill.c{n} {{ fill: var(--c{n}); }} svg .stroke.c{n} {{ stroke: var(--c{n}); }}"

@@ -109,7 +109,7 @@ def test_throughput_is_the_median_over_seeds_and_compared_with_the_first() -> No
     rates = [median(each.samples_per_s for each in results if each.run.fabric == name) for name in ("rfabric", "rail")]
     header, first, _, last = found.rows["summary"]
     assert header[2:6] == ["samples/s", "least", "most", "by the first"]
-    assert first == ["made up · rfabric · both", "1, 2", "41.5", "41", "42", "1", "0.25", "0.125", "12,288"]
+    assert first == ["rfabric · both", "1, 2", "41.5", "41", "42", "1", "0.25", "0.125", "12,288"]
     assert last[2] == "51.5"
     assert found.values["summary"][0] == rates[0]
     assert found.values["summary"][3] == 1.0
@@ -126,8 +126,8 @@ def test_the_time_line_has_every_stage_and_fault() -> None:
 def test_bandwidth_is_bytes_over_what_the_stage_takes() -> None:
     found = read([result()])
     assert [row[:3] for row in found.rows["bandwidth"][1:]] == [
-        ["made up · rfabric · both", "train", "nic"],
-        ["made up · rfabric · both", "train", "nvlink"],
+        ["rfabric · both", "train", "nic"],
+        ["rfabric · both", "train", "nvlink"],
     ]
     assert found.values["bandwidth"] == [2000.0, 2e12 * 8e-9 / 80.0, 8000.0, 8e12 * 8e-9 / 80.0]
     assert len(found.shapes["bandwidth"]) == 2
@@ -192,12 +192,14 @@ def test_scenarios_of_one_name_are_told_apart() -> None:
     first, second = groups_of([result(), result(scenario=other)])
     assert first.scenario.startswith("made up ")
     assert first.scenario != second.scenario
+    assert first.title == f"{first.scenario} · rfabric · both"
 
 
 def test_names_are_text_never_markup() -> None:
     found = read([result(scenario={"name": "<script>alert(1)</script>"}, fabric='"><img src=x>', arm="a & b")])
     assert found.outside == []
-    assert '<script>alert(1)</script> · "><img src=x> · a & b' in found.rows["summary"][1]
+    assert '"><img src=x> · a & b' in found.rows["summary"][1]
+    assert "<script>alert(1)</script>" in found.text[""]
 
 
 def test_results_that_say_nothing_make_a_page_that_says_so() -> None:

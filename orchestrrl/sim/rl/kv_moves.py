@@ -18,6 +18,10 @@ from orchestrrl.sim.net.problem import routes_of
 from planner.model import Parallelism
 from planner.problem import Transfer
 
+# In which instances may leave the network to the others: each works out circuits and times. After the last, those that
+# stay have what they got beside the others.
+MOST_ROUNDS = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Home:
@@ -51,7 +55,6 @@ class KvMoved:
     transferred: tuple[bool, ...]  # [wish]; else computed again
     bytes: float  # over GPUs' links
     recomputed_tokens: int
-    flows: Flows
 
     @property
     def seconds(self) -> float:
@@ -81,22 +84,26 @@ def move_kv(
     again_s = _recompute_s(len(homes), wishes, prefill_tokens_per_s, transfer)
     by_network = np.ones(len(homes), dtype=np.bool_)
     shares = _shares(homes, wishes, kv_bytes_per_token)
-    ready_s, flows = again_s, Flows.none()
     destination = np.array([wish.destination for wish in wishes], np.int64)
-    while by_network.any() and len(wishes):
+    ready_s, sent_bytes, flows = again_s, 0.0, Flows.none()
+    for _ in range(MOST_ROUNDS):
         sent = by_network[destination][shares.wish]
         some = _Shares(shares.src[sent], shares.dst[sent], shares.bytes[sent], shares.wish[sent])
         flows, of = _merged(some)
+        if not len(flows):
+            ready_s, sent_bytes = np.where(by_network, 0.0, again_s), 0.0
+            break
         network = fabric.network(Period.of("KV", Stage.GEN, flows))
         arrived_s = _arrived_s(network, flows, of, destination[some.wish], len(homes))
         later = by_network & (arrived_s > again_s)
+        by_network = by_network & ~later
         ready_s = np.where(by_network, arrived_s, again_s)
+        sent_bytes = float(some.bytes[by_network[destination[some.wish]]].sum())
         if not later.any():
             break
-        by_network, ready_s, flows = by_network & ~later, again_s, Flows.none()
     transferred = tuple(bool(each) for each in by_network[destination])
     again = sum(wish.context_tokens for wish, sent in zip(wishes, transferred, strict=True) if not sent)
-    return KvMoved(ready_s, transferred, float(flows.bytes.sum()), again, flows)
+    return KvMoved(ready_s, transferred, sent_bytes, again)
 
 
 def kv_flows(homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float) -> Flows:

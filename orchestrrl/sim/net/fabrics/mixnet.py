@@ -20,7 +20,7 @@ from orchestrrl.sim.net.fabrics.options import at_least, one_of, refuse
 from orchestrrl.sim.net.fabrics.topoopt import server_demand
 from orchestrrl.sim.net.fabrics.wiring import Rows, Wiring
 from orchestrrl.sim.net.model import Floats, Ints, Network, Routes, Servers, Tier
-from planner.fabric.allocate import AllocationProblem, algorithm3
+from planner.fabric.allocate import AllocationProblem, allocate
 from planner.fabric.model import EndpointId
 from planner.fabric.shape import Fault
 from planner.fabric.topology import DEVICES
@@ -122,7 +122,7 @@ class MixNet:
                     if one != other and demand[one, other] > 0
                 },
             )
-            for (one_id, other_id), count in algorithm3(problem).circuits.items():
+            for (one_id, other_id), count in allocate(problem).circuits.items():
                 circuits[int(one_id), int(other_id)] = circuits[int(other_id), int(one_id)] = count
         return circuits
 

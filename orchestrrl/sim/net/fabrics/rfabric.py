@@ -230,16 +230,18 @@ class RFabric:
         demand, ring = np.where(self._eligible(template), demand, 0.0), self._ring(template)
         state = FabricState(current=self._at_rest, failures=self.failed_ports)
         template = replace(template, core_roles=_ANY_TWO)
-        found = self._at_rest
+        # What joins the PoDs: nothing beside the period's own, if that is enough; else after it, else before it.
+        first = None
         for weight in (0.0, 1e-6 * demand[demand > 0].min(initial=1.0), demand.max(initial=1.0)):
             joined_up = demand.copy()
             for one, other in ring:
                 joined_up[one, other] = max(joined_up[one, other], weight)
             plan = materialize(self.site, self._intent(period, stage, joined_up), state, template)
             found = self._at_rest if isinstance(plan, Hold) else plan.cross_connects
-            if self._leads(found, ring):
-                break  # or else what joins the PoDs comes after the period's own, or before
-        return found
+            if self._leads(found):
+                return found
+            first = first or found
+        return first or self._at_rest
 
     def _eligible(self, template: Template) -> Bools:
         """[tor, tor], whether the stage gives the two circuits."""
@@ -261,11 +263,12 @@ class RFabric:
                 pairs.append((int(one[turn % len(one)]), int(other[turn % len(other)])))
         return pairs
 
-    def _leads(self, cross_connects: frozenset[PortPair], ring: list[tuple[int, int]]) -> bool:
-        """Whether all PoDs are joined, on whichever rail."""
+    def _leads(self, cross_connects: frozenset[PortPair]) -> bool:
+        """Whether all servers can be reached from all, on whichever rail."""
         hops = distances(Edges.of(self.circuits(cross_connects).astype(np.float64)))
-        pods = [(self._pod_of == self._pod_of[one], self._pod_of == self._pod_of[other]) for one, other in ring]
-        return all((np.diagonal(hops[np.ix_(one, other)]) < NO_WAY).any() for one, other in pods)
+        _, block = np.unique(self._tor_of.reshape(self.servers.count, -1), axis=0, return_index=True)
+        tors = self._tor_of.reshape(self.servers.count, -1)[block]  # [block, rail]
+        return all((hops[np.ix_(one, other)] < NO_WAY).any() for one in tors for other in tors)
 
     def _intent(self, period: str, stage: Stage, demand: Floats) -> Intent:
         traffic = tuple(
@@ -306,14 +309,23 @@ class RFabric:
         return wiring.network(servers, router, self.name)
 
     def _on_rails_that_lead(self, legs: Legs, hops: Ints) -> Legs:
-        """Legs that would take over two circuits are spread over the rails of their servers on which it is fewest, and
-        go over NVLink at both ends."""
-        rails, tor_of, works = np.arange(self.servers.nics_per_server), self._tor_of, self._hosts.nic_works
+        """Legs that would take over two circuits go on the rails of their servers on which it is fewest; those that
+        no rail leads, from any to any."""
+        rails = np.arange(self.servers.nics_per_server)
+        legs = self._moved(legs, hops, LONGEST, rails, rails)
+        return self._moved(legs, hops, NO_WAY - 1, np.repeat(rails, len(rails)), np.tile(rails, len(rails)))
+
+    def _moved(self, legs: Legs, hops: Ints, most: int, out: Ints, into: Ints) -> Legs:
+        """Legs of over `most` circuits, spread over all [choice] with fewest; over NVLink at both ends."""
+        tor_of, works, own_rails = self._tor_of, self._hosts.nic_works, self.servers.nics_per_server
         own = np.where(legs.src_nic == NO_NIC, 0, hops[tor_of[legs.src_nic], tor_of[legs.dst_nic]])
-        far = np.flatnonzero(own > LONGEST)
-        start, end = ((nics[far] - nics[far] % len(rails))[:, None] + rails for nics in (legs.src_nic, legs.dst_nic))
+        far = np.flatnonzero(own > most)
+        if not len(far):
+            return legs
+        start = (legs.src_nic[far] - legs.src_nic[far] % own_rails)[:, None] + out
+        end = (legs.dst_nic[far] - legs.dst_nic[far] % own_rails)[:, None] + into
         apart = np.where(works[start] & works[end], hops[tor_of[start], tor_of[end]], NO_WAY)
-        fewest = apart.min(axis=1, initial=NO_WAY)
+        fewest = apart.min(axis=1)
         chosen = (apart == fewest[:, None]) & (fewest < own[far])[:, None]
         counts = np.ones(len(legs), np.int64)
         counts[far] = np.maximum(1, chosen.sum(axis=1))

@@ -37,6 +37,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "demo": ("demo",),
     "bench": ("bench",),
     "sim": ("sim",),
+    "sim_cluster": ("sim",),
+    "sim_sweep": ("sim",),
     "daemon": ("daemon", "check-config"),
     "gateway": ("gateway",),
     "agent": ("agent",),

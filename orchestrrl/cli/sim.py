@@ -18,9 +18,11 @@ Source = Annotated[
 ]
 
 
+HELP = "Try policies on a simulated fleet, or a whole cluster; the control plane is the real one."
+
+
 def register(app: typer.Typer) -> None:
-    sim = group(app, "sim", "Try policies on a simulated fleet; the control plane is the real one.")
-    sim.command(name="gen")(gen)
+    group(app, "sim", HELP).command(name="gen")(gen)
 
 
 def gen(
@@ -53,14 +55,14 @@ def gen(
         if bool(scenario) == example:
             raise ProblemFaults([f"SCENARIO: give one, or --example, got {scenario!r} and --example {example}"])
         faults: list[str] = []
-        loaded = _or_faults(faults, lambda: with_steps(load_scenario(scenario or EXAMPLE), steps))
-        names = _or_faults(faults, lambda: chosen_arms(_parts(arms)))
-        numbers = _or_faults(faults, lambda: _seeds(seeds))
-        _or_faults(faults, lambda: _make_folder(plot))
+        loaded = or_faults(faults, lambda: with_steps(load_scenario(scenario or EXAMPLE), steps))
+        names = or_faults(faults, lambda: chosen_arms(parts_of(arms)))
+        numbers = or_faults(faults, lambda: seeds_of(seeds))
+        or_faults(faults, lambda: _make_folder(plot))
         if loaded is None or faults:
             raise ProblemFaults(faults)
         chosen = names or chosen_arms(loaded.arms)
-        outcome = _with_progress(lambda report: run_scenario(loaded, chosen, numbers or loaded.seeds, report))
+        outcome = with_progress(lambda report: run_scenario(loaded, chosen, numbers or loaded.seeds, report))
         pictures = draw(outcome, plot) if plot else []
     if json:
         print_json(as_json(outcome))
@@ -69,7 +71,7 @@ def gen(
     print_lines([LEGEND, *marks(outcome), *(f"wrote {path}" for path in pictures)])
 
 
-def _with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> Result:
+def with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> Result:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -82,7 +84,7 @@ def _with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) ->
         return work(report)
 
 
-def _or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
+def or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
     """What the check returns; None, and its faults among the others, where it finds some."""
     try:
         return check()
@@ -100,12 +102,12 @@ def _make_folder(plot: Path | None) -> None:
         raise ProblemFaults([f"--plot: {error.strerror}, got {str(plot)!r}"]) from None
 
 
-def _parts(text: str) -> list[str]:
+def parts_of(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _seeds(text: str) -> list[int]:
-    parts = _parts(text)
+def seeds_of(text: str) -> list[int]:
+    parts = parts_of(text)
     faults = [
         f"--seeds[{i}]: must be a whole number, got {part!r}" for i, part in enumerate(parts) if not part.isdecimal()
     ]

@@ -32,6 +32,7 @@ class Bill:
     parts_usd: Mapping[str, float] = field(default_factory=dict)
     gpus_usd: float | None = None  # None: no price is known
     network_watts: float | None = None  # None: not known of all components
+    optics_watts: float | None = None  # of its transceivers; None: not known at that rate
 
     @property
     def total_usd(self) -> float:

@@ -11,8 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
+from orchestrrl.sim.net.fabrics.base import Fabric
+from orchestrrl.sim.net.fabrics.registry import KINDS, build, options_of
 from orchestrrl.sim.net.model import Servers
 from orchestrrl.sim.rl.faults import Fault, Part, Schedule
+from orchestrrl.sim.rl.loop_rules import Rules
 from orchestrrl.sim.rl.model import Holds, LoopMode
 from orchestrrl.sim.scenario import ARMS, ControlSection, GatewaySection, Section, WorkloadSection
 from orchestrrl.sim.train.model import TrainJob, TrainLayout
@@ -75,6 +78,8 @@ class ClusterSection(Section):
     nics_per_server: _Count = 8
     nic_gbps: _Positive = 200.0
     nvlink_gbytes_per_s: _Positive | None = None  # one way, of each GPU; by default the GPU's
+    servers_per_tor: _Count | None = None  # of fabrics that say nothing else in their options
+    servers_per_pod: _Count | None = None
     gpu_usd: _Positive | None = None  # price of one, for throughput per dollar of all
 
     @model_validator(mode="after")
@@ -180,11 +185,14 @@ class LoopSection(Section):
 
     @model_validator(mode="after")
     def _sane(self) -> "LoopSection":
-        if (self.mode is LoopMode.BOUNDED_STALENESS) != (self.staleness is not None):
-            raise ValueError("staleness goes with mode bounded_staleness, and that needs it")
         if self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps must be less than steps ({self.steps}), {self.warmup_steps} are not")
+        self.rules(Holds.ENGINES, shared=False)
         return self
+
+    def rules(self, holds: Holds, *, shared: bool) -> Rules:
+        """Raises ValueError where they are at odds."""
+        return Rules(self.mode, self.staleness, self.batch_samples, self.buffer_samples, holds, shared)
 
 
 class FaultSection(Section):
@@ -272,6 +280,22 @@ class ClusterScenario(Section):
             nvlink_bytes_per_s=self.gpu_value.nvlink_bytes_per_s if nvlink is None else nvlink * 1e9,
         )
 
+    def fabric_options(self, section: FabricSection) -> dict[str, Any]:
+        """The section's, and of what it leaves out what the cluster says, as far as its kind has such options."""
+        cluster = self.cluster
+        usual = {
+            "servers_per_tor": cluster.servers_per_tor,
+            "servers_per_pod": cluster.servers_per_pod,
+            "train_servers": None if cluster.shared else cluster.train_gpus // cluster.gpus_per_server,
+        }
+        known = options_of(section.kind) if section.kind in KINDS else ()
+        given = {name: value for name, value in usual.items() if value is not None and name in known}
+        return given | section.options
+
+    def fabric(self, section: FabricSection) -> Fabric:
+        """Raises Impossible with all that is wrong with its options."""
+        return build(section.kind, self.servers, **self.fabric_options(section))
+
     @property
     def train_layout(self) -> TrainLayout:
         part = self.training
@@ -289,6 +313,10 @@ class ClusterScenario(Section):
             micro_sequences=self.training.micro_sequences,
             recompute=self.training.recompute,
         )
+
+    def rules(self) -> Rules:
+        """Raises ValueError where they are at odds."""
+        return self.loop.rules(self.weight_sync.holds, shared=self.cluster.shared)
 
     @property
     def schedule(self) -> Schedule:

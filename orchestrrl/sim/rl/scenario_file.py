@@ -115,19 +115,24 @@ def _engine_layout_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 
 def _fabric_faults(scenario: ClusterScenario) -> Iterable[str]:
-    from orchestrrl.sim.net.fabrics.registry import build
-
     titles: list[str] = []
     for index, section in enumerate(scenario.fabrics):
         if section.title in titles:
             yield f"fabrics[{index}].name: is used already, got {section.title!r}"
         titles.append(section.title)
         try:
-            build(section.kind, scenario.servers, **section.options)
+            scenario.fabric(section)
         except Impossible as error:
             for fault in error.faults:
                 path = "kind" if fault.parameter == "kind" else f"options.{fault.parameter}"
                 yield f"fabrics[{index}].{path}: {fault.message}, got {shorten(fault.value)}"
+
+
+def _loop_faults(scenario: ClusterScenario) -> Iterable[str]:
+    try:
+        scenario.rules()
+    except ValueError as error:
+        yield f"loop: {error}"
 
 
 def _fault_faults(scenario: ClusterScenario) -> Iterable[str]:
@@ -146,5 +151,6 @@ _CHECKS: tuple[Callable[[ClusterScenario], Iterable[str]], ...] = (
     _layout_faults,
     _engine_layout_faults,
     _fabric_faults,
+    _loop_faults,
     _fault_faults,
 )

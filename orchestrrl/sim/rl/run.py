@@ -1,0 +1,138 @@
+"""Run a cluster scenario: each arm on each fabric, over each seed; the same requests for all of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.sim.cost.power import TRANSCEIVER_W, network_power_w
+from orchestrrl.sim.cost.prices import PRICES_USD, network_cost_usd
+from orchestrrl.sim.net.fabrics.base import Failures
+from orchestrrl.sim.rl.loop import run_loop
+from orchestrrl.sim.rl.model import RlRun, Span
+from orchestrrl.sim.rl.results import Bill, Result
+from orchestrrl.sim.rl.scenario import ClusterScenario
+from orchestrrl.sim.rl.stages import ArmTimes, FabricStages, lane_of
+from orchestrrl.sim.train.model import Iteration
+
+Point = TypeVar("Point")
+Report = Callable[[str, int, int], None]  # what is under way, done, in all
+
+MOST_POINTS = 1000  # of a curve that is kept for pictures
+
+
+def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]:
+    """As they are named, each once; all that are known where none is. Raises ProblemFaults."""
+    faults = [
+        f"{option}[{i}]: must be one of {', '.join(known)}, got {name!r}"
+        for i, name in enumerate(names)
+        if name not in known
+    ]
+    if faults:
+        raise ProblemFaults(faults)
+    return list(dict.fromkeys(names or known))
+
+
+def run_cluster(scenario: ClusterScenario, report: Report = lambda what, done, total: None) -> list[Result]:
+    """By fabric, arm and seed. Raises ProblemFaults where no engine holds the longest request, and Permanent where a
+    fault holds a stage up for good or samples do not allow the loop to go on."""
+    arms, seeds = scenario.generation.arms, scenario.seeds
+    total = len(scenario.fabrics) * len(arms) * len(seeds)
+    results: list[Result] = []
+    document = scenario.document()
+    for section in scenario.fabrics:
+        stages = FabricStages(scenario, section)
+        for arm in arms:
+            for seed in seeds:
+                report(f"{section.title}, {arm}, seed {seed}", len(results), total)
+                results.append(replace(run_arm(stages, arm, seed), scenario=document))
+    report("done", total, total)
+    return results
+
+
+def run_arm(stages: FabricStages, arm: str, seed: int) -> Result:
+    scenario, times = stages.scenario, ArmTimes(stages, arm, seed)
+    try:
+        run = run_loop(
+            scenario.rules(),
+            times.batches,
+            times,
+            warmup_steps=scenario.loop.warmup_steps,
+            fabric=stages.section.title,
+            arm=arm,
+            seed=seed,
+        )
+        job = times.job(scenario.loop.batch_samples or times.batches[-1].finished)
+        trained, synced = stages.train(Failures(), job), times.sync_stage(Failures())
+    except ValueError as error:
+        raise Permanent(f"{stages.section.title}, {arm}: {error}") from error
+    last = times.healthy[-1]
+    return Result(
+        scenario={},
+        run=replace(
+            run,
+            spans=(*run.spans, *_fault_spans(scenario, run.seconds)),
+            tier_bytes={"train": stages.train_tier_bytes(job)},
+            windows=_thinned(trained.windows),
+            remaining=_thinned(last.remaining),
+            notes=tuple(_notes(run, trained, times)),
+        ),
+        bill=_bill(stages),
+        train_parts_s=dict(trained.parts_s),
+        train_mfu=trained.mfu,
+        gen_phases_s=dict(last.phases_s),
+        sync_phases_s=dict(synced.phases_s),
+    )
+
+
+def _bill(stages: FabricStages) -> Bill:
+    """Of a rate that no prices are known of, nothing."""
+    cluster, inventory = stages.scenario.cluster, stages.fabric.inventory()
+    gpus_usd = None if cluster.gpu_usd is None else cluster.gpu_usd * cluster.gpus
+    if cluster.nic_gbps not in PRICES_USD:
+        return Bill(0.0, {}, gpus_usd)
+    priced = network_cost_usd(inventory, cluster.nic_gbps)
+    parts_usd = {part: float(usd) for part, usd in priced.parts_usd.items()}
+    total_usd = float(priced.total_usd)
+    if cluster.nic_gbps not in TRANSCEIVER_W:
+        return Bill(total_usd, parts_usd, gpus_usd)
+    power = network_power_w(inventory, cluster.nic_gbps)
+    whole_w = None if power.unknown else power.known_w
+    return Bill(total_usd, parts_usd, gpus_usd, whole_w, power.known_w)
+
+
+def _fault_spans(scenario: ClusterScenario, until_s: float) -> list[Span]:
+    return [
+        Span(
+            "fault",
+            lane_of(scenario, fault.part, fault.of[0]),
+            number,
+            fault.at_s,
+            min(fault.back_s, until_s),
+            str(fault),
+        )
+        for number, fault in enumerate(scenario.schedule.faults)
+        if fault.at_s < until_s
+    ]
+
+
+def _notes(run: RlRun, trained: Iteration, times: ArmTimes) -> list[str]:
+    notes = [f"weights are brought to {len(times.fleet)} x {times.stages.tuned(times.seed).id}"]
+    waits_s = [sum(step[name] for step in run.steps) for name in ("gen_waits_weights_s", "train_waits_samples_s")]
+    notes.append(f"generation waited {waits_s[0]:.1f} s for weights, training {waits_s[1]:.1f} s for samples")
+    if trained.waits_s > 0:
+        notes.append(f"an iteration waits {trained.waits_s:.3f} s for circuits")
+    gbps = times.stages.scenario.cluster.nic_gbps
+    if gbps not in PRICES_USD:
+        notes.append(f"no prices are known of {gbps:g} Gbps")
+    left = sum(batch.begun for batch in times.batches) - run.samples
+    if left:
+        notes.append(f"{left} samples were begun and not trained on before the end")
+    return notes
+
+
+def _thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
+    """Evenly, the first and the last kept."""
+    if len(points) <= most:
+        return tuple(points)
+    return tuple(points[round(i * (len(points) - 1) / (most - 1))] for i in range(most))

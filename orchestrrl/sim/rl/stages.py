@@ -1,0 +1,213 @@
+"""What each stage of a scenario takes on one fabric, by what of the network has failed. Each is worked out once.
+
+Training and generation have servers of their own and their traffic is taken not to meet. Weights are brought to the
+fleet that the tuned static baseline would have. An engine, or a server that generates, that has failed takes its share
+of the speed with it; of those that train another one takes the place (see faults.py).
+"""
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from orchestrrl.sim.net.fabrics.base import Fabric, Failures, Stage
+from orchestrrl.sim.net.timing import tier_bytes
+from orchestrrl.sim.rl.faults import Part, Schedule, stretched_s, with_lost_work_s
+from orchestrrl.sim.rl.generation import GenJob, Prepared, generation_stages, prepared
+from orchestrrl.sim.rl.generation_fleet import Fleet, GenGpus, deployed
+from orchestrrl.sim.rl.generation_profiles import Hardware
+from orchestrrl.sim.rl.loop import GenTime
+from orchestrrl.sim.rl.loop_rules import Batch
+from orchestrrl.sim.rl.model import GenStage, SyncStage
+from orchestrrl.sim.rl.scenario import ClusterScenario, FabricSection
+from orchestrrl.sim.rl.weight_sync import sync_stage
+from orchestrrl.sim.train.iteration import iteration
+from orchestrrl.sim.train.model import Iteration, TrainJob
+from orchestrrl.sim.train.periods import periods
+from planner.profile import EngineProfile
+
+TUNED = "verl_to"  # the arm that is the static baseline with the shortest steps
+
+
+@dataclass
+class FabricStages:
+    """A scenario on one fabric: what its arms and seeds have in common."""
+
+    scenario: ClusterScenario
+    section: FabricSection
+    _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
+    _gen: dict[Hashable, tuple[GenStage, ...]] = field(default_factory=dict)
+    _train: dict[Hashable, Iteration] = field(default_factory=dict)
+    _sync: dict[Hashable, SyncStage] = field(default_factory=dict)
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        return self.scenario.fabric(self.section)
+
+    @cached_property
+    def job(self) -> GenJob:
+        scenario, part = self.scenario, self.scenario.generation
+        return GenJob(
+            hardware=Hardware(scenario.model_value, scenario.gpu_value, scenario.engine_value),
+            where=GenGpus(scenario.cluster.first_generating, scenario.cluster.generating),
+            workload=part.workload,
+            layouts=scenario.engine_layouts,
+            profile=part.profile_value,
+            initial=part.initial,
+            kv_transfer=part.kv_transfer,
+            partial_share=part.partial_share,
+            prefix_caching=part.prefix_caching,
+            control=part.control,
+            gateway=part.gateway,
+            daemon=scenario.daemon,
+        )
+
+    def without(self, failed: Failures) -> Fabric:
+        return self.fabric.without(failed) if _key(failed) != _key(Failures()) else self.fabric
+
+    def ready(self, failed: Failures) -> Prepared:
+        key = _key(failed)
+        if key not in self._prepared:
+            self._prepared[key] = prepared(self.job, self.without(failed))
+        return self._prepared[key]
+
+    def gen(self, failed: Failures, arm: str, seed: int) -> tuple[GenStage, ...]:
+        """[step]. Raises ValueError where engines have no way to each other."""
+        key = (_key(failed), arm, seed)
+        if key not in self._gen:
+            self._gen[key] = generation_stages(self.ready(failed), arm, seed, self.scenario.loop.steps)
+        return self._gen[key]
+
+    def train(self, failed: Failures, job: TrainJob) -> Iteration:
+        key = (_key(failed), job)
+        if key not in self._train:
+            self._train[key] = iteration(job, self.without(failed))
+        return self._train[key]
+
+    def sync(self, failed: Failures, fleet: Fleet, job: TrainJob) -> SyncStage:
+        part = self.scenario.weight_sync
+        key = (_key(failed), fleet.parallelism, job)
+        if key not in self._sync:
+            self._sync[key] = sync_stage(job, [fleet], self.without(failed), part.scheme, bits=part.bits)
+        return self._sync[key]
+
+    def tuned(self, seed: int) -> EngineProfile:
+        """What the static baseline runs."""
+        (name,) = self.gen(Failures(), TUNED, seed)[0].phases_s
+        return next(each for each in self.ready(Failures()).profile.configurations if str(each.id) == name)
+
+    def train_tier_bytes(self, job: TrainJob) -> dict[str, float]:
+        """Of an iteration, over the links of each tier."""
+        found: dict[str, float] = {}
+        for period in periods(job, self.fabric.servers):
+            for tier, size in tier_bytes(self.fabric.network(period), period.demand).items():
+                found[str(tier)] = found.get(str(tier), 0.0) + size
+        return found
+
+
+@dataclass
+class ArmTimes:
+    """The loop's stages of one arm and seed, as faults leave them. Asked by loop.py."""
+
+    stages: FabricStages
+    arm: str
+    seed: int
+
+    @cached_property
+    def healthy(self) -> tuple[GenStage, ...]:
+        return self.stages.gen(Failures(), self.arm, self.seed)
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """As many are begun in each step as are asked for; an arm that cuts steps finishes others."""
+        return [Batch(self.stages.scenario.samples, each.samples) for each in self.healthy]
+
+    @cached_property
+    def tokens(self) -> float:
+        """Of a sample, prompt and answer, in the mean over all steps."""
+        low, high = self.stages.scenario.generation.workload.prompt_tokens
+        answers = sum(each.output_tokens for each in self.healthy)
+        return (low + high) / 2 + answers / (self.stages.scenario.samples * len(self.healthy))
+
+    @cached_property
+    def fleet(self) -> Fleet:
+        """That takes weights."""
+        tuned, fabric = self.stages.tuned(self.seed), self.stages.fabric
+        return deployed(tuned.parallelism, self.stages.job.where, fabric.servers)
+
+    def job(self, samples: int) -> TrainJob:
+        return self.stages.scenario.train_job(samples, self.tokens)
+
+    def gen(self, step: int, begin_s: float) -> GenTime:
+        seconds = stretched_s(self._schedule, begin_s, lambda now_s: self._gen_s(step, now_s))
+        if self.stages.scenario.loop.batch_samples is None:
+            return GenTime(seconds)
+        longer = seconds / self.healthy[step].seconds
+        return GenTime(seconds, tuple(at_s * longer for at_s in self.healthy[step].finish_s))
+
+    def train(self, step: int, samples: int, begin_s: float) -> float:
+        scenario = self.stages.scenario
+        servers = range(scenario.cluster.train_gpus // scenario.cluster.gpus_per_server)
+
+        def seconds(now_s: float) -> float:
+            try:
+                return self.stages.train(self._schedule.network(now_s), self.job(samples)).seconds
+            except ValueError:  # no way between some of its GPUs
+                return math.inf
+
+        return with_lost_work_s(self._schedule, begin_s, seconds, servers, scenario.training.recovery_s)
+
+    def sync(self, version: int, begin_s: float) -> float:
+        def seconds(now_s: float) -> float:
+            try:
+                return self.sync_stage(self._schedule.network(now_s)).seconds
+            except ValueError:
+                return math.inf
+
+        return stretched_s(self._schedule, begin_s, seconds)
+
+    def sync_stage(self, failed: Failures) -> SyncStage:
+        return self.stages.sync(failed, self.fleet, self.job(self.batches[-1].finished))
+
+    @property
+    def _schedule(self) -> Schedule:
+        return self.stages.scenario.schedule
+
+    def _gen_s(self, step: int, now_s: float) -> float:
+        left = 1.0 - self._gone(now_s)
+        if left <= 0:
+            return math.inf
+        try:
+            return self.stages.gen(self._schedule.network(now_s), self.arm, self.seed)[step].seconds / left
+        except ValueError:
+            return math.inf
+
+    def _gone(self, now_s: float) -> float:
+        """The share of the GPUs that generate that has failed."""
+        cluster, size = self.stages.scenario.cluster, self.stages.scenario.cluster.gpus_per_server
+        gpus: set[int] = set()
+        for fault in self._schedule.holding(now_s, Part.SERVER):
+            gpus.update(gpu for server in fault.of for gpu in range(server * size, (server + 1) * size))
+        for fault in self._schedule.holding(now_s, Part.ENGINE):
+            gpus.update(int(gpu) for engine in fault.of if engine < len(self.fleet) for gpu in self.fleet.gpus[engine])
+        mine = range(cluster.first_generating, cluster.first_generating + cluster.generating)
+        return sum(gpu in mine for gpu in gpus) / cluster.generating
+
+
+def _key(failed: Failures) -> Hashable:
+    return (
+        tuple(sorted(failed.nics)),
+        tuple(sorted(failed.servers)),
+        tuple(sorted((failed.tor_uplinks or {}).items())),
+        tuple(sorted((failed.pod_uplinks or {}).items())),
+    )
+
+
+def lane_of(scenario: ClusterScenario, part: Part, number: int) -> Stage:
+    """Whose GPUs a fault touches first."""
+    cluster = scenario.cluster
+    first = cluster.first_generating
+    per = {Part.NIC: cluster.gpus_per_server // cluster.nics_per_server, Part.SERVER: cluster.gpus_per_server}.get(part)
+    if part is Part.ENGINE or (per is not None and number * per >= first):
+        return Stage.GEN
+    return Stage.TRAIN

@@ -15,7 +15,7 @@ from orchestrrl.sim.net.fabrics.wiring import Rows, Wiring
 from orchestrrl.sim.net.model import Floats, Ints, Network, Routes, Servers, Tier
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tree:
     """Where NICs are cabled to. `tor_ratio`: what a ToR's NICs can send over what its uplinks carry; 1: non-blocking.
     The core is as wide as what the ToRs have below it."""
@@ -44,7 +44,7 @@ class Tree:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TreeLinks:
     """A tree's bundles among the links of a network."""
 
@@ -88,7 +88,7 @@ class TreeLinks:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Clos:
     """A fabric that is one tree, and never changes."""
 

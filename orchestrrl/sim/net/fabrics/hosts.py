@@ -20,7 +20,7 @@ Shares = Mapping[int, float] | None
 Between = Callable[[Rows, Ints], Floats]  # adds the links of some legs; the seconds that passing them takes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Legs:
     """Flows as NICs see them. Those of a flow are side by side; a leg inside a server has no NICs (NO_NIC)."""
 
@@ -38,7 +38,7 @@ class Legs:
 NO_NIC = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Hosts:
     """`rails`: a message for a GPU in another place is handed to the GPU of that place first, so that it stays on one
     rail (NCCL's PXN). `place` of each GPU of a server is the NIC of the server that it uses; None: its own."""

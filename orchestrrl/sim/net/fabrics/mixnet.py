@@ -60,7 +60,7 @@ def _with_nics(servers: Servers, nics: int) -> Servers:
     return replace(servers, gpus_per_server=nics, nics_per_server=nics)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MixNet:
     servers: Servers
     tree: Tree

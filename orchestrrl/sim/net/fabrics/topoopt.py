@@ -84,7 +84,7 @@ def _strides(count: int, rings: int) -> list[int]:
     return [min(whole, key=lambda stride: (abs(stride - base**number), stride)) for number in range(rings)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TopoOpt:
     servers: Servers
     sends_to: Ints  # [nic of a server, server]

@@ -13,7 +13,7 @@ seeds: [1, 2]
 gpus: 8
 gpus_per_node: 4
 workload:
-  prompts: 12
+  prompts: 8
   samples: 4
   prompt_tokens: [16, 64]
   max_tokens: 2000
@@ -33,6 +33,29 @@ daemon:
   slow: {interval_s: 10.0, epsilon_s: 1.0, cooldown_s: 5.0, max_output_tokens: 2000, work_budget: 100}
 """
 
+CLUSTER = """
+name: same
+seeds: [1, 2]
+model: qwen2.5-14b
+gpu: h800
+cluster: {train_gpus: 16, gen_gpus: 16}
+fabrics: [rfabric]
+training: {tp: 4}
+generation:
+  engine: paper
+  layouts: [tp2, tp4]
+  arms: [both]
+  workload:
+    prompts: 4
+    samples: 4
+    prompt_tokens: [64, 128]
+    max_tokens: 400
+    lengths: {kind: lognormal, median_tokens: 150, sigma: 0.6}
+loop: {mode: bounded_staleness, staleness: 2, steps: 3, warmup_steps: 1}
+faults: [{at_s: 2.0, fail: tor_uplinks, of: 0, share: 0.5, back_after_s: 3.0}]
+daemon: {mode: act}
+"""
+
 
 def told(folder: Path, hash_seed: str, *words: str) -> bytes:
     """Standard output."""
@@ -46,9 +69,23 @@ def told(folder: Path, hash_seed: str, *words: str) -> bytes:
 def test_generation(tmp_path: Path) -> None:
     """Digests of the daemon's journals are among what is told."""
     (tmp_path / "same.yaml").write_text(GEN)
-    words = ("gen", "same.yaml", "--arms", "both,balancing_paper,partial_rollout,prompts_known", "--json")
+    words = ("gen", "same.yaml", "--arms", "both,partial_rollout", "--json")
     first, again = (told(tmp_path, hash_seed, *words) for hash_seed in HASH_SEEDS)
     assert b"journal_digests" in first
     assert again == first
     runs = json.loads(first)["arms"]["both"]["journal_digests"]
     assert len(set(runs)) == 2  # another seed tells something else
+
+
+def test_a_cluster_and_its_page(tmp_path: Path) -> None:
+    """What is printed, the file of results, and the page that is made of it."""
+    (tmp_path / "same.yaml").write_text(CLUSTER)
+    found = []
+    for hash_seed in HASH_SEEDS:
+        printed = told(tmp_path, hash_seed, "run", "same.yaml", "--out", hash_seed, "--json")
+        told(tmp_path, hash_seed, "report", hash_seed, "--out", f"{hash_seed}/page.html")
+        (results,) = (tmp_path / hash_seed).glob("*.json")
+        found.append((printed, results.name, results.read_bytes(), (tmp_path / hash_seed / "page.html").read_bytes()))
+    assert found[0] == found[1]
+    assert b"samples_per_s" in found[0][0]
+    assert b"<svg" in found[0][3]

@@ -14,7 +14,7 @@ from heapq import heapify, heapreplace
 from typing import Protocol
 
 from orchestrrl.balance import Situation, decide_balance
-from orchestrrl.config import FastPolicy
+from orchestrrl.config import Config, FastPolicy
 from orchestrrl.planning import Planning
 from orchestrrl.sim.controlled import ControlledRun
 from orchestrrl.sim.engines import homogeneous
@@ -105,7 +105,7 @@ def run_fast(run: ControlledRun, kv_network: KvNetwork | None = None) -> list[Fa
 class _FastFleet:
     def __init__(self, run: ControlledRun, kv_network: KvNetwork | None) -> None:
         self._run, self._kv_network = run, kv_network
-        self._config = run.config()
+        self._config = _quick(run)
         self._planning = Planning(self._config, lambda _id, _facts: None, lambda: "")
         if run.control.knowledge == "oracle":
             self._planning.known_output_tokens = {each.id: each.output_tokens for step in run.steps for each in step}
@@ -289,6 +289,14 @@ class _FastFleet:
             step.moves += 1
             step.tokens_recomputed += 0 if prefilled else live.context_tokens
         self._engines[to].submit(live, self._now_s, prefilled=prefilled)
+
+
+def _quick(run: ControlledRun) -> Config:
+    """Of a plan that is never carried out, only what it knows of step times is wanted: nothing is searched for it."""
+    config = run.config()
+    if run.control.planning:
+        return config
+    return config.model_copy(update={"slow": config.slow.model_copy(update={"work_budget": 1})})
 
 
 def _words(engines: Iterable[LiveEngine]) -> str:

@@ -2,8 +2,8 @@
 
 The case of figure 18 of the OrchestrRL paper. All instances of one configuration are replaced by another's when so many
 requests are left; parameters are loaded from CPU memory, KV goes over the fabric (or is computed again), and the rest
-is decoded there. Requests go to instances on the GPUs that they were on, evenly by what they hold: KV stays as near as
-it can, and nobody knows lengths.
+is decoded there. Requests are dealt evenly by what they hold, for nobody knows lengths: among the instances on the GPUs
+that they were on, where `near`, so that KV has a short way; else over all, as the planner deals them.
 """
 
 from collections.abc import Sequence
@@ -36,6 +36,7 @@ class SwitchCase:
     then: Parallelism
     requests: tuple[SimRequest, ...]
     left_share: float
+    near: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.left_share < 1:
@@ -64,7 +65,7 @@ def switched_stage(case: SwitchCase, fabric: Fabric) -> GenStage:
     one, other = (EngineKind(each) for each in profile.configurations)
     before, after = (deployed(each, case.where, fabric.servers) for each in (case.first, case.then))
     first_s, finish_s, left = _until_switch(case, one, len(before))
-    targets = _dealt(left, before, after)
+    targets = _dealt(left, before, after, case.near)
     moved = _moved(case, left, targets, before, after, other, fabric)
     comes = dict(zip([each.request.id for each in left if each.runs], moved.transferred, strict=True))
     rest = _decoded(left, targets, comes, other, len(after))
@@ -119,9 +120,11 @@ def _run(
     return finished, engines
 
 
-def _dealt(left: Sequence[_Left], before: Fleet, after: Fleet) -> list[int]:
-    """[request], the instance: of those on its own one's GPUs the one that holds least, the largest request first."""
-    near = [np.flatnonzero(np.isin(after.gpus, gpus).any(axis=1)).tolist() for gpus in before.gpus]
+def _dealt(left: Sequence[_Left], before: Fleet, after: Fleet, is_near: bool) -> list[int]:
+    """[request], the instance: of those that it may go to the one that holds least, the largest request first."""
+    near: list[list[int]] = [[] for _ in before.gpus]
+    if is_near:
+        near = [np.flatnonzero(np.isin(after.gpus, gpus).any(axis=1)).tolist() for gpus in before.gpus]
     held = [0] * len(after)
     targets = [0] * len(left)
     for number in sorted(range(len(left)), key=lambda number: (-left[number].context_tokens, left[number].request.id)):

@@ -36,7 +36,7 @@ JOB = GenJob(
     WORKLOAD,
     (Parallelism(tp=2), Parallelism(tp=8)),
     initial="tp2",
-    daemon={"slow": {"interval_s": 5.0, "epsilon_s": 0.5, "cooldown_s": 5.0}},
+    daemon={"slow": {"interval_s": 5.0, "epsilon_s": 0.5, "cooldown_s": 5.0, "work_budget": 100}},
 )
 
 

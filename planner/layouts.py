@@ -42,12 +42,13 @@ def phase_of(sequences: float, gpus_count: int) -> Phase:
 
 def layouts(model: Model, gpus_count: int, per_node: int) -> list[Parallelism]:
     """All that are worth a look, whatever the phase: TP, and for models with experts EP, data-parallel too, and AFD."""
-    sizes = [size for size in _sizes(per_node, gpus_count) if model.q_heads % size == 0]
-    found = [Parallelism(tp=size) for size in sizes]
+    sizes = _sizes(per_node, gpus_count)
+    split_heads = [size for size in sizes if model.q_heads % size == 0]  # attention can be split over so many
+    found = [Parallelism(tp=size) for size in split_heads]
     if not model.moe:
         return found
     expert_sizes = [size for size in sizes if size > 1 and model.experts % size == 0]
-    found += [Parallelism(tp=size, ep=size) for size in expert_sizes if size <= per_node]
+    found += [Parallelism(tp=size, ep=size) for size in expert_sizes if size <= per_node and size in split_heads]
     found += [Parallelism(tp=1, dp=size, ep=size) for size in expert_sizes]
     found += [
         Parallelism(attention_gpus=a * per_node, ffn_gpus=f * per_node, micro_batches=AFD_MICRO_BATCHES)

@@ -120,6 +120,13 @@ def test_layouts_stay_inside_a_node_or_take_whole_ones() -> None:
     assert all(layout.gpus <= 8 or layout.gpus % 8 == 0 for layout in layouts(EXPERTS, 40, 8))
 
 
+def test_whole_attention_on_each_gpu_needs_no_heads_to_split() -> None:
+    """28 heads: TP ends at 4, while 64 experts may be spread over as many GPUs as there are."""
+    names = {identifier(layout) for layout in layouts(model_named("qwen2-57b-a14b"), 64, 8)}
+    assert {"tp4", "tp4ep4", "tp1dp8ep8", "tp1dp32ep32"} <= names
+    assert not names & {"tp8", "tp8ep8"}
+
+
 def test_the_candidates_lean_to_the_phase() -> None:
     bulk, tail = (candidates(model_named("qwen2.5-72b"), H800, 64, 8, VLLM, phase) for phase in Phase)
     assert "tp4" in [profile.id for profile in bulk]

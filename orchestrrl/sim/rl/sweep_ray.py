@@ -2,18 +2,21 @@
 back over Ray and are written on this machine. A profile's file that a scenario names must lie at the same path there.
 """
 
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.addresses import parse_address
+from orchestrrl.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.sim.rl.results import parse, write
 from orchestrrl.sim.rl.sweep import Outcome, Point
 from orchestrrl.sim.rl.sweep_workers import run_point
 
 RETRY_AFTER_S = 10.0
+CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class OnRay:
     def __call__(self, points: Sequence[Point], folder: Path) -> Iterator[Outcome]:
         if find_spec("ray") is None:
             raise Permanent("--ray needs ray: pip install 'orchestrrl[ray]'")
+        _reach(self.address)
         import ray
         from ray.exceptions import RayError
 
@@ -48,6 +52,20 @@ class OnRay:
                 yield Outcome(point, fault)
         finally:
             ray.shutdown()  # which ends the tasks of this job
+
+
+def _reach(address: str) -> None:
+    """Ray itself tries for minutes where nobody listens."""
+    if address == "auto":
+        return
+    try:
+        host, port = parse_address(address)
+    except ValueError as error:
+        raise ProblemFaults([f"--ray: {error}, got {address!r}"]) from None
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except OSError as error:
+        raise Retryable(f"no Ray cluster at {address}: {error}", RETRY_AFTER_S) from error
 
 
 def _text_of(point: Point) -> tuple[str, str]:

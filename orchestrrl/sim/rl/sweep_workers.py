@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -37,9 +37,10 @@ def run_point(point: Point, folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """`at_once` of them; by default as many as there are cores for us."""
+    """`at_once` of them; by default as many as there are cores for us. `work`: what each does."""
 
     at_once: int | None = None
+    work: Callable[[Point, Path], str] = run_point
 
     def __call__(self, points: Sequence[Point], folder: Path) -> Iterator[Outcome]:
         context = multiprocessing.get_context("forkserver")
@@ -51,7 +52,9 @@ class Processes:
                 while waiting and len(running) < most:
                     point = waiting.pop()
                     ours, theirs = context.Pipe(duplex=False)
-                    process: BaseProcess = context.Process(target=_work, args=(point, folder, theirs), daemon=True)
+                    process: BaseProcess = context.Process(
+                        target=_work, args=(self.work, point, folder, theirs), daemon=True
+                    )
                     process.start()
                     theirs.close()
                     running[process] = point, ours
@@ -64,9 +67,9 @@ class Processes:
             _end(list(running))
 
 
-def _work(point: Point, folder: Path, told: Connection) -> None:
+def _work(work: Callable[[Point, Path], str], point: Point, folder: Path, told: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us, who ends us
-    told.send(run_point(point, folder))
+    told.send(work(point, folder))
 
 
 def _outcome(process: BaseProcess, pipe: Connection) -> str:

@@ -105,6 +105,7 @@ def compare(
 def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results file, or a folder of them.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="PAGE.html", help="The page.")] = Path("report.html"),
+    json: JsonFlag = False,
 ) -> None:
     """One self-contained HTML page of results of `sim run`, `sim compare` and `sim sweep`, with its pictures inside.
 
@@ -120,7 +121,10 @@ def report(
             write(found, out)
         except OSError as error:
             raise ProblemFaults([f"--out: {error.strerror}, got {str(out)!r}"]) from None
-    print_lines([f"wrote {out}"])
+    if json:
+        print_json({"wrote": str(out), "results": len(found)})
+    else:
+        print_lines([f"wrote {out}"])
 
 
 def daemon_config(
@@ -129,6 +133,7 @@ def daemon_config(
         "orchestrrl.yaml"
     ),
     fabric: Annotated[str | None, typer.Option(help="On which fabric. Default: the scenario's first.")] = None,
+    json: JsonFlag = False,
 ) -> None:
     """Write what was simulated as a daemon's configuration, and beside it the profile of its engines.
 
@@ -139,7 +144,10 @@ def daemon_config(
 
     with reporting_errors():
         written = write_daemon(load_cluster_scenario(scenario), fabric, out)
-    print_lines(f"wrote {path}" for path in written)
+    if json:
+        print_json({"wrote": [str(path) for path in written]})
+    else:
+        print_lines(f"wrote {path}" for path in written)
 
 
 def _ran(source: str, fabrics: str, arms: str, seeds: str, out: Path | None) -> "tuple[list[Result], ClusterScenario]":

@@ -1,0 +1,96 @@
+"""`orchestrrl sim run`, `compare`, `sweep`, `report` and `daemon-config`: what they print, write and refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from orchestrrl.cli.main import application
+from tests.sim.rl.cluster_builders import document
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(document(fabrics=["fat_tree", "oversubscribed"])))
+    return tmp_path
+
+
+def called(*arguments: str, status: int = 0) -> Result:
+    result = CliRunner().invoke(application("sim"), ["sim", *arguments])
+    assert result.exit_code == status, result.output
+    return result
+
+
+def test_run_prints_a_row_for_each_fabric_and_arm() -> None:
+    shown = called("run", "small.yaml").stdout
+    assert "fat_tree" in shown
+    assert "oversubscribed" in shown
+    assert "samples/s" in shown
+
+
+def test_run_as_json_is_one_object_and_the_same_again() -> None:
+    shown = called("run", "small.yaml", "--fabrics", "oversubscribed", "--seeds", "3,4", "--json").stdout
+    value = json.loads(shown)
+    assert [row["fabric"] for row in value["summary"]] == ["oversubscribed"]
+    assert [each["run"]["seed"] for each in value["results"]] == [3, 4]
+    assert value["scenario"]["seeds"] == [3, 4]
+    assert called("run", "small.yaml", "--fabrics", "oversubscribed", "--seeds", "3,4", "--json").stdout == shown
+
+
+def test_compare_is_against_the_first_that_is_named() -> None:
+    shown = called("compare", "small.yaml", "--fabrics", "oversubscribed,fat_tree").stdout
+    assert shown.index("oversubscribed") < shown.index("fat_tree")
+    assert "1.00x" in shown
+
+
+def test_results_become_a_page(in_folder: Path) -> None:
+    assert "sim report out" in called("run", "small.yaml", "--out", "out").stdout
+    assert called("report", "out", "-o", "new/page.html").stdout == "wrote new/page.html\n"
+    assert json.loads(called("report", "out", "-o", "page.html", "--json").stdout) == {
+        "wrote": "page.html",
+        "results": 2,
+    }
+    assert "<svg" in (in_folder / "new" / "page.html").read_text()
+    assert "nothing: No such file" in called("report", "nothing", status=2).stderr
+
+
+def test_every_fault_of_a_call_is_told_at_once(in_folder: Path) -> None:
+    (in_folder / "file").write_text("")
+    flags = ("--fabrics", "torus", "--arms", "magic", "--seeds", "x", "--out", "file")
+    faults = called("run", "small.yaml", *flags, status=2).stderr.splitlines()
+    assert [fault.split(":")[0] for fault in faults] == ["--fabrics[0]", "--arms[0]", "--seeds[0]", "--out"]
+    (in_folder / "bad.yaml").write_text(yaml.safe_dump(document(model="gpt-9", loop__steps=0)))
+    faults = called("run", "bad.yaml", status=2).stderr.splitlines()
+    assert [fault.split(":")[0] for fault in faults] == ["model", "loop.steps"]
+
+
+def test_a_loop_that_cannot_go_on_is_no_traceback(in_folder: Path) -> None:
+    (in_folder / "full.yaml").write_text(yaml.safe_dump(document(loop__buffer_samples=3)))
+    assert "no room in a buffer of 3 samples" in called("run", "full.yaml", status=1).stderr
+
+
+def test_a_sweep_tells_what_failed_and_finds_what_it_has(in_folder: Path) -> None:
+    sweep = {"base": "small.yaml", "set": {"fabrics": ["fat_tree"]}, "grid": {"training.tp": [3, 4]}}
+    (in_folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    first = called("sweep", "sweep.yaml", "--out", "out", "--workers", "1", status=1)
+    assert "1 of 2 points" in first.stdout
+    assert "failed: training.tp=3: training: must take all" in first.stderr
+    again = json.loads(called("sweep", "sweep.yaml", "--out", "out", "--json", status=1).stdout)
+    assert [point["values"] for point in again["points"]] == [{"training.tp": 4}]
+    assert (
+        "--workers: is not for --ray"
+        in called("sweep", "sweep.yaml", "--ray", "auto", "--workers", "1", status=2).stderr
+    )
+
+
+def test_what_was_simulated_is_a_daemons_file(in_folder: Path) -> None:
+    assert called("daemon-config", "small.yaml", "-o", "d.yaml").stdout == "wrote d.yaml\nwrote d.profile.yaml\n"
+    assert json.loads(called("daemon-config", "small.yaml", "-o", "d.yaml", "--json").stdout)["wrote"][0] == "d.yaml"
+    checked = CliRunner().invoke(application("check-config"), ["check-config", "d.yaml"])
+    assert checked.exit_code == 0, checked.output
+    assert "no faults" in checked.stdout
+    assert "--fabric: must be one of" in called("daemon-config", "small.yaml", "--fabric", "x", status=2).stderr

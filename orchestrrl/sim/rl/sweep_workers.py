@@ -4,6 +4,7 @@ it, and they all end with whoever started them."""
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,16 @@ class Processes:
 
 def _work(work: Callable[[Point, Path], str], point: Point, folder: Path, told: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us, who ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     told.send(work(point, folder))
+
+
+def _end_with_parent() -> None:
+    """Also where it was killed, or interrupted before it knew of us."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _outcome(process: BaseProcess, pipe: Connection) -> str:

@@ -1,0 +1,60 @@
+"""What only processes of their own show: Ctrl-C in a sweep, and that nothing hangs on the order of hashes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from orchestrrl.sim.rl.results import read
+from tests.sim.rl.cluster_builders import document
+
+WITHIN_S = 120.0
+SIM = [sys.executable, "-m", "orchestrrl", "sim"]
+
+
+@pytest.mark.parametrize(("ended_by", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_the_end_of_a_sweep_leaves_whole_results_and_no_process(tmp_path: Path, ended_by: int, status: int) -> None:
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(document()))
+    # The second point takes hours.
+    grid = {"loop.steps": [2, 100_000]}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "grid": grid}))
+    command = [*SIM, "sweep", "sweep.yaml", "--out", "out", "--workers", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    deadline_s = time.monotonic() + WITHIN_S
+    while not list((tmp_path / "out").glob("*.json")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    if ended_by == signal.SIGINT:  # a terminal's Ctrl-C is for the whole group
+        os.killpg(process.pid, ended_by)
+    else:
+        process.kill()
+    _, told = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == status
+    assert "Traceback" not in told
+    _, alive = psutil.wait_procs(children, timeout=WITHIN_S)
+    assert not alive
+    assert len(read(tmp_path / "out")) == 1
+
+
+def test_results_do_not_hang_on_the_order_of_hashes(tmp_path: Path) -> None:
+    changed = document(
+        fabrics=["rfabric"], generation__arms=["both"], faults=[{"at_s": 1, "fail": "nic", "of": [1, 9]}]
+    )
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(changed))
+
+    def shown(seed: str) -> str:
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [*SIM, "run", "small.yaml", "--json"]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=WITHIN_S
+        ).stdout
+
+    assert shown("1") == shown("2")

@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "sim": ("sim",),
     "sim_cluster": ("sim",),
     "sim_sweep": ("sim",),
+    "sim_paper": ("sim",),
     "daemon": ("daemon", "check-config"),
     "gateway": ("gateway",),
     "agent": ("agent",),

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 # Of what the paper says: beyond it a row has to tell why.
 FAR = 0.15
 
+Value = TypeVar("Value")
 Report = Callable[[str, int, int], None]  # what is under way, done, in all
 
 
@@ -39,18 +41,21 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`paper` None: beyond the paper. `why`: needed where the difference is over FAR; empty elsewhere."""
+    """`paper` None: beyond the paper. `why`: needed where the difference is over FAR; beyond the paper what there is to
+    know; else empty. `claim`: its name among CLAIMS. `given`: ours was put in, not made, and is not compared."""
 
     figure: str  # e.g. "Figure 13", "Table 4", "Beyond"
     what: str  # e.g. "throughput of TopoOpt over fat tree, Qwen2.5-72B on 1,024 GPUs"
     paper: Claim | None
     ours: float
-    unit: str = "x"  # x: a ratio
+    unit: str = "x"  # x: a ratio; share: one that is shown in per cent
     why: str = ""
+    claim: str = ""
+    given: bool = False
 
     @property
     def difference(self) -> float | None:
-        return None if self.paper is None else self.paper.difference(self.ours)
+        return None if self.paper is None or self.given else self.paper.difference(self.ours)
 
     @property
     def is_far(self) -> bool:
@@ -58,11 +63,11 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(Generic[Value]):
     """What a figure was made from. `source`: a data sheet, the paper's section, a file of measurements."""
 
     name: str
-    value: float | str
+    value: Value
     unit: str
     source: str
 
@@ -70,8 +75,10 @@ class Constant:
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One part of the scoreboard. `make(quick, report)` gives its rows; quick: fewer seeds, sizes and steps, and the
-    table says so."""
+    table says so. `claims`: that the whole figure answers, by the beginnings of their names; `quick`: what is less."""
 
     id: str
     title: str
     make: Callable[[bool, Report], list[Row]]
+    claims: tuple[str, ...] = ()
+    quick: str = ""

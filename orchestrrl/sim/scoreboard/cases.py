@@ -1,0 +1,216 @@
+"""The clusters of the paper's sections 6 and 7 as scenarios, and their stages on a fabric.
+
+Beside what `orchestrrl sim run` does: part of TP's communication is hidden, and TopoOpt is patched for the traffic that
+the job will have, as its authors do it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from orchestrrl.sim.cost.prices import network_cost_usd
+from orchestrrl.sim.net.fabrics.base import Fabric, Failures
+from orchestrrl.sim.net.fabrics.registry import build
+from orchestrrl.sim.net.model import Flows
+from orchestrrl.sim.rl.generation_exchange import gen_period
+from orchestrrl.sim.rl.generation_fleet import GenGpus, deployed
+from orchestrrl.sim.rl.loop import Given, run_loop
+from orchestrrl.sim.rl.loop_rules import Batch
+from orchestrrl.sim.rl.model import GenStage, SyncStage
+from orchestrrl.sim.rl.scenario import ClusterScenario, FabricSection
+from orchestrrl.sim.rl.scenario_file import scenario_of
+from orchestrrl.sim.rl.stages import TUNED, ArmTimes, FabricStages
+from orchestrrl.sim.scoreboard import constants as given
+from orchestrrl.sim.train.constants import MEGATRON
+from orchestrrl.sim.train.iteration import iteration
+from orchestrrl.sim.train.model import Iteration, TrainJob
+from orchestrrl.sim.train.periods import periods
+
+FABRICS = ("fat_tree", "oversubscribed", "rail_optimized", "topoopt", "mixnet", "rfabric")
+NAMES = {
+    "fat_tree": "fat tree",
+    "oversubscribed": "3:1 fat tree",
+    "rail_optimized": "rail-optimised",
+    "topoopt": "TopoOpt",
+    "mixnet": "MixNet",
+    "rfabric": "RFabric",
+}
+TRAINING: Mapping[str, dict[str, Any]] = {
+    "qwen2.5-14b": {"tp": 8, "pp": 2},
+    "qwen2.5-32b": {"tp": 8},
+    "qwen2-57b-a14b": {"tp": 4, "ep": 16},
+    "qwen2.5-72b": {"tp": 8, "cp": 3, "pp": 2},
+    "qwen3-235b-a22b": {"tp": 4, "pp": 2, "ep": 16, "recompute": True},
+}
+# GPUs that training takes a multiple of: a replica, or the ranks that experts are spread over.
+UNITS = {"qwen2-57b-a14b": 16, "qwen2.5-72b": 48}
+LOOPED = 8  # steps of the loop that a steady one is taken from
+TITLES = {
+    "qwen2.5-14b": "Qwen2.5-14B",
+    "qwen2.5-32b": "Qwen2.5-32B",
+    "qwen2-57b-a14b": "Qwen2-57B-A14B",
+    "qwen2.5-72b": "Qwen2.5-72B",
+    "qwen3-235b-a22b": "Qwen3-235B-A22B",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a cluster, and what is asked of it."""
+
+    model: str
+    train_gpus: int
+    gen_gpus: int
+    prompts: int
+    max_tokens: int
+    layouts: tuple[str, ...]
+    nic_gbps: float = given.NIC_GBPS.value
+    steps: int = 1  # of generation; arms that forecast learn in the first ones
+    fast_interval_s: float = given.FAST_INTERVAL_S.value
+    kv_transfer: bool = True
+    initial: str | None = None
+    gate: bool = True  # otherwise engines change whenever that pays at all
+
+    @property
+    def gpus(self) -> int:
+        return self.train_gpus + self.gen_gpus
+
+    def scenario(self, fabrics: Sequence[str] = FABRICS) -> ClusterScenario:
+        return scenario_of(
+            {
+                "name": f"{TITLES[self.model]} on {self.gpus} GPUs",
+                "seeds": [1],
+                "model": self.model,
+                "gpu": given.GPU.value,
+                "cluster": {
+                    "train_gpus": self.train_gpus,
+                    "gen_gpus": self.gen_gpus,
+                    "nic_gbps": self.nic_gbps,
+                },
+                "fabrics": list(fabrics),
+                "training": TRAINING[self.model],
+                "generation": self._generation(),
+                "weight_sync": {"scheme": "tree", "holds": "engines"},
+                "loop": {"mode": "one_step_async", "steps": self.steps, "warmup_steps": 0},
+                "daemon": self._daemon(),
+            }
+        )
+
+    def _generation(self) -> dict[str, Any]:
+        return {
+            "engine": "paper",
+            "layouts": list(self.layouts),
+            "initial": self.initial,
+            "kv_transfer": self.kv_transfer,
+            "arms": ["verl_to"],
+            "workload": {
+                "prompts": self.prompts,
+                "samples": given.SAMPLES.value,
+                "prompt_tokens": list(given.PROMPT_TOKENS.value),
+                "max_tokens": self.max_tokens,
+                "lengths": {
+                    "kind": "lognormal",
+                    "median_tokens": given.LENGTH_MEDIAN.value,
+                    "sigma": given.LENGTH_SIGMA.value,
+                },
+                "correlation": given.CORRELATION.value,
+            },
+        }
+
+    def _daemon(self) -> dict[str, Any]:
+        slow_s = given.SLOW_INTERVAL_S.value
+        gate = {"epsilon_s": 5.0, "cooldown_s": 2 * slow_s} if self.gate else {"epsilon_s": 0.0, "cooldown_s": 0.0}
+        return {
+            "mode": "act",
+            "fast": {"interval_s": self.fast_interval_s, "stale_after_s": 20.0, "theta": 0.0001},
+            "slow": {
+                "interval_s": slow_s,
+                "stale_after_s": 20.0,
+                **gate,
+                "max_output_tokens": self.max_tokens,
+            },
+        }
+
+
+TRAIN_CONSTANTS = replace(MEGATRON, tp_hidden_share=given.TP_HIDDEN.value)
+
+
+@dataclass
+class BoardStages(FabricStages):
+    """A case on one fabric."""
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        if self.section.kind != "topoopt":
+            return self.scenario.fabric(self.section)
+        return build("topoopt", self.scenario.servers, demand=expected(self.scenario))
+
+    def train(self, failed: Failures, job: TrainJob) -> Iteration:
+        if job not in self._train:
+            self._train[job] = iteration(job, self.without(failed), constants=TRAIN_CONSTANTS)
+        return self._train[job]
+
+    def gen_of_tuned(self, seed: int) -> GenStage:
+        """The last step of the static baseline."""
+        return self.gen(Failures(), TUNED, seed)[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of a steady step: its stages, and what comes of them one step asynchronous."""
+
+    gen: GenStage
+    train: Iteration
+    sync: SyncStage
+    samples_per_s: float
+    network_usd: float
+
+
+def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> BoardStages:
+    return BoardStages(scenario, FabricSection(kind=kind, options=dict(options)))
+
+
+def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> Measured:
+    """The scenario's last generation step, over and over."""
+    times = ArmTimes(stages, arm, seed)
+    gen, sync = times.healthy[-1], times.sync_stage(Failures())
+    train = stages.train(Failures(), times.job(gen.samples))
+    alike = Given([gen.seconds] * LOOPED, [train.seconds] * LOOPED, [sync.seconds] * LOOPED)
+    batches = [Batch(stages.scenario.samples, gen.samples)] * LOOPED
+    run = run_loop(stages.scenario.rules(), batches, alike, warmup_steps=LOOPED // 2)
+    return Measured(gen, train, sync, run.samples_per_s, network_usd(stages))
+
+
+def network_usd(stages: BoardStages) -> float:
+    """Of an RFabric the same servers in PoDs that are full: of those that a split into Train and Gen PoDs leaves half
+    empty, nobody would buy the other half's uplinks."""
+    servers, fabric = stages.scenario.servers, stages.fabric
+    bought = build("rfabric", servers) if stages.section.kind == "rfabric" else fabric
+    return network_cost_usd(bought.inventory(), servers.nic_gbps).total_usd
+
+
+def expected(scenario: ClusterScenario) -> Flows:
+    """The job's traffic: of an iteration, and of its engines where they span servers."""
+    servers, cluster = scenario.servers, scenario.cluster
+    job = scenario.train_job(scenario.samples, given.LENGTH_MEDIAN.value)
+    parts = [period.demand for period in periods(job, servers, constants=TRAIN_CONSTANTS)]
+    fleet = deployed(scenario.engine_layouts[-1], GenGpus(cluster.first_generating, cluster.generating), servers)
+    return Flows.joined([*parts, gen_period(fleet, servers, "expected").demand])
+
+
+def at_scale(model: str, train_gpus: int, gpus: int, layouts: tuple[str, ...]) -> Case:
+    """Section 7: requests in proportion to the GPUs that generate."""
+    generating = gpus - train_gpus
+    prompts = generating * given.REQUESTS_PER_GPU.value // given.SAMPLES.value
+    return Case(model, train_gpus, generating, prompts, given.MAX_TOKENS_AT_SCALE.value, layouts, fast_interval_s=5.0)
+
+
+def balanced(model: str, gpus: int, layouts: tuple[str, ...]) -> Case:
+    """As many GPUs train as makes training and generation equally long on a fat tree."""
+    unit = UNITS[model]
+    pilot = at_scale(model, max(unit, round(gpus * given.PILOT_SHARE.value / unit) * unit), gpus, layouts)
+    found = measured(stages_of(pilot.scenario(), "fat_tree"))
+    train_s_alike = found.train.seconds * pilot.train_gpus / pilot.gen_gpus  # with as many GPUs on either side
+    wanted = gpus / (1 + found.gen.seconds / train_s_alike)
+    return at_scale(model, max(unit, round(wanted / unit) * unit), gpus, layouts)

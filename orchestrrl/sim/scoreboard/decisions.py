@@ -1,0 +1,49 @@
+"""Figure 20 and section 4.1: what the planner's solver takes, and how far its forecast is off."""
+
+import time
+
+from orchestrrl.bench.forecast import BIN_TOKENS, client_shares, drifting, measure
+from orchestrrl.bench.solve import step
+from orchestrrl.sim.scoreboard import constants as given
+from orchestrrl.sim.scoreboard.model import Report, Row
+from orchestrrl.sim.scoreboard.rows import beyond, compared
+from planner.makespan import solve
+
+GPUS, SEED = 1024, 1
+FORECAST_SEEDS, QUICK_SEEDS = 20, 4
+
+
+def solver(quick: bool, report: Report) -> list[Row]:
+    """In this process, on this machine: the only figure here that depends on where it is made."""
+    solve(step(GPUS // 16, SEED).known)  # compiled code is loaded
+    rows = []
+    for gpus in (GPUS,) if quick else (GPUS, 4 * GPUS, 16 * GPUS):
+        problem = step(gpus, SEED).known
+        report(f"{gpus:,} GPUs", 0, 1)
+        started_s = time.perf_counter()
+        solution = solve(problem)
+        took_s = time.perf_counter() - started_s
+        what = f"solving, {gpus:,} GPUs, {len(problem.requests.ids):,} requests, on this machine"
+        if gpus == GPUS:
+            rows.append(compared("Figure 20", what, "headline.solve_s", took_s, "a slow machine", "s"))
+            gap = "of the makespan, to a proven lower bound; the paper has none"
+            rows.append(beyond(f"gap to the bound, {gpus:,} GPUs", solution.gap or 0.0, "share", gap, "Figure 20"))
+        else:
+            rows.append(beyond(what, took_s, "s", "beyond the paper's largest", "Figure 20"))
+    return rows
+
+
+def forecast(quick: bool, report: Report) -> list[Row]:
+    clients, source = client_shares()
+    report("forecast", 0, 1)
+    scores = measure(clients, drifting, given.BATCH.value, QUICK_SEEDS if quick else FORECAST_SEEDS)
+    floor = scores.errors["two_samples"]
+    why = (
+        f"two samples of {given.BATCH.value} from the same distribution differ by {floor:.0%} in bins of {BIN_TOKENS}"
+        " tokens, so no forecast of single bins can be so near; the paper does not say what its error is of"
+    )
+    what = f"forecast's error, bins of {BIN_TOKENS} tokens, {given.BATCH.value} requests a step, {source}"
+    return [
+        compared("Section 4.1", what, "headline.forecast_error", scores.errors["chosen"], why, "share"),
+        beyond("the same over what chance alone takes", scores.errors["chosen"] / floor, figure="Section 4.1"),
+    ]

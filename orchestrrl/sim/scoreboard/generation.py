@@ -1,0 +1,107 @@
+"""Figures 9 and 10, and section 2's view of a step: what planning and balancing are worth end to end."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from orchestrrl.sim.scoreboard import constants as given
+from orchestrrl.sim.scoreboard.cases import TITLES, BoardStages, Case, measured, stages_of
+from orchestrrl.sim.scoreboard.model import Report, Row
+from orchestrrl.sim.scoreboard.rows import beyond, compared
+
+TESTBED = "rail_optimized"  # section 6
+MODELS = dict(zip(("qwen2.5-14b", "qwen2.5-32b"), given.PHASE_GPUS.value, strict=True))
+LITTLE_TO_SWITCH_FOR = (
+    "the step times of section 2.1 leave little to switch for (free and instant switches gain 1.01 to 1.05 over even"
+    " spreading), and the tuned static fleet here is already wide: {tuned}; docs: tests/sim/scenarios/README.md"
+)
+
+
+def testbed(model: str, max_tokens: int) -> BoardStages:
+    """Two steps: what forecasts is measured in the second."""
+    gpus = MODELS[model]
+    prompts = given.BATCH.value // given.SAMPLES.value
+    case = Case(model, gpus, gpus, prompts, max_tokens, given.TESTBED_LAYOUTS.value, steps=2)
+    return stages_of(case.scenario([TESTBED]), TESTBED)
+
+
+def gains(stages: BoardStages, arms: Sequence[str], seeds: Sequence[int], report: Report) -> dict[str, float]:
+    """Samples per second over veRL-TO, the median over seeds."""
+    found: dict[str, list[float]] = {arm: [] for arm in arms}
+    for number, seed in enumerate(seeds):
+        base = measured(stages, "verl_to", seed).samples_per_s
+        for place, arm in enumerate(arms):
+            report(f"{stages.scenario.name}, {arm}", number * len(arms) + place, len(seeds) * len(arms))
+            found[arm].append(measured(stages, arm, seed).samples_per_s / base)
+    return {arm: median(ratios) for arm, ratios in found.items()}
+
+
+def headline(quick: bool, report: Report) -> list[Row]:
+    rows = []
+    for model in list(MODELS)[: 1 if quick else None]:
+        for max_tokens in given.MAX_TOKENS.value[: 1 if quick else None]:
+            stages = testbed(model, max_tokens)
+            arms = ("both",) if quick else ("both", "partial_rollout")
+            found = gains(stages, arms, given.SEEDS.value[: 1 if quick else None], report)
+            of = f"{TITLES[model]}, {MODELS[model]} GPUs generate, {max_tokens:,} tokens"
+            what = f"OrchestrRL over veRL-TO, {of}"
+            claim = f"headline.throughput.{model}.{max_tokens}"
+            rows.append(compared("Figure 9", what, claim, found["both"], _why(stages)))
+            if "partial_rollout" in found:
+                why = "leaves the longest tenth to the next step, under newer weights"
+                rows.append(
+                    beyond(f"partial rollout over veRL-TO, {of}", found["partial_rollout"], "x", why, "Figure 9")
+                )
+    return rows
+
+
+def ablation(quick: bool, report: Report) -> list[Row]:
+    rows = []
+    for model in list(MODELS)[: 1 if quick else None]:
+        stages = testbed(model, given.MAX_TOKENS.value[-1])
+        arms = ("planning", "balancing") if quick else ("planning", "balancing", "both")
+        found = gains(stages, arms, given.SEEDS.value[:1], report)
+        for arm, ours in found.items():
+            what = f"{arm} over veRL-TO, {TITLES[model]}, {given.MAX_TOKENS.value[-1]:,} tokens"
+            rows.append(compared("Figure 10", what, f"headline.ablation.{model}.{arm}", ours, _why(stages)))
+    return rows
+
+
+def _why(stages: BoardStages) -> str:
+    gen = stages.gen_of_tuned(1)
+    return LITTLE_TO_SWITCH_FOR.format(tuned=f"{next(iter(gen.phases_s))}, {gen.seconds:.0f} s")
+
+
+def workload(quick: bool, report: Report) -> list[Row]:
+    """Section 2: 72 GPUs, engines of TP=8, prompts dealt in turn."""
+    train_gpus, gen_gpus = given.WORKLOAD_GPUS.value
+    prompts = given.BATCH.value // given.SAMPLES.value
+    case = Case("qwen2.5-14b", train_gpus, gen_gpus, prompts, given.MAX_TOKENS.value[0], ("tp8",))
+    stages = stages_of(case.scenario([TESTBED]), TESTBED)
+    found = measured(stages)
+    ratio = found.gen.seconds / found.train.seconds
+    why = (
+        f"training takes {found.train.seconds:.0f} s here, at {found.train.mfu:.0%} of the peak; the paper's holds"
+        " whatever else veRL's trainer does (log-probabilities, padding), and gives neither its batch of samples nor"
+        " its utilisation"
+    )
+    skew = worker_skew(stages)
+    spread = "each worker's busy time hangs on its longest answer, and how heavy the tail is, is ours"
+    return [
+        compared("Section 2", "generation's time over training's, Qwen2.5-14B", "gen_vs_train_time", ratio, why),
+        compared("Section 2", "longest worker's time over the shortest's", "worker_time_skew", skew, spread),
+    ]
+
+
+def worker_skew(stages: BoardStages) -> float:
+    """Of static engines, when each has answered its last."""
+    from orchestrrl.sim.engines import EngineKind, homogeneous
+    from orchestrrl.sim.net.fabrics.base import Failures
+    from orchestrrl.sim.run import steps_of
+    from orchestrrl.sim.static import dealt, run_static
+
+    ready = stages.ready(Failures())
+    scenario = ready.scenario(1)
+    (kind,) = (EngineKind(each) for each in ready.profile.configurations)
+    engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
+    ends_s = [run_static(kind, [held]).makespan_s for held in dealt(steps_of(scenario, 1)[0], engines)]
+    return max(ends_s) / min(ends_s)

@@ -1,0 +1,125 @@
+"""Section 7.2.5 (appendix I): what reconfiguration delays cost, and circuits by traffic against an even split."""
+
+from collections.abc import Iterator
+
+from orchestrrl.sim.net.fabrics.base import Failures, Period
+from orchestrrl.sim.net.fabrics.registry import build
+from orchestrrl.sim.net.fabrics.rfabric import RFabric
+from orchestrrl.sim.net.model import Servers
+from orchestrrl.sim.net.timing import seconds
+from orchestrrl.sim.rl.stages import ArmTimes
+from orchestrrl.sim.scoreboard import constants as given
+from orchestrrl.sim.scoreboard.cases import (
+    TITLES,
+    TRAIN_CONSTANTS,
+    TRAINING,
+    BoardStages,
+    at_scale,
+    measured,
+    stages_of,
+)
+from orchestrrl.sim.scoreboard.fabrics import MODELS
+from orchestrrl.sim.scoreboard.model import Report, Row
+from orchestrrl.sim.scoreboard.rows import beyond
+from orchestrrl.sim.train.model import TrainJob, TrainLayout
+from orchestrrl.sim.train.periods import periods_of
+from orchestrrl.sim.train.traffic import FORWARD_BACKWARD, traffic
+from planner.fabric.topology import DEVICES
+from planner.hardware import gpu_named
+from planner.models import model_named
+
+FIGURE = "Appendix I"
+# GPUs that train, whole replicas of each: more than a PoD of 32 servers.
+TRAIN_GPUS = {"qwen2.5-72b": 960, "qwen2-57b-a14b": 1024}
+SEQUENCES, TOKENS = 1024 * 8, 4096.0
+KINDS = {
+    "cp": "all-gather of keys and values (CP)",
+    "pp": "point to point (PP)",
+    "ep": "all-to-all (EP)",
+    "dp_reduce": "all-reduce of gradients (DP)",
+    "expert_reduce": "all-reduce of experts' gradients (DP)",
+}
+# ToRs by rail, as the paper draws them, and ToRs that serve four servers whole, as in a fat tree.
+TORS = {"ToRs by rail": None, "ToRs of 4 servers": 4}
+
+
+def delays(quick: bool, report: Report) -> list[Row]:
+    """At the smallest scale, with an eighth of the GPUs training."""
+    rows = []
+    for model in ("qwen2.5-72b",) if quick else tuple(MODELS):
+        gpus = given.SCALES.value[0]
+        unit = 96 if model == "qwen2.5-72b" else 64
+        scenario = at_scale(model, unit, gpus, MODELS[model]).scenario(["rfabric"])
+        found = {}
+        for place, device in enumerate(given.DEVICES.value):
+            report(f"{TITLES[model]}, {device}", place, len(given.DEVICES.value))
+            stages = stages_of(scenario, "rfabric", device=device)
+            found[device] = _stage_s(stages)
+        first = found[given.DEVICES.value[0]]
+        for device, (train_s, sync_s) in found.items():
+            delay = f"{DEVICES[device].reconfiguration_s * 1e3:g} ms ({device})"
+            what = f"{{}}, circuits that change in {delay}, over those of 0.01 ms, {TITLES[model]}"
+            rows.append(beyond(what.format("training"), train_s / first[0], figure=FIGURE))
+            rows.append(beyond(what.format("weight sync"), sync_s / first[1], figure=FIGURE))
+    return rows
+
+
+def _stage_s(stages: BoardStages) -> tuple[float, float]:
+    times = ArmTimes(stages, "verl_to", 1)
+    train = stages.train(Failures(), times.job(stages.scenario.samples))
+    return train.seconds, times.sync_stage(Failures()).seconds
+
+
+def allocation(quick: bool, report: Report) -> list[Row]:
+    rows = []
+    for model in MODELS:
+        for tors, servers_per_tor in TORS.items():
+            report(f"{TITLES[model]}, {tors}", 0, 1)
+            for kind, ratio, then_s in _uniform_over_traffic(model, servers_per_tor):
+                what = f"{KINDS[kind]} on an even split over circuits by traffic, {TITLES[model]}, {tors}"
+                rows.append(beyond(what, ratio, figure=FIGURE, why=f"{then_s * 1e3:.3g} ms by traffic"))
+    if not quick:
+        rows += _sync_rows(report)
+    return rows
+
+
+def _uniform_over_traffic(model: str, servers_per_tor: int | None) -> Iterator[tuple[str, float, float]]:
+    job = _job(model)
+    servers = Servers(count=job.layout.gpus // 8, nic_gbps=given.NIC_GBPS.value)
+    exchanges = traffic(job, servers, TRAIN_CONSTANTS)
+    passes, gradients = periods_of(job, exchanges)
+    by_traffic, even = (_rfabric(servers, servers_per_tor, allocation) for allocation in ("traffic", "uniform"))
+    for kind, exchange in exchanges.items():
+        if kind not in KINDS or not exchange.crosses:
+            continue
+        period = passes if kind in FORWARD_BACKWARD else gradients
+        then_s, now_s = (_one_s(fabric, period, exchange.transfer) for fabric in (by_traffic, even))
+        yield kind, now_s / then_s, then_s
+
+
+def _one_s(fabric: RFabric, period: Period, transfer: object) -> float:
+    return float(seconds(fabric.network(period), [transfer])[0])  # type: ignore[list-item]
+
+
+def _rfabric(servers: Servers, servers_per_tor: int | None, allocation: str) -> RFabric:
+    fabric = build("rfabric", servers, servers_per_tor=servers_per_tor, allocation=allocation)
+    assert isinstance(fabric, RFabric)
+    return fabric
+
+
+def _job(model: str) -> TrainJob:
+    part = TRAINING[model]
+    without_dp = part["tp"] * part.get("cp", 1) * part.get("pp", 1)
+    layout = TrainLayout(**part, dp=TRAIN_GPUS[model] // without_dp)
+    return TrainJob(model_named(model), gpu_named(given.GPU.value), layout, SEQUENCES, TOKENS)
+
+
+def _sync_rows(report: Report) -> list[Row]:
+    model = "qwen2-57b-a14b"
+    scenario = at_scale(model, 64, given.SCALES.value[1], MODELS[model]).scenario(["rfabric"])
+    report("weight sync", 0, 1)
+    by_traffic, even = (
+        measured(stages_of(scenario, "rfabric", allocation=each)).sync.seconds for each in ("traffic", "uniform")
+    )
+    what = f"weight sync on an even split over circuits by traffic, {TITLES[model]}"
+    return [beyond(what, even / by_traffic, figure=FIGURE, why=f"{by_traffic:.3g} s by traffic")]

@@ -1,0 +1,35 @@
+"""Figure 5: the windows between collectives in generation, in training and between weight syncs."""
+
+from statistics import median
+
+from orchestrrl.sim.net.fabrics.base import Failures
+from orchestrrl.sim.scoreboard import constants as given
+from orchestrrl.sim.scoreboard.cases import Case, measured, stages_of
+from orchestrrl.sim.scoreboard.generation import TESTBED
+from orchestrrl.sim.scoreboard.model import Report, Row
+from orchestrrl.sim.scoreboard.rows import beyond, compared
+
+COLLECTIVES_OF_A_LAYER = 2  # of TP, in a decode iteration
+
+
+def slack(quick: bool, report: Report) -> list[Row]:
+    """Section 2's job: Qwen2.5-14B on 72 GPUs."""
+    train_gpus, gen_gpus = given.WORKLOAD_GPUS.value
+    prompts = given.BATCH.value // given.SAMPLES.value
+    case = Case("qwen2.5-14b", train_gpus, gen_gpus, prompts, given.MAX_TOKENS.value[0], ("tp8",))
+    stages = stages_of(case.scenario([TESTBED]), TESTBED)
+    found = measured(stages)
+    (engine,) = stages.ready(Failures()).profile.configurations
+    alive = given.BATCH.value / (gen_gpus // 8) / 2  # half of the batch left, the median moment
+    iteration_s = engine.step.at(alive, alive * given.LENGTH_MEDIAN.value)
+    gen_s = iteration_s / (COLLECTIVES_OF_A_LAYER * stages.scenario.model_value.layers)
+    windows_s = [each.length_s for each in found.train.windows]
+    idle_s = found.gen.seconds - found.sync.seconds
+    why = "between sends of the pipeline and of gradients alone: TP stays within a server, and meets no circuit"
+    most = beyond("the longest window of a training iteration", max(windows_s), "s", figure="Figure 5")
+    return [
+        compared("Figure 5", "TP in generation: median slack", "slack.gen_tp_median_s", gen_s, unit="s"),
+        compared("Figure 5", "training: median window", "slack.train_window_s", median(windows_s), why, "s"),
+        most,
+        compared("Figure 5", "between two weight syncs", "slack.weight_sync_idle_s", idle_s, unit="s"),
+    ]

@@ -21,13 +21,13 @@ PER_CHART = 8  # groups in one picture: as many as there are colours
 SECTIONS = {
     "summary": ("Throughput", "Samples that are trained on per second, medians over seeds; the first steps left out."),
     "timeline": ("Time line", "What each part of the cluster does when, of the first seed."),
-    "stages": ("Stages", "Where the seconds of a step, of a training iteration and of a weight sync go."),
+    "stages": ("Stages", "Where the seconds of a step, of a training step and of a weight sync go."),
     "bandwidth": (
         "Bandwidth per tier",
         "Bytes of one stage over the seconds that one takes, all links of a tier together; up and down both count.",
     ),
     "remaining": ("Remaining requests", "Of the last generation step of the first seed."),
-    "slack": ("Slack windows", "Between two collectives over the network, in a training iteration of one rank."),
+    "slack": ("Slack windows", "Between two collectives over the network, in an optimiser step of one rank."),
     "staleness": ("Staleness", "Shares of samples by how many versions they were behind when they were trained on."),
     "cost": ("Cost", "Components of the network at list prices, and what they buy."),
     "scenarios": ("Scenarios", "As they were run, with every default filled in."),
@@ -115,7 +115,7 @@ def _time_lines(groups: Sequence[Group]) -> str:
 def _stages(groups: Sequence[Group]) -> str:
     """Each part with its own picture, where it is told."""
     told: list[tuple[str, Callable[[Group], Mapping[str, float]]]] = [
-        ("A training iteration", lambda group: group.first.train_parts_s),
+        ("A training step", lambda group: group.first.train_parts_s),
         ("A generation step", lambda group: group.first.gen_phases_s),
         ("A weight sync", lambda group: group.first.sync_phases_s),
     ]

@@ -76,7 +76,7 @@ def tier_rates(groups: Sequence[Group]) -> str:
 
 
 def slack(groups: Sequence[Group]) -> str:
-    """Windows of a training iteration, in milliseconds."""
+    """Windows of an optimiser step, in milliseconds."""
     columns = ("", "windows", "sum ms", *(f"{quantile:.0%} ms" for quantile in QUANTILES), "longest ms")
     rows: list[list[Cell]] = []
     for group in groups:

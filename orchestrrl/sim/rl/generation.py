@@ -8,6 +8,7 @@ together: the forecast learns from each, and engines stay as the step before lef
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import fmean
 from typing import Any
 
 from orchestrrl.sim.controlled import CONTROLS, ControlledRun
@@ -190,6 +191,8 @@ def _theirs(kind: EngineKind, step: StaticStep, requests: Sequence[SimRequest], 
         remaining=_countdown(step.finish_s, len(step.carried)),
         phases_s={str(kind.id): step.makespan_s},
         idle_fraction=max(0.0, 1 - busy_gpu_s / (gpus * step.makespan_s)),
+        sample_tokens=_mean_power(requests, 1),
+        sample_square_tokens=_mean_power(requests, 2),
     )
 
 
@@ -209,7 +212,14 @@ def _ours(step: FastStep, requests: Sequence[SimRequest], initial: Configuration
         moved_bytes=sum(switch.moved_bytes for switch in step.switches),
         switches=len(step.switches),
         idle_fraction=max(0.0, 1 - step.busy_gpu_s / (gpus * step.makespan_s)),
+        sample_tokens=_mean_power(requests, 1),
+        sample_square_tokens=_mean_power(requests, 2),
     )
+
+
+def _mean_power(requests: Sequence[SimRequest], power: int) -> float:
+    """Of what a sample has, prompt and answer."""
+    return fmean(float(request.prompt_tokens + request.output_tokens) ** power for request in requests)
 
 
 def _phases_s(step: FastStep) -> dict[str, float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from orchestrrl.sim.net.fabrics.base import Stage
-from orchestrrl.sim.train.model import Window
+from orchestrrl.sim.train.model import Iteration, Window
 
 
 class LoopMode(StrEnum):
@@ -40,6 +40,20 @@ class GenStage:
     moved_bytes: float = 0.0
     switches: int = 0
     idle_fraction: float = 0.0  # of GPU seconds
+    sample_tokens: float = 0.0  # of a sample that was begun, prompt and answer, in the mean
+    sample_square_tokens: float = 0.0  # mean of their squares
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStage:
+    """A training step: passes for log-probabilities, then optimiser steps. `parts_s` adds up to `seconds`: `log probs`,
+    and the parts of all optimiser steps. `mfu` counts what the passes ask for, too."""
+
+    seconds: float
+    mfu: float
+    parts_s: Mapping[str, float]
+    updates: int  # optimiser steps
+    update: Iteration  # the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +93,6 @@ class RlRun:
     staleness: Mapping[int, int]  # samples by how many versions they were behind when they were trained on
     idle_share: Mapping[Stage, float]  # of the stage's GPUs, of the seconds measured
     tier_bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by stage and tier
-    windows: tuple[Window, ...] = ()  # of a training iteration
+    windows: tuple[Window, ...] = ()  # of an optimiser step
     remaining: tuple[tuple[float, int], ...] = ()  # of the last generation step
     notes: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ class Result:
     scenario: Mapping[str, Any]  # the document, with defaults filled in
     run: RlRun
     bill: Bill
-    train_parts_s: Mapping[str, float] = field(default_factory=dict)  # of an iteration: compute, bubble, collectives
+    train_parts_s: Mapping[str, float] = field(default_factory=dict)  # of a training step: log probs, compute, ...
     train_mfu: float = 0.0
     gen_phases_s: Mapping[str, float] = field(default_factory=dict)  # of the last generation step
     sync_phases_s: Mapping[str, float] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Run a cluster scenario: each arm on each fabric, over each seed; the same requests for all of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -9,11 +9,11 @@ from orchestrrl.sim.cost.power import TRANSCEIVER_W, network_power_w
 from orchestrrl.sim.cost.prices import PRICES_USD, network_cost_usd
 from orchestrrl.sim.net.fabrics.base import Failures
 from orchestrrl.sim.rl.loop import run_loop
-from orchestrrl.sim.rl.model import RlRun, Span
+from orchestrrl.sim.rl.model import RlRun, Span, TrainStage
 from orchestrrl.sim.rl.results import Bill, Result
 from orchestrrl.sim.rl.scenario import ClusterScenario
 from orchestrrl.sim.rl.stages import ArmTimes, FabricStages, lane_of
-from orchestrrl.sim.train.model import Iteration
+from orchestrrl.sim.rl.training import LOG_PROBS
 
 Point = TypeVar("Point")
 Report = Callable[[str, int, int], None]  # what is under way, done, in all
@@ -63,7 +63,7 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> Result:
             seed=seed,
         )
         job = times.job(scenario.loop.batch_samples or times.batches[-1].finished)
-        trained, synced = stages.train(Failures(), job), times.sync_stage(Failures())
+        trained, synced = stages.training(Failures(), job), times.sync_stage(Failures())
     except ValueError as error:
         raise Permanent(f"{stages.section.title}, {arm}: {error}") from error
     last = times.healthy[-1]
@@ -72,8 +72,9 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> Result:
         run=replace(
             run,
             spans=(*run.spans, *_fault_spans(scenario, run.seconds)),
+            steps=tuple(_with_log_probs(row, trained) for row in run.steps),
             tier_bytes={"train": stages.train_tier_bytes(job)},
-            windows=_thinned(trained.windows),
+            windows=_thinned(trained.update.windows),
             remaining=_thinned(last.remaining),
             notes=tuple(_notes(run, trained, times)),
         ),
@@ -83,6 +84,11 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> Result:
         gen_phases_s=dict(last.phases_s),
         sync_phases_s=dict(synced.phases_s),
     )
+
+
+def _with_log_probs(row: Mapping[str, float], trained: TrainStage) -> Mapping[str, float]:
+    """Of what training took: what faults lengthen, they lengthen alike."""
+    return {**row, "train_log_probs_s": row["train_s"] * trained.parts_s[LOG_PROBS] / trained.seconds}
 
 
 def _bill(stages: FabricStages) -> Bill:
@@ -116,12 +122,14 @@ def _fault_spans(scenario: ClusterScenario, until_s: float) -> list[Span]:
     ]
 
 
-def _notes(run: RlRun, trained: Iteration, times: ArmTimes) -> list[str]:
+def _notes(run: RlRun, trained: TrainStage, times: ArmTimes) -> list[str]:
     notes = [f"weights are brought to {len(times.fleet)} x {times.stages.tuned(times.seed).id}"]
     waits_s = [sum(step[name] for step in run.steps) for name in ("gen_waits_weights_s", "train_waits_samples_s")]
     notes.append(f"generation waited {waits_s[0]:.1f} s for weights, training {waits_s[1]:.1f} s for samples")
-    if trained.waits_s > 0:
-        notes.append(f"an iteration waits {trained.waits_s:.3f} s for circuits")
+    if trained.updates > 1:
+        notes.append(f"a training step is {trained.updates} optimiser steps of {trained.update.seconds:.1f} s")
+    if trained.update.waits_s > 0:
+        notes.append(f"an optimiser step waits {trained.update.waits_s:.3f} s for circuits")
     gbps = times.stages.scenario.cluster.nic_gbps
     if gbps not in PRICES_USD:
         notes.append(f"no prices are known of {gbps:g} Gbps")

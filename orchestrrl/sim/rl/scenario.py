@@ -17,6 +17,7 @@ from orchestrrl.sim.net.model import Servers
 from orchestrrl.sim.rl.faults import Fault, Part, Schedule
 from orchestrrl.sim.rl.loop_rules import Rules
 from orchestrrl.sim.rl.model import Holds, LoopMode
+from orchestrrl.sim.rl.training import Recipe
 from orchestrrl.sim.scenario import ARMS, ControlSection, GatewaySection, Section, WorkloadSection
 from orchestrrl.sim.train.model import TrainJob, TrainLayout
 from planner.engines import ENGINES, Engine
@@ -120,7 +121,7 @@ class FabricSection(Section):
 
 
 class TrainingSection(Section):
-    """An optimiser step on all samples of a step. dp follows from the GPUs, where it is left out."""
+    """What a training step does with its samples. dp follows from the GPUs, where it is left out."""
 
     tp: _Count = 1
     cp: _Count = 1
@@ -130,6 +131,9 @@ class TrainingSection(Section):
     vpp: _Count = 1  # stages of each pipeline rank, interleaved
     micro_sequences: _Count = 1
     recompute: bool = False
+    log_prob_passes: _Number = 1  # forward passes before: under the policy, and one more under a reference (KL)
+    updates: _Count = 1  # optimiser steps on a batch, each on its share of the samples (mini-batches)
+    epochs: _Count = 1  # over the batch
     recovery_s: _NotNegative = 120.0  # for another server to take the place of one that failed, and begin again
 
 
@@ -302,8 +306,13 @@ class ClusterScenario(Section):
         dp = part.dp or self.cluster.train_gpus // (part.tp * part.cp * part.pp)
         return TrainLayout(tp=part.tp, cp=part.cp, dp=dp, pp=part.pp, ep=part.ep, vpp=part.vpp)
 
-    def train_job(self, sequences: int, tokens: float) -> TrainJob:
-        """On so many samples of that mean length, prompts included."""
+    @property
+    def recipe(self) -> Recipe:
+        part = self.training
+        return Recipe(part.log_prob_passes, part.updates, part.epochs)
+
+    def train_job(self, sequences: int, tokens: float, length_cv: float = 0.0) -> TrainJob:
+        """On so many samples of that mean length, prompts included, and that spread of lengths."""
         return TrainJob(
             model=self.model_value,
             gpu=self.gpu_value,
@@ -312,6 +321,7 @@ class ClusterScenario(Section):
             tokens=tokens,
             micro_sequences=self.training.micro_sequences,
             recompute=self.training.recompute,
+            length_cv=length_cv,
         )
 
     def rules(self) -> Rules:

@@ -93,10 +93,17 @@ def _layout_faults(scenario: ClusterScenario) -> Iterable[str]:
         degrees = f"tp {part.tp}, cp {part.cp}, pp {part.pp}" + (f", dp {part.dp}" if part.dp else "")
         yield f"training: must take all of cluster.train_gpus ({gpus}), got {degrees}"
         return
-    try:
-        scenario.train_job(scenario.loop.batch_samples or scenario.samples, 1.0)
-    except ValueError as error:
-        yield from (f"training: {fault}" for fault in str(error).split("; "))
+    samples = scenario.loop.batch_samples or scenario.samples
+    if part.updates > samples:
+        yield f"training.updates: must be at most the {samples} samples of a training step, got {part.updates}"
+        return
+    found: list[str] = []
+    for share in {samples: None, **dict(scenario.recipe.shares(samples))}:
+        try:
+            scenario.train_job(share, 1.0)
+        except ValueError as error:
+            found += (f"training: {fault}" for fault in str(error).split("; "))
+    yield from dict.fromkeys(found)
 
 
 def _engine_layout_faults(scenario: ClusterScenario) -> Iterable[str]:

@@ -6,24 +6,25 @@ of the speed with it; of those that train another one takes the place (see fault
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 
 from orchestrrl.sim.net.fabrics.base import Fabric, Failures, Stage
-from orchestrrl.sim.net.timing import tier_bytes
 from orchestrrl.sim.rl.faults import Part, Schedule, stretched_s, with_lost_work_s
 from orchestrrl.sim.rl.generation import GenJob, Prepared, generation_stages, prepared
 from orchestrrl.sim.rl.generation_fleet import Fleet, GenGpus, deployed
 from orchestrrl.sim.rl.generation_profiles import Hardware
 from orchestrrl.sim.rl.loop import GenTime
 from orchestrrl.sim.rl.loop_rules import Batch
-from orchestrrl.sim.rl.model import GenStage, SyncStage
+from orchestrrl.sim.rl.model import GenStage, SyncStage, TrainStage
 from orchestrrl.sim.rl.scenario import ClusterScenario, FabricSection
+from orchestrrl.sim.rl.training import training_bytes, training_stage
 from orchestrrl.sim.rl.weight_sync import sync_stage
-from orchestrrl.sim.train.iteration import iteration
+from orchestrrl.sim.train.constants import MEGATRON, TrainConstants
+from orchestrrl.sim.train.iteration import forward_s, iteration
 from orchestrrl.sim.train.model import Iteration, TrainJob
-from orchestrrl.sim.train.periods import periods
 from planner.profile import EngineProfile
 
 TUNED = "verl_to"  # the arm that is the static baseline with the shortest steps
@@ -35,9 +36,11 @@ class FabricStages:
 
     scenario: ClusterScenario
     section: FabricSection
+    constants: TrainConstants = MEGATRON
     _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
     _gen: dict[Hashable, tuple[GenStage, ...]] = field(default_factory=dict)
     _train: dict[Hashable, Iteration] = field(default_factory=dict)
+    _training: dict[Hashable, TrainStage] = field(default_factory=dict)
     _sync: dict[Hashable, SyncStage] = field(default_factory=dict)
 
     @cached_property
@@ -79,10 +82,20 @@ class FabricStages:
         return self._gen[key]
 
     def train(self, failed: Failures, job: TrainJob) -> Iteration:
+        """An optimiser step on the job's samples."""
         key = (_key(failed), job)
         if key not in self._train:
-            self._train[key] = iteration(job, self.without(failed))
+            self._train[key] = iteration(job, self.without(failed), constants=self.constants)
         return self._train[key]
+
+    def training(self, failed: Failures, job: TrainJob) -> TrainStage:
+        """A training step on the job's samples, as the scenario has it: passes for log-probabilities, optimiser
+        steps."""
+        key, recipe = (_key(failed), job), self.scenario.recipe
+        if key not in self._training:
+            passes_s = forward_s(job, self.without(failed), constants=self.constants) if recipe.log_prob_passes else 0.0
+            self._training[key] = training_stage(job, recipe, lambda share: self.train(failed, share), passes_s)
+        return self._training[key]
 
     def sync(self, failed: Failures, fleet: Fleet, job: TrainJob) -> SyncStage:
         part = self.scenario.weight_sync
@@ -96,13 +109,9 @@ class FabricStages:
         (name,) = self.gen(Failures(), TUNED, seed)[0].phases_s
         return next(each for each in self.ready(Failures()).profile.configurations if str(each.id) == name)
 
-    def train_tier_bytes(self, job: TrainJob) -> dict[str, float]:
-        """Of an iteration, over the links of each tier."""
-        found: dict[str, float] = {}
-        for period in periods(job, self.fabric.servers):
-            for tier, size in tier_bytes(self.fabric.network(period), period.demand).items():
-                found[str(tier)] = found.get(str(tier), 0.0) + size
-        return found
+    def train_tier_bytes(self, job: TrainJob) -> Mapping[str, float]:
+        """Of a training step, over the links of each tier."""
+        return training_bytes(job, self.scenario.recipe, self.fabric, self.constants)
 
 
 @dataclass
@@ -125,9 +134,13 @@ class ArmTimes:
     @cached_property
     def tokens(self) -> float:
         """Of a sample, prompt and answer, in the mean over all steps."""
-        low, high = self.stages.scenario.generation.workload.prompt_tokens
-        answers = sum(each.output_tokens for each in self.healthy)
-        return (low + high) / 2 + answers / (self.stages.scenario.samples * len(self.healthy))
+        return fmean(each.sample_tokens for each in self.healthy)
+
+    @cached_property
+    def length_cv(self) -> float:
+        """Of samples' lengths, over all steps."""
+        squares = fmean(each.sample_square_tokens for each in self.healthy)
+        return math.sqrt(max(0.0, squares / self.tokens**2 - 1))
 
     @cached_property
     def fleet(self) -> Fleet:
@@ -136,7 +149,7 @@ class ArmTimes:
         return deployed(tuned.parallelism, self.stages.job.where, fabric.servers)
 
     def job(self, samples: int) -> TrainJob:
-        return self.stages.scenario.train_job(samples, self.tokens)
+        return self.stages.scenario.train_job(samples, self.tokens, self.length_cv)
 
     def gen(self, step: int, begin_s: float) -> GenTime:
         seconds = stretched_s(self._schedule, begin_s, lambda now_s: self._gen_s(step, now_s))
@@ -151,7 +164,7 @@ class ArmTimes:
 
         def seconds(now_s: float) -> float:
             try:
-                return self.stages.train(self._schedule.network(now_s), self.job(samples)).seconds
+                return self.stages.training(self._schedule.network(now_s), self.job(samples)).seconds
             except ValueError:  # no way between some of its GPUs
                 return math.inf
 

@@ -66,7 +66,7 @@ def _layer(job: TrainJob, kernels: Kernels, *, backward: bool) -> LayerPass:
         return _product_s(kernels, tokens, n, k, backward=backward)
 
     before_s = product_s((heads + 2 * kv_heads) * model.head_dim, model.hidden) + kernels.moves_s(2 * split + rope)
-    flops = 4.0 * heads * model.head_dim * attended_pairs(model, job.tokens) / model.layers
+    flops = 4.0 * heads * model.head_dim * attended_pairs(model, job.tokens, job.square_tokens) / model.layers
     flops *= job.micro_sequences / job.layout.cp * (ATTENTION_BACKWARD if backward else 1.0)
     between_s = product_s(model.hidden, heads * model.head_dim) + kernels.moves_s(5 * split)  # residual, norm
     if model.ffn:
@@ -75,7 +75,7 @@ def _layer(job: TrainJob, kernels: Kernels, *, backward: bool) -> LayerPass:
     experts_s, sorted_s = _experts(job, kernels, backward=backward)
     return LayerPass(
         before_s=before_s,
-        attention_s=kernels.attention_s(flops, job.tokens, backward=backward),
+        attention_s=kernels.attention_s(flops, job.square_tokens / job.tokens, backward=backward),
         between_s=between_s + sorted_s,
         experts_s=experts_s,
         after_s=sorted_s + kernels.moves_s(3 * split),

@@ -53,7 +53,8 @@ def _told(found: OnFabric, taken: Taken, free: Taken, step_s: float, exchanges: 
     rank = int(np.argmax(busy_s))
     parts = _parts(given, taken, free, step_s, rank, float(busy_s[rank]))
     total_s = math.fsum(parts.values())
-    flops_per_s = step_flops(job.model, job.sequences, job.tokens) / (job.layout.gpus * total_s)
+    flops = step_flops(job.model, job.sequences, job.tokens, job.square_tokens)
+    flops_per_s = flops / (job.layout.gpus * total_s)
     sent = boundaries(given, taken, rank, _given_bytes(exchanges))
     return Iteration(
         seconds=total_s,

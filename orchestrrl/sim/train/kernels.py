@@ -40,7 +40,8 @@ class Kernels:
         ) / (m * n * groups)
 
     def attention_s(self, flops: float, tokens: float, *, backward: bool = False) -> float:
-        """Fused, causal, of sequences of so many tokens. `flops` as the mask leaves them."""
+        """Fused, causal, of sequences of so many tokens. `flops` as the mask leaves them. Where lengths differ, their
+        mean of squares over their mean: with this curve that is what they take together."""
         constants = self.constants
         best = constants.attention_backward_efficiency if backward else constants.attention_forward_efficiency
         share = best * tokens / (tokens + constants.attention_half_tokens)

@@ -42,7 +42,8 @@ class TrainLayout:
 @dataclass(frozen=True, slots=True)
 class TrainJob:
     """An optimiser step: `sequences` of `tokens` each (mean), in micro-batches of `micro_sequences` per data-parallel
-    rank."""
+    rank. Micro-batches are alike, as frameworks that pack sequences by their lengths make them; what attention takes
+    goes by the lengths' squares."""
 
     model: Model
     gpu: Gpu
@@ -52,6 +53,7 @@ class TrainJob:
     micro_sequences: int = 1
     first_gpu: int = 0  # its GPUs are numbered from here on
     recompute: bool = False  # activations are computed again in the backward pass
+    length_cv: float = 0.0  # standard deviation of the sequences' lengths over their mean; 0: all are as long
 
     def __post_init__(self) -> None:
         if faults := self._faults():
@@ -62,6 +64,8 @@ class TrainJob:
         for name in ("sequences", "tokens", "micro_sequences"):
             if not getattr(self, name) > 0:
                 found.append(f"{name} must be > 0, got {getattr(self, name)}")
+        if not self.length_cv >= 0:
+            found.append(f"length_cv must be >= 0, got {self.length_cv}")
         if layout.stages > self.model.layers:
             found.append(f"{self.model.name} has {self.model.layers} layers, fewer than {layout.stages} stages")
         if layout.ep > 1 and (not self.model.moe or self.model.experts % layout.ep):
@@ -80,6 +84,11 @@ class TrainJob:
     def micro_tokens(self) -> float:
         """Of a micro-batch, on each context-parallel rank."""
         return self.micro_sequences * self.tokens / self.layout.cp
+
+    @property
+    def square_tokens(self) -> float:
+        """Mean of the squares of the sequences' lengths."""
+        return self.tokens**2 * (1 + self.length_cv**2)
 
     @property
     def stage_layers(self) -> tuple[int, ...]:

@@ -59,6 +59,12 @@ def _layer_passes(job: TrainJob) -> tuple[float, float]:
     return job.micro_batches * job.model.layers / job.layout.pp, 3.0 if job.recompute else 2.0
 
 
+def forward_times(job: TrainJob, kind: str, exchange: Exchange) -> float:
+    """How often in the forward passes alone, each rank; of a kind of forward and backward."""
+    passes = _layer_passes(job)[1]
+    return exchange.times / {"tp": passes, "cp": passes + 1, "ep": passes, "pp": 2.0}[kind]
+
+
 def _tokens_bytes(job: TrainJob) -> float:
     return job.micro_tokens * job.model.hidden * ACTIVATION_BYTES
 

@@ -103,6 +103,15 @@ def test_faults_between_sections() -> None:
     )
 
 
+def test_updates_take_a_share_of_the_samples() -> None:
+    assert faults_of(document(training={"tp": 4, "updates": 17})) == [
+        "training.updates: must be at most the 16 samples of a training step, got 17"
+    ]
+    interleaved = {"tp": 4, "pp": 2, "vpp": 2}
+    scenario_of(document(training=interleaved))
+    assert any("interleaved" in fault for fault in faults_of(document(training={**interleaved, "updates": 16})))
+
+
 def test_steps_are_the_loops() -> None:
     assert faults_of(document(generation__workload__steps=3))[0].startswith(
         "generation: workload must leave steps to the loop"

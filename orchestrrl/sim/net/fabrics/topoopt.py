@@ -3,10 +3,11 @@
 A NIC's two fibres are patched apart: what it sends goes to one server, what it receives comes from another. So NIC k of
 all servers makes a permutation of them. The first `ring_nics` are rings at strides that lead everywhere in few hops, as
 their AllReduce permutations; each other serves the most of the job's demand at once (an assignment), and what it serves
-counts half for those that follow, as their matchings. They divide NICs by how much of the traffic is AllReduce, which
-bytes from GPU to GPU do not tell: half of them make rings. Traffic takes as few hops as there are, spread over up to
-`ways` of them (they route MP traffic over k shortest paths), and loads each link on the way. What forwarding takes of
-a host is not modelled but for `forward_s`.
+counts half for those that follow, as their matchings. They divide NICs by how much of the traffic is AllReduce, and
+run it in the order of their rings; bytes from GPU to GPU do not tell it apart, and go in NCCL's order. So NICs are
+divided as serves the demand best. Traffic takes as few hops as there are, spread over up to `ways` of them (they route
+MP traffic over k shortest paths), and loads each link on the way. What forwarding takes of a host is not modelled but
+for `forward_s`.
 """
 
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from scipy.optimize import linear_sum_assignment
 from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period
 from orchestrrl.sim.net.fabrics.circuits import CircuitLinks
 from orchestrrl.sim.net.fabrics.hosts import Hosts, joined
+from orchestrrl.sim.net.fabrics.multipath import Edges
+from orchestrrl.sim.net.fabrics.multipath import ways as shortest_ways
 from orchestrrl.sim.net.fabrics.options import at_least, number, refuse
 from orchestrrl.sim.net.fabrics.wiring import Rows, Wiring
 from orchestrrl.sim.net.model import Floats, Flows, Ints, Network, Routes, Servers, Tier
@@ -33,22 +36,25 @@ def topoopt(
     ways: int = 4,
     forward_s: float = 0.8e-6,
 ) -> "TopoOpt":
-    """`demand`: of the whole job, which the topology is for; None: rings alone. `ring_nics` None: half of them.
-    `forward_s`: of a host that forwards, by default what a switch takes."""
-    ring_nics = max(1, servers.nics_per_server // 2) if ring_nics is None else ring_nics
+    """`demand`: of the whole job, which the topology is for; None: rings alone. `ring_nics` None: as many as leave the
+    fullest link the least to carry, two at least, so that a NIC may fail. `forward_s`: of a host that forwards, by
+    default what a switch takes."""
+    nics = servers.nics_per_server
     faults = [
-        *at_least("ring_nics", ring_nics, 1),
+        *([] if ring_nics is None else at_least("ring_nics", ring_nics, 1)),
         *at_least("ways", ways, 1),
         *number("forward_s", forward_s, 0.0),
     ]
-    if not faults and ring_nics > servers.nics_per_server:
-        faults.append(Fault("ring_nics", f"must be <= {servers.nics_per_server}, the NICs of a server", ring_nics))
+    if not faults and ring_nics is not None and ring_nics > nics:
+        faults.append(Fault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics))
     if demand is not None and len(demand) and max(demand.src.max(), demand.dst.max()) >= servers.gpus:
         most = int(max(demand.src.max(), demand.dst.max()))
         faults.append(Fault("demand", f"GPUs are numbered 0 to {servers.gpus - 1}", most))
     refuse(*faults)
     sent = np.zeros((servers.count, servers.count)) if demand is None else server_demand(servers, demand)
-    return TopoOpt(servers, _permutations(sent, servers.nics_per_server, ring_nics), ways, forward_s)
+    wanted = range(min(2, nics), nics + 1) if ring_nics is None and sent.any() else (ring_nics or nics,)
+    found = [TopoOpt(servers, _permutations(sent, nics, rings), ways, forward_s) for rings in wanted]
+    return min(found, key=lambda each: each.strain(sent))
 
 
 def server_demand(servers: Servers, flows: Flows) -> Floats:
@@ -119,6 +125,14 @@ class TopoOpt:
             np.add.at(found, (np.arange(servers.count), ring), works[:, nic] & works[ring, nic])
         np.fill_diagonal(found, 0)
         return found
+
+    def strain(self, demand: Floats) -> tuple[float, float]:
+        """Bytes over each NIC of the fullest link, to a thousandth, and over all NICs; `demand` [server, server]."""
+        edges = Edges.of(self.joins.astype(np.float64))
+        one, other = np.nonzero(demand)
+        owner, edge, share = shortest_ways(edges, one, other, self.ways).rows(np.arange(len(one)))
+        carried = np.bincount(edge, demand[one, other][owner] * share, minlength=len(edges.head))
+        return float(f"{(carried / edges.width).max(initial=0.0):.3e}"), float(carried.sum())
 
     @cached_property
     def _network(self) -> Network:

@@ -16,6 +16,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 GBPS = 1e9 / 8  # bytes per second
+ROCE_BYTES = 44.0  # of headers in a packet's MTU
 
 
 class Tier(StrEnum):
@@ -39,8 +40,8 @@ class Servers:
     nvlink_bytes_per_s: float = 200e9  # one way, of each GPU: half of what is quoted for both ways together
     propagation_s: float = 1e-6  # of each link
     processing_s: float = 0.8e-6  # of each switch that is passed
-    mtu_bytes: float = 9216.0
-    header_bytes: float = 82.0  # RoCEv2: Ethernet 14 + 4 + 20 (preamble, gap), IPv4 20, UDP 8, BTH 12, ICRC 4
+    mtu_bytes: float = 9216.0  # of an IP packet, of which RoCEv2 takes IPv4 20, UDP 8, BTH 12, ICRC 4
+    frame_bytes: float = 38.0  # around it, of Ethernet: header 14, FCS 4, preamble and gap 20
 
     def __post_init__(self) -> None:
         for name in ("count", "gpus_per_server", "nics_per_server"):
@@ -51,9 +52,14 @@ class Servers:
                 f"gpus_per_server ({self.gpus_per_server}) must be a multiple of nics_per_server,"
                 f" got {self.nics_per_server}"
             )
-        for name in ("nic_gbps", "nvlink_bytes_per_s", "mtu_bytes"):
+        for name in ("nic_gbps", "nvlink_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        for name in ("propagation_s", "processing_s", "frame_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not self.mtu_bytes > ROCE_BYTES:
+            raise ValueError(f"mtu_bytes must be > {ROCE_BYTES:g}, the headers in it, got {self.mtu_bytes}")
 
     @property
     def gpus(self) -> int:
@@ -66,7 +72,7 @@ class Servers:
     @property
     def payload_share(self) -> float:
         """Of a NIC's rate, what is left of it beside headers."""
-        return (self.mtu_bytes - 40.0) / (self.mtu_bytes - 40.0 + self.header_bytes)
+        return (self.mtu_bytes - ROCE_BYTES) / (self.mtu_bytes + self.frame_bytes)
 
     @property
     def nic_bytes_per_s(self) -> float:

@@ -136,6 +136,18 @@ class FabricConformance:
         tor = fabric.servers.nics + fabric.servers.count
         assert 0 < above(fabric.network(), tor) < above(whole.network(), tor)
 
+    @pytest.mark.parametrize(
+        ("failed", "words"),
+        [
+            (Failures(nics=frozenset({64})), "there are NICs 0 to 63, got 64"),
+            (Failures(nics=frozenset({3, -1})), "there are NICs 0 to 63, got -1"),
+            (Failures(servers=frozenset({8})), "there are servers 0 to 7, got 8"),
+        ],
+    )
+    def test_failures_of_what_there_is_not_are_refused(self, failed: Failures, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            self.fabric().without(failed).network()
+
     def test_failures_add_up(self) -> None:
         nics = frozenset({0}), frozenset({9})
         one = self.fabric().without(Failures(nics=nics[0])).without(Failures(nics=nics[1]))

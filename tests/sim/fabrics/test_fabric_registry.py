@@ -59,5 +59,12 @@ def test_options_that_cannot_be_are_told_together() -> None:
         ("device", "x"),
         ("allocation", "none"),
     ]
+    assert faults("mixnet", eps_nics=0, radix=1, tiers=4) == [("eps_nics", 0), ("radix", 1), ("tiers", 4)]
+    assert faults("topoopt", demand="all", ways=0) == [("ways", 0), ("demand", "all")]
+    assert faults("rfabric", servers_per_tor="4", core_lanes=2.5, tor_uplinks=0) == [
+        ("servers_per_tor", "4"),
+        ("core_lanes", 2.5),
+        ("tor_uplinks", 0),
+    ]
     assert faults("rfabric", core_lanes=0) == [("core_lanes", 0)]
     assert faults("rfabric", train_servers=9) == [("train_servers", 9)]

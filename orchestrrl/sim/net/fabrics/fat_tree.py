@@ -28,12 +28,7 @@ def fat_tree(
 def blocked_tree(servers: Servers, radix: int, servers_per_pod: int, tiers: int | None, ratio: float) -> Tree:
     """Servers in blocks below ToRs, `ratio` times as many ports down as up. Raises Impossible."""
     nics = servers.nics_per_server
-    refuse(
-        *at_least("servers_per_pod", servers_per_pod, 1),
-        *at_least("radix", radix, 2),
-        *number("ratio", ratio, 1.0),
-        *([] if tiers in (None, 2, 3) else [Fault("tiers", "must be 2, 3 or none", tiers)]),
-    )
+    refuse(*tree_faults(radix, servers_per_pod, tiers), *number("ratio", ratio, 1.0))
     down = int(radix * ratio / (1 + ratio) + 1e-9)
     refuse(*_too_many(servers, radix, down, tiers))
     two = tiers == 2 or (tiers is None and servers.nics <= radix * down)
@@ -46,6 +41,13 @@ def blocked_tree(servers: Servers, radix: int, servers_per_pod: int, tiers: int 
     pod_of: Ints = used // blocks
     assert int(pod_of.max()) == pods - 1
     return Tree(np.repeat(tor, nics), pod_of, ratio)
+
+
+def tree_faults(radix: int, servers_per_pod: int, tiers: int | None) -> Iterator[Fault]:
+    yield from at_least("servers_per_pod", servers_per_pod, 1)
+    yield from at_least("radix", radix, 2)
+    if tiers not in (None, 2, 3):
+        yield Fault("tiers", "must be 2, 3 or none", tiers)
 
 
 def _too_many(servers: Servers, radix: int, down: int, tiers: int | None) -> Iterator[Fault]:

@@ -55,6 +55,8 @@ class Hosts:
 
     @cached_property
     def nic_works(self) -> Bools:
+        _known("NICs", self.failed.nics, self.servers.nics)
+        _known("servers", self.failed.servers, self.servers.count)
         works = np.ones(self.servers.nics, np.bool_)
         works[list(self.failed.nics)] = False
         works.reshape(self.servers.count, -1)[list(self.failed.servers)] = False
@@ -179,6 +181,11 @@ class Hosts:
         latency_s = np.zeros(len(rows.flow))
         latency_s[legs] = self.servers.propagation_s
         return latency_s
+
+
+def _known(what: str, ids: frozenset[int], count: int) -> None:
+    if unknown := sorted(each for each in ids if not 0 <= each < count):
+        raise ValueError(f"there are {what} 0 to {count - 1}, got {unknown[0]} as failed")
 
 
 def joined(one: Failures, other: Failures) -> Failures:

@@ -14,7 +14,7 @@ import numpy as np
 from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period
 from orchestrrl.sim.net.fabrics.circuits import CircuitLinks
 from orchestrrl.sim.net.fabrics.clos import Tree, TreeLinks, passable
-from orchestrrl.sim.net.fabrics.fat_tree import RADIX, SERVERS_PER_POD, blocked_tree
+from orchestrrl.sim.net.fabrics.fat_tree import RADIX, SERVERS_PER_POD, blocked_tree, tree_faults
 from orchestrrl.sim.net.fabrics.hosts import Hosts, joined
 from orchestrrl.sim.net.fabrics.options import at_least, one_of, refuse
 from orchestrrl.sim.net.fabrics.topoopt import server_demand
@@ -41,6 +41,7 @@ def mixnet(
         *at_least("eps_nics", eps_nics, 1),
         *at_least("servers_per_region", servers_per_region, 1),
         *one_of("device", device, tuple(DEVICES)),
+        *tree_faults(radix, servers_per_pod, tiers),
     ]
     if not faults and eps_nics >= servers.nics_per_server:
         faults.append(Fault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))

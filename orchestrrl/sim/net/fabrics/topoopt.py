@@ -10,6 +10,7 @@ MP traffic over k shortest paths), and loads each link on the way. What forwardi
 for `forward_s`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -40,21 +41,33 @@ def topoopt(
     fullest link the least to carry, two at least, so that a NIC may fail. `forward_s`: of a host that forwards, by
     default what a switch takes."""
     nics = servers.nics_per_server
-    faults = [
-        *([] if ring_nics is None else at_least("ring_nics", ring_nics, 1)),
+    refuse(
+        *_ring_faults(ring_nics, nics),
         *at_least("ways", ways, 1),
         *number("forward_s", forward_s, 0.0),
-    ]
-    if not faults and ring_nics is not None and ring_nics > nics:
-        faults.append(Fault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics))
-    if demand is not None and len(demand) and max(demand.src.max(), demand.dst.max()) >= servers.gpus:
-        most = int(max(demand.src.max(), demand.dst.max()))
-        faults.append(Fault("demand", f"GPUs are numbered 0 to {servers.gpus - 1}", most))
-    refuse(*faults)
+        *_demand_faults(demand, servers),
+    )
     sent = np.zeros((servers.count, servers.count)) if demand is None else server_demand(servers, demand)
     wanted = range(min(2, nics), nics + 1) if ring_nics is None and sent.any() else (ring_nics or nics,)
     found = [TopoOpt(servers, _permutations(sent, nics, rings), ways, forward_s) for rings in wanted]
     return min(found, key=lambda each: each.strain(sent))
+
+
+def _ring_faults(ring_nics: int | None, nics: int) -> Iterator[Fault]:
+    if ring_nics is None:
+        return
+    wrong = tuple(at_least("ring_nics", ring_nics, 1))
+    yield from wrong
+    if not wrong and ring_nics > nics:
+        yield Fault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics)
+
+
+def _demand_faults(demand: object, servers: Servers) -> Iterator[Fault]:
+    if demand is not None and not isinstance(demand, Flows):
+        yield Fault("demand", "must be flows, of the job", demand)
+    elif demand is not None and len(demand) and max(demand.src.max(), demand.dst.max()) >= servers.gpus:
+        most = int(max(demand.src.max(), demand.dst.max()))
+        yield Fault("demand", f"GPUs are numbered 0 to {servers.gpus - 1}", most)
 
 
 def server_demand(servers: Servers, flows: Flows) -> Floats:

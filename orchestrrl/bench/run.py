@@ -21,6 +21,7 @@ from orchestrrl.bench.profile_score import profile_score
 from orchestrrl.bench.recorder import recorder
 from orchestrrl.bench.routing import routing
 from orchestrrl.bench.sim import sim_step
+from orchestrrl.bench.sim_cluster import sim_cluster
 from orchestrrl.bench.slack import slack
 from orchestrrl.bench.solve import solver
 from orchestrrl.bench.startup import import_cli
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "fabric_transition": lambda _: fabric_transition(),
     "sync_plan": lambda _: sync_plan(),
     "sim_step": lambda _: sim_step(),
+    "sim_cluster": lambda _: sim_cluster(),
     "routing": lambda _: routing(),
     "recorder": lambda _: recorder(),
     "fabric_materialize": lambda _: fabric_materialize(),

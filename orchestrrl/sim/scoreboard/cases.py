@@ -17,14 +17,12 @@ from orchestrrl.sim.rl.generation_exchange import gen_period
 from orchestrrl.sim.rl.generation_fleet import GenGpus, deployed
 from orchestrrl.sim.rl.loop import Given, run_loop
 from orchestrrl.sim.rl.loop_rules import Batch
-from orchestrrl.sim.rl.model import GenStage, SyncStage
+from orchestrrl.sim.rl.model import GenStage, SyncStage, TrainStage
 from orchestrrl.sim.rl.scenario import ClusterScenario, FabricSection
 from orchestrrl.sim.rl.scenario_file import scenario_of
 from orchestrrl.sim.rl.stages import TUNED, ArmTimes, FabricStages
 from orchestrrl.sim.scoreboard import constants as given
 from orchestrrl.sim.train.constants import MEGATRON
-from orchestrrl.sim.train.iteration import iteration
-from orchestrrl.sim.train.model import Iteration, TrainJob
 from orchestrrl.sim.train.periods import periods
 
 FABRICS = ("fat_tree", "oversubscribed", "rail_optimized", "topoopt", "mixnet", "rfabric")
@@ -89,7 +87,7 @@ class Case:
                     "nic_gbps": self.nic_gbps,
                 },
                 "fabrics": list(fabrics),
-                "training": TRAINING[self.model],
+                "training": {**TRAINING[self.model], "log_prob_passes": given.LOG_PROB_PASSES.value},
                 "generation": self._generation(),
                 "weight_sync": {"scheme": "tree", "holds": "engines"},
                 "loop": {"mode": "one_step_async", "steps": self.steps, "warmup_steps": 0},
@@ -146,11 +144,6 @@ class BoardStages(FabricStages):
             return self.scenario.fabric(self.section)
         return build("topoopt", self.scenario.servers, demand=expected(self.scenario))
 
-    def train(self, failed: Failures, job: TrainJob) -> Iteration:
-        if job not in self._train:
-            self._train[job] = iteration(job, self.without(failed), constants=TRAIN_CONSTANTS)
-        return self._train[job]
-
     def gen_of_tuned(self, seed: int) -> GenStage:
         """The last step of the static baseline."""
         return self.gen(Failures(), TUNED, seed)[-1]
@@ -161,21 +154,21 @@ class Measured:
     """Of a steady step: its stages, and what comes of them one step asynchronous."""
 
     gen: GenStage
-    train: Iteration
+    train: TrainStage
     sync: SyncStage
     samples_per_s: float
     network_usd: float
 
 
 def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> BoardStages:
-    return BoardStages(scenario, FabricSection(kind=kind, options=dict(options)))
+    return BoardStages(scenario, FabricSection(kind=kind, options=dict(options)), TRAIN_CONSTANTS)
 
 
 def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> Measured:
     """The scenario's last generation step, over and over."""
     times = ArmTimes(stages, arm, seed)
     gen, sync = times.healthy[-1], times.sync_stage(Failures())
-    train = stages.train(Failures(), times.job(gen.samples))
+    train = stages.training(Failures(), times.job(gen.samples))
     alike = Given([gen.seconds] * LOOPED, [train.seconds] * LOOPED, [sync.seconds] * LOOPED)
     batches = [Batch(stages.scenario.samples, gen.samples)] * LOOPED
     run = run_loop(stages.scenario.rules(), batches, alike, warmup_steps=LOOPED // 2)

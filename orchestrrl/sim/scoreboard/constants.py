@@ -49,6 +49,12 @@ TRAIN_72B = Constant("training of Qwen2.5-72B", "tp8 cp3 pp2", "", _PAPER + "app
 TRAIN_235B = Constant(
     "training of Qwen3-235B-A22B", "tp4 pp2 ep16, recomputing activations", "", _OURS + "the paper gives none"
 )
+LOG_PROB_PASSES = Constant(
+    "forward passes for log-probabilities, before an optimiser step on the whole batch",
+    2,
+    "",
+    "GRPO (arXiv 2402.03300): old policy and reference; worked out again by the trainer, as veRL does",
+)
 AFD = Constant(
     "AFD instance",
     "afd24+16x3",

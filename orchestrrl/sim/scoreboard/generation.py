@@ -80,9 +80,9 @@ def workload(quick: bool, report: Report) -> list[Row]:
     found = measured(stages)
     ratio = found.gen.seconds / found.train.seconds
     why = (
-        f"training takes {found.train.seconds:.0f} s here, at {found.train.mfu:.0%} of the peak; the paper's holds"
-        " whatever else veRL's trainer does (log-probabilities, padding), and gives neither its batch of samples nor"
-        " its utilisation"
+        f"training takes {found.train.seconds:.0f} s here, two passes for log-probabilities among them, at"
+        f" {found.train.mfu:.0%} of the peak, generation {found.gen.seconds:.0f} s; the paper gives neither the samples"
+        " of a batch (512 are taken here, one for each request) nor its trainer's utilisation"
     )
     skew = worker_skew(stages)
     spread = "each worker's busy time hangs on its longest answer, and how heavy the tail is, is ours"

@@ -101,10 +101,10 @@ def _rate(known: dict[tuple[int, str], float], stages: BoardStages, arm: str) ->
 def failures(quick: bool, report: Report) -> list[Row]:
     """Section 5.4: what is left of an iteration's speed when parts of RFabric are lost."""
     model, gpus = "qwen2-57b-a14b", given.SCALES.value[0]
-    scenario = at_scale(model, 256, gpus, MODELS[model]).scenario(["rfabric"])
+    scenario = at_scale(model, 448, gpus, MODELS[model]).scenario(["rfabric"])  # two PoDs train
     stages = stages_of(scenario, "rfabric")
     job = scenario.train_job(scenario.samples, given.LENGTH_MEDIAN.value)
-    whole_s = stages.train(Failures(), job).seconds
+    whole_s = stages.training(Failures(), job).seconds
     lost = {
         "one NIC": Failures(nics=frozenset({0})),
         "a quarter of one ToR's uplinks": Failures(tor_uplinks={0: 0.25}),
@@ -115,6 +115,6 @@ def failures(quick: bool, report: Report) -> list[Row]:
         report(what, place, len(lost))
         left = stages_of(scenario, "rfabric")
         left.__dict__["fabric"] = stages.fabric.without(failed)
-        ratio = left.train(Failures(), job).seconds / whole_s
+        ratio = left.training(Failures(), job).seconds / whole_s
         rows.append(beyond(f"training with {what} lost over all there, RFabric, {TITLES[model]}", ratio))
     return rows

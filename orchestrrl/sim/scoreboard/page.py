@@ -42,7 +42,7 @@ def page(made: Sequence[Made]) -> str:
         parts.append(f"## {each.title}")
         if each.quick:
             parts.append(f"Made quickly: {each.quick}.")
-        parts.append(_rows(each.rows))
+        parts.append(table(each.rows))
     parts += [
         "## Not made here",
         *(f"- `{name}` ({shown(CLAIMS[name], 'share')}): {why}" for name, why in NOT_HERE.items()),
@@ -100,7 +100,7 @@ def difference(row: Row) -> str:
     )
 
 
-def _rows(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     lines = ["| what | paper | ours | difference | why |", "|---|---|---|---|---|"]
     for row in rows:
         cells = (row.what, shown(row.paper, row.unit), number(row.ours, row.unit), difference(row), row.why)

@@ -23,10 +23,10 @@ def slack(quick: bool, report: Report) -> list[Row]:
     alive = given.BATCH.value / (gen_gpus // 8) / 2  # half of the batch left, the median moment
     iteration_s = engine.step.at(alive, alive * given.LENGTH_MEDIAN.value)
     gen_s = iteration_s / (COLLECTIVES_OF_A_LAYER * stages.scenario.model_value.layers)
-    windows_s = [each.length_s for each in found.train.windows]
+    windows_s = [each.length_s for each in found.train.update.windows]
     idle_s = found.gen.seconds - found.sync.seconds
     why = "between sends of the pipeline and of gradients alone: TP stays within a server, and meets no circuit"
-    most = beyond("the longest window of a training iteration", max(windows_s), "s", figure="Figure 5")
+    most = beyond("the longest window of an optimiser step", max(windows_s), "s", figure="Figure 5")
     return [
         compared("Figure 5", "TP in generation: median slack", "slack.gen_tp_median_s", gen_s, unit="s"),
         compared("Figure 5", "training: median window", "slack.train_window_s", median(windows_s), why, "s"),

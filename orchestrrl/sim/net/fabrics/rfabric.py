@@ -48,11 +48,11 @@ def rfabric(
     and `tor_uplinks` of a ToR: None for half as many as its ToRs have, and for as many as it has NICs (see Shape).
     `allocation`: by the traffic of each period; `uniform` over the pairs that have any; `fixed`: as at rest."""
     train = servers.count if train_servers is None else train_servers
-    shape = {"servers_per_tor": servers_per_tor, "core_lanes": core_lanes, "tor_uplinks": tor_uplinks}
+    counts = {"servers_per_tor": servers_per_tor, "core_lanes": core_lanes, "tor_uplinks": tor_uplinks}
     refuse(
         *at_least("servers_per_pod", servers_per_pod, 1),
         *at_least("train_servers", train, 0),
-        *(fault for name, value in shape.items() if value is not None for fault in at_least(name, value, 1)),
+        *(fault for name, value in counts.items() if value is not None for fault in at_least(name, value, 1)),
         *one_of("device", device, tuple(DEVICES)),
         *one_of("allocation", allocation, ALLOCATIONS),
     )
@@ -67,7 +67,9 @@ def rfabric(
             servers_per_pod=per_pod,
             gpus_per_server=servers.gpus_per_server,
             nics_per_server=servers.nics_per_server,
-            **shape,
+            servers_per_tor=servers_per_tor,
+            tor_uplinks=tor_uplinks,
+            core_lanes=core_lanes,
             link_gbps=servers.nic_gbps,
             nic_gbps=servers.nic_gbps,
             agg_device=DEVICES[device],

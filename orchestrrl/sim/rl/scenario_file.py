@@ -64,11 +64,15 @@ def scenario_of(document: dict[Any, Any], folder: Path = Path()) -> ClusterScena
     faults += profile_faults + daemon_faults(document.get("daemon"))
     if scenario is not None:
         scenario.generation._profile = profile
-        for check in _CHECKS:
-            faults += check(scenario)
+        faults += faults_between_sections(scenario)
     if scenario is None or faults:
         raise ProblemFaults(faults)
     return scenario
+
+
+def faults_between_sections(scenario: ClusterScenario) -> list[str]:
+    """Of one whose sections are sound each by itself."""
+    return [fault for check in _CHECKS for fault in check(scenario)]
 
 
 def _read_profile(generation: Any, folder: Path) -> tuple[Profile | None, list[str]]:
@@ -107,7 +111,7 @@ def _layout_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 
 def _engine_layout_faults(scenario: ClusterScenario) -> Iterable[str]:
-    names = scenario.generation.layouts
+    names, heads = scenario.generation.layouts, scenario.model_value.q_heads
     size, most = scenario.cluster.gpus_per_server, scenario.cluster.generating
     for index, name in enumerate(names):
         gpus = layout_named(name).gpus
@@ -115,6 +119,8 @@ def _engine_layout_faults(scenario: ClusterScenario) -> Iterable[str]:
             yield f"generation.layouts[{index}]: must have at most the {most} GPUs that generate, got {name!r}"
         elif gpus > size and gpus % size:
             yield f"generation.layouts[{index}]: must take whole servers of {size} GPUs, got {name!r}"
+        if heads % layout_named(name).tp:
+            yield f"generation.layouts[{index}]: tp must divide the {heads} heads of {scenario.model}, got {name!r}"
     initial, profile = scenario.generation.initial, scenario.generation.profile_value
     known = [str(engine.id) for engine in profile.configurations] if profile else list(names)
     if initial is not None and known and initial not in known:

@@ -6,7 +6,7 @@ of the speed with it; of those that train another one takes the place (see fault
 """
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -163,19 +163,15 @@ class ArmTimes:
         servers = range(scenario.cluster.train_gpus // scenario.cluster.gpus_per_server)
 
         def seconds(now_s: float) -> float:
-            try:
-                return self.stages.training(self._schedule.network(now_s), self.job(samples)).seconds
-            except ValueError:  # no way between some of its GPUs
-                return math.inf
+            failed = self._schedule.network(now_s)
+            return _or_never(failed, lambda: self.stages.training(failed, self.job(samples)).seconds)
 
         return with_lost_work_s(self._schedule, begin_s, seconds, servers, scenario.training.recovery_s)
 
     def sync(self, version: int, begin_s: float) -> float:
         def seconds(now_s: float) -> float:
-            try:
-                return self.sync_stage(self._schedule.network(now_s)).seconds
-            except ValueError:
-                return math.inf
+            failed = self._schedule.network(now_s)
+            return _or_never(failed, lambda: self.sync_stage(failed).seconds)
 
         return stretched_s(self._schedule, begin_s, seconds)
 
@@ -190,10 +186,8 @@ class ArmTimes:
         left = 1.0 - self._gone(now_s)
         if left <= 0:
             return math.inf
-        try:
-            return self.stages.gen(self._schedule.network(now_s), self.arm, self.seed)[step].seconds / left
-        except ValueError:
-            return math.inf
+        failed = self._schedule.network(now_s)
+        return _or_never(failed, lambda: self.stages.gen(failed, self.arm, self.seed)[step].seconds / left)
 
     def _gone(self, now_s: float) -> float:
         """The share of the GPUs that generate that has failed."""
@@ -214,6 +208,16 @@ def _key(failed: Failures) -> Hashable:
         tuple(sorted((failed.tor_uplinks or {}).items())),
         tuple(sorted((failed.pod_uplinks or {}).items())),
     )
+
+
+def _or_never(failed: Failures, seconds: Callable[[], float]) -> float:
+    """inf where what has failed leaves no way between some of its GPUs. Raises ValueError where nothing has failed."""
+    try:
+        return seconds()
+    except ValueError:
+        if _key(failed) == _key(Failures()):
+            raise
+        return math.inf
 
 
 def lane_of(scenario: ClusterScenario, part: Part, number: int) -> Stage:

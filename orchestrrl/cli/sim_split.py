@@ -1,0 +1,62 @@
+"""`orchestrrl sim split`: how many of a cluster's GPUs should train, and how many generate."""
+
+import logging
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
+from orchestrrl.cli.sim import HELP, with_progress
+from orchestrrl.cli.sim_cluster import Cluster
+from orchestrrl.errors import ProblemFaults
+
+
+def register(app: typer.Typer) -> None:
+    group(app, "sim", HELP).command(name="split")(split)
+
+
+def split(
+    scenario: Cluster,
+    fabric: Annotated[str | None, typer.Option(help="On which fabric. Default: the scenario's first.")] = None,
+    arm: Annotated[str, typer.Option(help="An arm of `sim gen`.")] = "verl_to",
+    json: JsonFlag = False,
+) -> None:
+    """Try how a cluster's GPUs are best divided between training and generation: the most samples per second.
+
+    The sum of the scenario's train_gpus and gen_gpus stays; each split that is tried runs its loop. All are shown, the
+    best is marked.
+
+    Example: `orchestrrl sim split cluster64 --fabric fat_tree`
+    """
+    from orchestrrl.sim.rl.scenario_file import load_cluster_scenario
+    from orchestrrl.sim.rl.split import best, splits
+    from orchestrrl.sim.scenario import ARMS
+
+    logging.getLogger("orchestrrl").setLevel(logging.ERROR)
+    with reporting_errors():
+        if arm not in ARMS:
+            raise ProblemFaults([f"--arm: must be one of {', '.join(ARMS)}, got {arm!r}"])
+        loaded = load_cluster_scenario(scenario)
+        found = with_progress(lambda report: splits(loaded, fabric, arm, report))
+    top = best(found)
+    if json:
+        print_json({"best": asdict(top), "tried": [asdict(each) for each in found]})
+        return
+    columns = ("GPUs train", "generate", "gen", "train", "sync", "gen/train", "samples/s", "best")
+    cells = [
+        (
+            str(each.train_gpus),
+            str(each.gen_gpus),
+            f"{each.gen_s:.1f} s",
+            f"{each.train_s:.1f} s",
+            f"{each.sync_s:.2f} s",
+            f"{each.gen_over_train:.2f}",
+            f"{each.samples_per_s:.3g}",
+            "*" if each is top else None,
+        )
+        for each in found
+    ]
+    print_table(loaded.name, columns, cells)
+    print_lines([f"cluster: {{train_gpus: {top.train_gpus}, gen_gpus: {top.gen_gpus}}}"])

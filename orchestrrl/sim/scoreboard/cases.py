@@ -33,7 +33,10 @@ NAMES = {
     "topoopt": "TopoOpt",
     "mixnet": "MixNet",
     "rfabric": "RFabric",
+    "lone": "a 3:1 fat tree with each server alone behind its uplinks",
 }
+# A ToR of this many ports has 8 down, to one server's NICs: what is near another server is near nothing.
+LONE_RADIX = 11
 TRAINING: Mapping[str, dict[str, Any]] = {
     "qwen2.5-14b": {"tp": 8, "pp": 2},
     "qwen2.5-32b": {"tp": 8},

@@ -11,7 +11,7 @@ from orchestrrl.sim.rl.generation_switch import SwitchCase, switched_stage
 from orchestrrl.sim.rl.model import GenStage
 from orchestrrl.sim.rl.scenario import layout_named
 from orchestrrl.sim.scoreboard import constants as given
-from orchestrrl.sim.scoreboard.cases import Case, Measured, at_scale, measured, stages_of
+from orchestrrl.sim.scoreboard.cases import LONE_RADIX, Case, Measured, at_scale, measured, stages_of
 from orchestrrl.sim.scoreboard.model import Report, Row
 from orchestrrl.sim.scoreboard.rows import beyond, compared
 from orchestrrl.sim.workload import requests_of_step
@@ -22,8 +22,6 @@ from planner.paper import paper_engine
 MODEL = "qwen3-235b-a22b"
 QUICK = 4  # times fewer GPUs
 BASE, OURS, REFERENCE = "oversubscribed", "rfabric", "fat_tree"
-# A ToR of this many ports has 8 down to one server's NICs: each server is alone behind its 3:1 uplinks.
-LONE_RADIX = 11
 NEAR = "experts' groups of 16 GPUs are two servers, which ToRs of six servers keep off the 3:1 uplinks"
 LONE = "when engines change, and how many requests there are, is ours"
 
@@ -88,11 +86,12 @@ def _reference(found: Mapping[tuple[str, str], Measured]) -> list[Row]:
 
 
 def change_of_engines(quick: bool, report: Report) -> list[Row]:
-    train_gpus, gen_gpus = given.CODESIGN_GPUS.value
+    fewer = QUICK if quick else 1
+    train_gpus, gen_gpus = (count // fewer for count in given.CODESIGN_GPUS.value)
     afd = layout_named(given.AFD.value)
     generating = gen_gpus // afd.gpus * afd.gpus  # 35 instances
     servers = Servers(count=(train_gpus + gen_gpus) // 8, nic_gbps=given.NIC_GBPS.value)
-    case = _case(1)
+    case = _case(fewer)
     workload = case.scenario([BASE]).generation.workload
     requests = tuple(requests_of_step(workload, 1, 0))
     fabrics = {
@@ -106,7 +105,7 @@ def change_of_engines(quick: bool, report: Report) -> list[Row]:
         where = GenGpus(train_gpus, generating)
         return switched_stage(SwitchCase(hardware, where, afd, layout_named("tp8"), requests, left_share), fabric)
 
-    shares = given.LEFT_SHARES.value[2:3] if quick else given.LEFT_SHARES.value
+    shares = given.LEFT_SHARES.value[1:4] if quick else given.LEFT_SHARES.value
     tried = {}
     for place, share in enumerate(shares):
         report(f"{share:.0%} left", place, len(shares) + 2)

@@ -3,7 +3,17 @@
 from collections.abc import Mapping
 
 from orchestrrl.sim.scoreboard import constants as given
-from orchestrrl.sim.scoreboard.cases import FABRICS, NAMES, TITLES, Case, Measured, balanced, measured, stages_of
+from orchestrrl.sim.scoreboard.cases import (
+    FABRICS,
+    LONE_RADIX,
+    NAMES,
+    TITLES,
+    Case,
+    Measured,
+    balanced,
+    measured,
+    stages_of,
+)
 from orchestrrl.sim.scoreboard.model import Report, Row
 from orchestrrl.sim.scoreboard.rows import beyond, compared
 
@@ -30,15 +40,17 @@ def throughput(model: str, quick: bool, report: Report) -> list[Row]:
 def on_fabrics(case: Case, report: Report) -> dict[str, Measured]:
     scenario, found = case.scenario(), dict[str, Measured]()
     for place, kind in enumerate(FABRICS):
-        report(NAMES[kind], place, len(FABRICS))
+        report(NAMES[kind], place, len(FABRICS) + 1)
         found[kind] = measured(stages_of(scenario, kind))
+    report(NAMES["lone"], len(FABRICS), len(FABRICS) + 1)
+    found["lone"] = measured(stages_of(scenario, "oversubscribed", radix=LONE_RADIX))
     return found
 
 
 def _throughput_rows(case: Case, found: Mapping[str, Measured]) -> list[Row]:
     first = found["fat_tree"]
     rows = []
-    for kind in FABRICS[1:]:
+    for kind in (*FABRICS[1:], "lone"):
         what = f"throughput of {NAMES[kind]} over fat tree, {TITLES[case.model]} on {case.gpus:,} GPUs"
         ours = found[kind].samples_per_s / first.samples_per_s
         if kind in ("topoopt", "mixnet", "rfabric"):
@@ -73,7 +85,7 @@ def stage_times(quick: bool, report: Report) -> list[Row]:
     case = balanced(OF_FIGURE_14, given.SCALES.value[0 if quick else 1], MODELS[OF_FIGURE_14])
     found = on_fabrics(case, report)
     first, rows = found["fat_tree"], []
-    for kind in FABRICS[1:]:
+    for kind in (*FABRICS[1:], "lone"):
         other = found[kind]
         stages = (
             ("training", first.train.seconds, other.train.seconds),

@@ -84,7 +84,7 @@ FIGURES: tuple[Figure, ...] = (
         "Figure 18: a change of engines",
         codesign.change_of_engines,
         ("fabric_effect.",),
-        "changed with 20 % of the requests left",
+        "512 GPUs instead of 2,048, three moments to change at instead of five",
     ),
     Figure("20", "Figure 20: solver", decisions.solver, ("headline.solve_s",), "1,024 GPUs alone"),
     Figure("I", "Appendix I: circuits by traffic", sensitivity.allocation, (), "without weight sync"),

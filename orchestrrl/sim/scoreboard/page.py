@@ -18,14 +18,15 @@ Every figure that the OrchestrRL paper (arXiv 2601.01209) reports in its text, m
 stages of a step on simulated hardware, with the planner, balancer, circuit and sync planners that the daemon has.
 Nothing is fitted to a figure that it is compared with; the constants stand at the end, each with its source. A
 difference is relative to the paper's figure, or to the nearer end of its range. Where it is over 15 %, the row says
-why. This page is generated:
+why. `given` is what was put in, since it cannot be made from anything, and is not compared.
 
 ```console
-$ orchestrrl sim paper --quick
-$ orchestrrl sim paper --figures 13,14 --out out/paper
+$ orchestrrl sim paper --quick --figures 11,20
 ```
 
-The whole takes less than 30 minutes on two cores, `--quick` less than 3. An interrupted run goes on where it was.
+makes two of them. `orchestrrl sim paper` makes all in less than 30 minutes on two cores, `--quick` a smaller table in
+less than 3. They are kept in `out/paper`, so that an interrupted run goes on where it was. `--write-docs PAGE.md`
+writes a page such as this one, which is generated.
 """
 
 

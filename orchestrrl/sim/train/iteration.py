@@ -40,7 +40,8 @@ def forward_s(job: TrainJob, fabric: Fabric, *, constants: TrainConstants = MEGA
     """The batch's forward passes alone, as for probabilities under the policy or a reference: stages follow each other
     as on an assembly line."""
     given = on_fabric(job, fabric, traffic(job, fabric.servers, constants), constants).given
-    each_s = given.stages.forward_s + (given.stages.send_s if given.stages.blocks else 0.0)
+    each_s = given.stages.forward_s.copy()
+    each_s[:-1] += given.stages.send_s if given.stages.blocks else 0.0  # the last one sends nothing
     by_rank = [each_s[rank :: job.layout.pp].sum() for rank in range(job.layout.pp)]
     return float(given.stages.forward_s.sum() + (job.micro_batches - 1) * max(by_rank)) + (
         (job.layout.stages - 1) * given.stages.send_s

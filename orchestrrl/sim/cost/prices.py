@@ -49,11 +49,3 @@ def gpus_cost_usd(gpu: str, count: int) -> float:
     if gpu not in GPU_USD:
         raise ValueError(f"gpu must be one of {', '.join(GPU_USD)}, whose prices are known, got {gpu!r}")
     return GPU_USD[gpu] * count
-
-
-def throughput_per_usd(throughput: float, *costs_usd: float) -> float:
-    """Section 7.3 of the paper divides by the network's cost; whoever wants the cluster's gives both."""
-    total_usd = sum(costs_usd)
-    if not total_usd > 0:
-        raise ValueError(f"the cost must be > 0, got {total_usd:g}")
-    return throughput / total_usd

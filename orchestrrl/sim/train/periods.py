@@ -30,10 +30,7 @@ def layer_periods_of(job: TrainJob, exchanges: Mapping[str, Exchange]) -> tuple[
 
 
 def _period(job: TrainJob, name: str, exchanges: Mapping[str, Exchange], kinds: tuple[str, ...]) -> Period:
-    """Its id holds all that the demand depends on. What stays within a server asks nothing of the fabric."""
+    """What stays within a server asks nothing of the fabric."""
     found = [exchanges[kind] for kind in kinds if kind in exchanges and exchanges[kind].crosses]
     demand = Flows.joined([each.transfer.flows.times(each.times) for each in found])
-    layout = job.layout
-    degrees = f"tp{layout.tp}cp{layout.cp}dp{layout.dp}pp{layout.pp}ep{layout.ep}v{layout.vpp}"
-    sent = f"{demand.bytes.sum():.6g}B@{job.first_gpu}"
-    return Period(f"train:{job.model.name}:{degrees}:{sent}:{name}", Stage.TRAIN, demand)
+    return Period.of(f"train:{job.model.name}:{name}", Stage.TRAIN, demand)

@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrrl.sim.cost.power import network_power_w
-from orchestrrl.sim.cost.prices import gpus_cost_usd, network_cost_usd, throughput_per_usd
+from orchestrrl.sim.cost.prices import gpus_cost_usd, network_cost_usd
 from orchestrrl.sim.net.fabrics.base import Inventory
 from orchestrrl.sim.net.fabrics.registry import build
 from orchestrrl.sim.net.fabrics.rfabric import RFabric
@@ -100,12 +100,6 @@ def test_what_has_no_price_is_refused() -> None:
         network_cost_usd(Inventory(nics=1), 50)
     with pytest.raises(ValueError, match="H100, H800, H20"):
         gpus_cost_usd("H200", 8)
-
-
-def test_throughput_per_dollar() -> None:
-    assert throughput_per_usd(10.0, 2.0, 3.0) == 2.0
-    with pytest.raises(ValueError, match="must be > 0"):
-        throughput_per_usd(10.0)
 
 
 def test_power_of_optics_names_what_it_does_not_know() -> None:

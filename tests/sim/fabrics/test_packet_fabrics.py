@@ -115,6 +115,21 @@ def test_what_is_lost_above_a_tor_is_lost_to_its_servers() -> None:
         unknown.network()
 
 
+def test_what_is_lost_of_a_pods_way_to_the_core_is_lost_between_pods_alone() -> None:
+    servers = Servers(64)
+    fabric = build("fat_tree", servers).without(Failures(pod_uplinks={0: 0.5}))
+    assert slowest_s(fabric.network(), shifted(512, 256)) == pytest.approx(nic_s(servers) / 0.5)
+    assert slowest_s(fabric.network(), Flows.of([(0, 64, 1e9)])) == pytest.approx(nic_s(servers))
+
+
+def test_a_message_that_is_handed_over_nvlink_comes_later() -> None:
+    servers = Servers(8)
+    straight = build("fat_tree", servers).network().router(np.array([0]), np.array([8])).latency_s
+    network = build("fat_tree", servers).without(Failures(nics=frozenset({0, 8}))).network()
+    relayed = network.router(np.array([0]), np.array([8])).latency_s
+    assert relayed == pytest.approx(straight + 2 * servers.propagation_s)
+
+
 def test_components_of_a_fat_tree() -> None:
     """Of 2,048 NICs: three links each, with a transceiver at either end; five ports of switches."""
     assert build("fat_tree", Servers(256)).inventory() == Inventory(

@@ -6,7 +6,7 @@ from reference_networks import one_switch, two_tiers
 
 from orchestrrl.sim.net.collectives import all_gather, all_reduce, all_to_all, p2p, reduce_scatter
 from orchestrrl.sim.net.model import Flows, Network, Servers, Tier
-from orchestrrl.sim.net.timing import Timer, seconds, tier_bytes
+from orchestrrl.sim.net.timing import seconds, tier_bytes
 from orchestrrl.sim.net.transfer import Transfer
 from orchestrrl.sim.net.tuning import Algorithm, Protocol
 
@@ -77,18 +77,7 @@ def test_bytes_of_a_tier_are_counted_up_and_down() -> None:
     assert counted == {Tier.NVLINK: 10.0, Tier.NIC: 36.0, Tier.AGG: 22.0}
 
 
-def test_a_timer_answers_as_the_whole_calculation_does() -> None:
-    servers = Servers(8)
-    timer = Timer(two_tiers(servers, oversubscribed=3.0))
-    for size in (1e6, 5e6, 1e6, 7e9):
-        for group in (range(64), range(8, 40)):
-            both = [all_to_all(group, size, servers), all_reduce(group, 2 * size, servers)]
-            assert timer.seconds(both) == pytest.approx(seconds(timer.network, both), rel=1e-9)
-    assert timer.seconds([Transfer(Flows.none(), overhead_s=3.0)]) == [3.0]
-
-
 def test_a_transfer_over_a_dead_link_never_ends() -> None:
     servers = Servers(8)
     dead = two_tiers(servers, oversubscribed=np.inf)
     assert took_s(dead, p2p([0, 63], 1e6, servers)) == np.inf
-    assert Timer(dead).seconds([p2p([0, 63], 1e6, servers)]) == [np.inf]

@@ -70,8 +70,8 @@ def test_circuits_follow_attention_and_experts_where_windows_are_long_enough(
     reconfigures_s: float, followed: bool
 ) -> None:
     of = job(TrainLayout(tp=4, cp=4, dp=2, ep=16), model=MOE, sequences=8, tokens=65536)
-    by_end = {"forward_backward": star(FOUR, 0.5), "attention": star(FOUR), "experts": star(FOUR)}
-    fabric = Circuits(FOUR, by_end, reconfigures_s)
+    by_name = {"forward_backward": star(FOUR, 0.5), "attention": star(FOUR), "experts": star(FOUR)}
+    fabric = Circuits(FOUR, by_name, reconfigures_s)
     found = iteration(of, fabric, constants=replace(MEGATRON, within_layers=True))
     kept = iteration(of, fabric)
     assert found.within_layers is followed

@@ -75,6 +75,7 @@ def test_a_period_is_known_by_what_it_carries() -> None:
     layout = TrainLayout(tp=8, cp=2)
     one, same, longer = (periods(job(layout, tokens=each), Servers(2)) for each in (4096, 4096, 8192))
     assert one == same
+    assert [each.id for each in one] == [each.id for each in same]
     assert one[0] != longer[0]
     assert one[1] == longer[1] != one[0]
 

@@ -38,22 +38,22 @@ def star(servers: Servers, share: float = 1.0, *, apart: bool = False) -> Networ
 
 @dataclass(frozen=True)
 class Circuits:
-    """`by_end` of a period's id: its network; circuits change where two periods' networks differ."""
+    """`by_name` of a period: its network; circuits change where two periods' networks differ."""
 
     servers: Servers
-    by_end: Mapping[str, Network] = field(default_factory=dict)
+    by_name: Mapping[str, Network] = field(default_factory=dict)
     reconfigures_s: float = 0.0
     name: str = "circuits"
 
     def network(self, period: Period | None = None) -> Network:
         if period is not None:
-            for end, network in self.by_end.items():
-                if period.id.endswith(end):
+            for name, network in self.by_name.items():
+                if period.id.split()[0].endswith(name):
                     return network
         return star(self.servers)
 
     def changes(self, before: Period | None, after: Period) -> bool:
-        return self.network(before) is not self.network(after) if self.by_end else False
+        return self.network(before) is not self.network(after) if self.by_name else False
 
     def without(self, failed: Failures) -> "Circuits":
         return replace(self)

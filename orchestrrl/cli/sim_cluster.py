@@ -45,8 +45,8 @@ def run(
 ) -> None:
     """Run a whole cluster in virtual time: training, generation and weight sync on a fabric, as the loop joins them.
 
-    Built in: cluster64, cluster512, cluster2048. A step's stages, throughput, what the network costs, and samples per
-    second for each million dollars of it.
+    Built in: cluster64, cluster512, cluster1024, cluster2048. A step's stages, throughput, what the network costs, and
+    samples per second for each million dollars of it.
 
     Example: `orchestrrl sim run cluster64 --fabrics rfabric --arms both --out out/sim`
     """

@@ -31,14 +31,13 @@ def split(
     Example: `orchestrrl sim split cluster64 --fabric fat_tree`
     """
     from orchestrrl.sim.rl.scenario_file import load_cluster_scenario
-    from orchestrrl.sim.rl.split import best, splits
-    from orchestrrl.sim.scenario import ARMS
+    from orchestrrl.sim.rl.split import best, faults_of, splits
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
     with reporting_errors():
-        if arm not in ARMS:
-            raise ProblemFaults([f"--arm: must be one of {', '.join(ARMS)}, got {arm!r}"])
         loaded = load_cluster_scenario(scenario)
+        if faults := faults_of(loaded, fabric, arm):
+            raise ProblemFaults(faults)
         found = with_progress(lambda report: splits(loaded, fabric, arm, report))
     top = best(found)
     if json:

@@ -12,11 +12,12 @@ from math import ceil, lcm
 from typing import TypeVar
 
 from orchestrrl.errors import Permanent, ProblemFaults
-from orchestrrl.sim.rl.run import Report, chosen, run_arm
+from orchestrrl.sim.rl.run import Report, run_arm
 from orchestrrl.sim.rl.scenario import ClusterScenario
 from orchestrrl.sim.rl.scenario_file import faults_between_sections
 from orchestrrl.sim.rl.stages import TUNED, FabricStages
 from orchestrrl.sim.rl.summary import rows
+from orchestrrl.sim.scenario import ARMS
 
 Found = TypeVar("Found")
 
@@ -48,10 +49,10 @@ def splits(
 ) -> list[Split]:
     """All that were tried, by GPUs that train: on one fabric (by default the first), under one arm, with the first
     seed. Raises ProblemFaults where there is nothing to split, and where no split works."""
-    if scenario.cluster.shared:
-        raise ProblemFaults(["cluster.shared: the same GPUs train and generate, there is nothing to split"])
-    (title,) = chosen([fabric] if fabric else [scenario.fabrics[0].title], _titles(scenario), "--fabric")
-    counts, faults = train_counts(scenario), list[str]()
+    faults = faults_of(scenario, fabric, arm)
+    if faults:
+        raise ProblemFaults(faults)
+    counts, title = train_counts(scenario), fabric or scenario.fabrics[0].title
 
     def tried(place: int) -> Split | None:
         report(f"{counts[place]} GPUs train", 0, 0)
@@ -103,8 +104,16 @@ def search(count: int, tried: Callable[[int], Found | None], worth: Callable[[Fo
         known |= {place: tried(place) for place in sorted(new)}
 
 
-def _titles(scenario: ClusterScenario) -> list[str]:
-    return [section.title for section in scenario.fabrics]
+def faults_of(scenario: ClusterScenario, fabric: str | None, arm: str) -> list[str]:
+    """What `splits` would refuse before it tries any."""
+    titles, found = [section.title for section in scenario.fabrics], list[str]()
+    if scenario.cluster.shared:
+        found.append("cluster.shared: the same GPUs train and generate, there is nothing to split")
+    if fabric is not None and fabric not in titles:
+        found.append(f"--fabric: must be one of {', '.join(titles)}, got {fabric!r}")
+    if arm not in ARMS:
+        found.append(f"--arm: must be one of {', '.join(ARMS)}, got {arm!r}")
+    return found
 
 
 def _tried(scenario: ClusterScenario, train_gpus: int, title: str, arm: str) -> Split:

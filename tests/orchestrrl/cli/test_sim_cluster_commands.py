@@ -1,4 +1,4 @@
-"""`orchestrrl sim run`, `compare`, `sweep`, `report` and `daemon-config`: what they print, write and refuse."""
+"""`orchestrrl sim run`, `compare`, `split`, `sweep`, `report`, `daemon-config`: what they print, write and refuse."""
 
 import json
 from pathlib import Path
@@ -45,6 +45,16 @@ def test_compare_is_against_the_first_that_is_named() -> None:
     shown = called("compare", "small.yaml", "--fabrics", "oversubscribed,fat_tree").stdout
     assert shown.index("oversubscribed") < shown.index("fat_tree")
     assert "1.00x" in shown
+
+
+def test_split_shows_what_it_tried_and_the_best() -> None:
+    shown = called("split", "small.yaml").stdout
+    assert "gen/train" in shown
+    assert "cluster: {train_gpus: " in shown
+    value = json.loads(called("split", "small.yaml", "--fabric", "oversubscribed", "--json").stdout)
+    assert value["best"] in value["tried"]
+    faults = called("split", "small.yaml", "--fabric", "torus", "--arm", "magic", status=2).stderr.splitlines()
+    assert [fault.split(":")[0] for fault in faults] == ["--fabric", "--arm"]
 
 
 def test_results_become_a_page(in_folder: Path) -> None:

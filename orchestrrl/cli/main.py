@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bench": ("bench",),
     "sim": ("sim",),
     "sim_cluster": ("sim",),
+    "sim_split": ("sim",),
     "sim_sweep": ("sim",),
     "sim_paper": ("sim",),
     "daemon": ("daemon", "check-config"),

@@ -115,6 +115,17 @@ def test_stages_touch_their_own_pods() -> None:
     assert {each.switch for each in train} & of_gen
 
 
+def test_blocks_of_a_pod_stay_joined_where_demand_takes_all_ports() -> None:
+    """Experts' groups of four servers in PoDs of 22: those that lie across blocks, and across PoDs, ask for more than
+    their ToRs' eight fibres each, and leave none that would lead to the other blocks."""
+    fabric = rfabric(Servers(64), train_servers=20, servers_per_tor=8)
+    src, dst = all_pairs(Servers(4))
+    groups = [Flows(first + src, first + dst, np.ones(len(src))) for first in range(160, 512, 32)]
+    network = fabric.network(period(Flows.joined(groups), "gen", Stage.GEN))
+    one_each = all_pairs(Servers(44, 1, 1))
+    check_routes(network, 160 + 8 * one_each[0], 160 + 8 * one_each[1])
+
+
 def test_a_lane_for_responses_is_there_in_every_stage() -> None:
     fabric = rfabric(Servers(16), servers_per_pod=8, train_servers=8)
     for stage in Stage:
@@ -155,6 +166,27 @@ def test_mixnet_joins_servers_of_a_region_that_have_most_to_say() -> None:
     assert circuits[0, 1] == circuits[0, 7] == 3
     network = fabric.network(period(ring))
     assert tiers_of(network, ring) == {Tier.NVLINK, Tier.DIRECT}
+
+
+def test_circuits_carry_what_their_nics_do() -> None:
+    ring, servers = shifted(0, 64, 8), Servers(64)
+    assert slowest_s(mixnet(servers).network(period(ring)), ring) == pytest.approx(8e9 / 3 / servers.nic_bytes_per_s)
+
+
+def test_latency_counts_fibres_and_the_switches_that_look_at_packets() -> None:
+    far = shifted(0, 128, 64)
+    link_s, switch_s = 1e-6, 0.8e-6
+
+    def latency_s(network: Network, dst: int) -> float:
+        return float(network.router(np.array([0]), np.array([dst])).latency_s[0])
+
+    fabric = rfabric(Servers(16), servers_per_pod=8).network(period(far))
+    assert latency_s(fabric, 8) == pytest.approx(2 * link_s + switch_s)
+    assert latency_s(fabric, 64) == pytest.approx((2 + 4) * link_s + 2 * switch_s)
+    assert latency_s(mixnet(Servers(8)).network(period(shifted(0, 64, 8))), 8) == pytest.approx(3 * link_s)
+    assert latency_s(topoopt(Servers(8)).network(), 8) == pytest.approx(3 * link_s)
+    two_hops = topoopt(Servers(8), ring_nics=1, demand=shifted(0, 64, 8)).network()
+    assert latency_s(two_hops, 16) == pytest.approx((1 + 2 * 2) * link_s + switch_s)
 
 
 def test_mixnet_has_two_nics_out_of_a_region() -> None:

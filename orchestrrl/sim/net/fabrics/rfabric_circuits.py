@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Circuits:
         demand, ring = np.where(self._eligible(template), demand, 0.0), self._ring(template)
         state = FabricState(current=self.at_rest, failures=self.failed_ports)
         template = replace(template, core_roles=_ANY_TWO)
-        # What joins the PoDs: nothing beside the period's own, if that is enough; else after it, else before it.
+        # What joins PoDs and blocks: nothing beside the period's own, if that is enough; else after it, else before it.
         first = None
         for weight in (0.0, 1e-6 * demand[demand > 0].min(initial=1.0), demand.max(initial=1.0)):
             joined_up = demand.copy()
@@ -68,7 +69,7 @@ class Circuits:
             if self._leads(found):
                 return found
             first = first or found
-        return first or self.at_rest
+        return self.at_rest if not first or self._leads(self.at_rest) else first
 
     def between_tors(self, cross_connects: frozenset[PortPair]) -> Ints:
         """[tor, tor], how many join the two: in a PoD over its own switches, else over lanes and the core."""
@@ -127,12 +128,17 @@ class Circuits:
         return np.asarray(np.asarray(both)[self.pod_of[:, None], self.pod_of[None, :]])
 
     def _ring(self, template: Template) -> list[tuple[int, int]]:
-        """Between each PoD that is touched and the next a pair of ToRs, each on another rail."""
+        """Pairs of ToRs that join all that is touched: each PoD and the next, and in a PoD each block of servers and
+        the next; in turn on all rails."""
         pods = [place for place, pod in enumerate(self.site.pods) if pod.role in template.touched]
         pairs = []
         for turn, (pod, following) in enumerate(zip(pods, pods[1:] + pods[:1], strict=True)):
             one, other = np.flatnonzero(self.pod_of == pod), np.flatnonzero(self.pod_of == following)
             if pod != following:
+                pairs.append((int(one[turn % len(one)]), int(other[turn % len(other)])))
+        for pod in pods:
+            blocks = self.blocks[self.pod_of[self.blocks[:, 0]] == pod]
+            for turn, (one, other) in enumerate(pairwise(blocks)):
                 pairs.append((int(one[turn % len(one)]), int(other[turn % len(other)])))
         return pairs
 

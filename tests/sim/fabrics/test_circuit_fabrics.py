@@ -115,6 +115,19 @@ def test_stages_touch_their_own_pods() -> None:
     assert {each.switch for each in train} & of_gen
 
 
+def test_gen_pods_are_by_themselves() -> None:
+    """What goes between two of them has what joins them at rest, a third of their lanes; without roles all of them."""
+    flows = Flows.joined([shifted(128, 256, 64), shifted(128, 256, 8)])
+
+    def between_pods(**options: int) -> int:
+        fabric = rfabric(Servers(32), servers_per_pod=8, **options)
+        circuits = fabric.circuits.between_tors(fabric.cross_connects(period(flows, "gen", Stage.GEN)))
+        return int(circuits[16:24, 24:32].sum())
+
+    assert between_pods(train_servers=16) <= 11
+    assert between_pods() == 32
+
+
 def test_blocks_of_a_pod_stay_joined_where_demand_takes_all_ports() -> None:
     """Experts' groups of four servers in PoDs of 22: those that lie across blocks, and across PoDs, ask for more than
     their ToRs' eight fibres each, and leave none that would lead to the other blocks."""

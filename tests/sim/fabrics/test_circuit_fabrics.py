@@ -125,7 +125,7 @@ def test_gen_pods_are_by_themselves() -> None:
         return int(circuits[16:24, 24:32].sum())
 
     assert between_pods(train_servers=16) <= 11
-    assert between_pods() == 32
+    assert between_pods() >= 31  # but for what joins the others
 
 
 def test_blocks_of_a_pod_stay_joined_where_demand_takes_all_ports() -> None:

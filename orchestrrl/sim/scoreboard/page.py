@@ -38,7 +38,7 @@ def digest() -> str:
 
 
 def page(made: Sequence[Made]) -> str:
-    parts = [HEAD, f"<!-- {COMMAND}; claims and constants: {digest()} -->", counted(all_rows(made))]
+    parts = [HEAD.strip(), f"<!-- {COMMAND}; claims and constants: {digest()} -->", counted(all_rows(made))]
     for each in made:
         parts.append(f"## {each.title}")
         if each.quick:

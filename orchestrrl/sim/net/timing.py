@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from orchestrrl.sim.net.finish import TOLERANCE, finish_routed_s
-from orchestrrl.sim.net.model import Floats, Flows, Network, Tier
+from orchestrrl.sim.net.model import Floats, Flows, Network, Routes, Tier
 from orchestrrl.sim.net.problem import routes_of
 from orchestrrl.sim.net.transfer import Transfer
 
@@ -35,9 +35,10 @@ def _latency_s(network: Network, transfer: Transfer, latency_s: Floats) -> float
     return float(latency_s[leaves].mean() if leaves.any() else latency_s.mean()) * transfer.rounds
 
 
-def tier_bytes(network: Network, flows: Flows) -> Mapping[Tier, float]:
-    """Bytes over the links of each tier, both ends of a tier's path counted: up to a switch and down from it."""
-    routes = routes_of(network, flows)
+def tier_bytes(network: Network, flows: Flows, routes: Routes | None = None) -> Mapping[Tier, float]:
+    """Bytes over the links of each tier, both ends of a tier's path counted: up to a switch and down from it. `routes`:
+    for who has them already."""
+    routes = routes_of(network, flows) if routes is None else routes
     of_entry = np.repeat(flows.bytes, np.diff(routes.begin)) * routes.share
     by_link = np.bincount(routes.link, of_entry, len(network.tier))
     known = list(Tier)

@@ -21,11 +21,18 @@ from orchestrrl.sim.report_page.svg import (
     upwards,
 )
 from orchestrrl.sim.rl.model import RlRun, Span
+from orchestrrl.sim.rl.response_stream import RESPONSE_STREAM
 
 FAULTS = "fault"
 STAGE_COLOUR = {Stage.TRAIN: "c0", Stage.GEN: "c2", Stage.WEIGHT_SYNC: "c1"}
 STAGE_NAME = {Stage.TRAIN: "training", Stage.GEN: "generation", Stage.WEIGHT_SYNC: "weight sync"}
-LANE: Mapping[str, str] = {Stage.TRAIN: "train", Stage.GEN: "gen", Stage.WEIGHT_SYNC: "sync"}
+LANE: Mapping[str, str] = {
+    Stage.TRAIN: "train",
+    Stage.GEN: "gen",
+    Stage.WEIGHT_SYNC: "sync",
+    RESPONSE_STREAM: "answers",
+}
+DURING: Mapping[str, str] = {RESPONSE_STREAM: Stage.GEN}  # what has no time of its own, and goes on beside another
 FAULT_COLOUR = "c5"
 LANES = ("gen", "sync", "train")  # from above; others below, by name
 LANE_HEIGHT, LANE_FILL = 30.0, 0.7
@@ -77,7 +84,7 @@ def tier_gbps(run: RlRun) -> dict[tuple[str, str], float]:
     """By stage and tier: bytes of one such stage over the seconds that one takes, over all links of the tier."""
     found = {}
     for stage, tiers in run.tier_bytes.items():
-        seconds = stage_s(run, stage)
+        seconds = stage_s(run, DURING.get(stage, stage))
         for tier, size in tiers.items():
             if seconds:
                 found[stage, tier] = size * 8e-9 / seconds

@@ -6,8 +6,8 @@ together: the forecast learns from each, and engines stay as the step before lef
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +15,7 @@ from orchestrrl.sim.controlled import CONTROLS, ControlledRun
 from orchestrrl.sim.engines import EngineKind, homogeneous
 from orchestrrl.sim.known import best_known, best_prompts_known
 from orchestrrl.sim.net.fabrics.base import Fabric
+from orchestrrl.sim.rl.generation_bytes import Exchanged, summed
 from orchestrrl.sim.rl.generation_exchange import Exchange
 from orchestrrl.sim.rl.generation_fast import FastStep, run_fast
 from orchestrrl.sim.rl.generation_fleet import GenGpus
@@ -67,6 +68,11 @@ class Prepared:
     profile: Profile
     exchanges: Mapping[ConfigurationId, Exchange]
 
+    @cached_property
+    def exchanged(self) -> Exchanged:
+        """What its engines put on the network."""
+        return Exchanged(self.fabric, self.job.where, self.job.hardware.model)
+
     def scenario(self, steps: int) -> Scenario:
         job, servers = self.job, self.fabric.servers
         slow = {"max_output_tokens": job.workload.max_tokens, **(job.daemon.get("slow") or {})}
@@ -110,11 +116,26 @@ def generation_stages(ready: Prepared, arm: str, seed: int, steps: int) -> tuple
         network = OverFabric(ready.fabric, ready.job.where, scenario.engines.moved_bytes_per_token)
         run = ControlledRun(scenario, kinds, initial, arm, seed, asked)
         found = run_fast(run, network if ready.job.kv_transfer else None)
-        return tuple(_ours(step, requests, initial, scenario.gpus) for step, requests in zip(found, asked, strict=True))
-    ran = _static(scenario, kinds, arm, seed, asked)
-    return tuple(
-        _theirs(kind, step, requests, scenario.gpus) for (kind, step), requests in zip(ran, asked, strict=True)
-    )
+        stages = [_ours(step, requests, scenario.gpus) for step, requests in zip(found, asked, strict=True)]
+        sent = [_sent(ready, kinds, step.tokens, step.kv_tier_bytes) for step in found]
+    else:
+        ran = _static(scenario, kinds, arm, seed, asked)
+        stages = [
+            _theirs(kind, step, requests, scenario.gpus) for (kind, step), requests in zip(ran, asked, strict=True)
+        ]
+        sent = [_sent(ready, kinds, {kind.id: step.tokens}, {}) for kind, step in ran]
+    return tuple(replace(stage, tier_bytes=each) for stage, each in zip(stages, sent, strict=True))
+
+
+def _sent(
+    ready: Prepared,
+    kinds: Mapping[ConfigurationId, EngineKind],
+    tokens: Mapping[ConfigurationId, int],
+    kv: Mapping[str, float],
+) -> Mapping[str, float]:
+    """By tier, of tokens that passed engines of each configuration, and of KV that moved."""
+    parts = [ready.exchanged.of(name, kinds[name].profile.parallelism, tokens[name]) for name in sorted(tokens)]
+    return summed([*parts, kv])
 
 
 # --- static arms
@@ -196,7 +217,7 @@ def _theirs(kind: EngineKind, step: StaticStep, requests: Sequence[SimRequest], 
     )
 
 
-def _ours(step: FastStep, requests: Sequence[SimRequest], initial: ConfigurationId, gpus: int) -> GenStage:
+def _ours(step: FastStep, requests: Sequence[SimRequest], gpus: int) -> GenStage:
     wanted = sum(request.output_tokens for request in requests)
     if len(step.finish_s) != len(requests) or step.output_tokens != wanted:
         raise AssertionError(

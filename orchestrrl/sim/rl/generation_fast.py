@@ -11,24 +11,30 @@ it is computed again.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
-from typing import Protocol
 
 from orchestrrl.balance import Situation, decide_balance
 from orchestrrl.config import Config, FastPolicy
 from orchestrrl.planning import Planning
 from orchestrrl.sim.controlled import ControlledRun
 from orchestrrl.sim.engines import homogeneous
-from orchestrrl.sim.rl.generation_records import LiveEngine, LiveRequest, snapshot_of
+from orchestrrl.sim.rl.generation_records import (
+    KvNetwork,
+    KvOutcome,
+    Leaving,
+    LiveEngine,
+    LiveRequest,
+    leaving_of,
+    snapshot_of,
+)
 from orchestrrl.sim.workload import SimRequest
 from planner.gate import FREE, Control, ControlState
 from planner.live import words
 from planner.model import (
     Act,
+    ConfigurationId,
     EngineId,
     FinishedLength,
-    GpuId,
     Mode,
-    Parallelism,
     Plan,
     PlanId,
     PlannedInstance,
@@ -38,30 +44,6 @@ from planner.model import (
 from planner.plan import History
 
 NEVER_CHANGES = Control(ControlState.PINNED, reason="this arm does not plan")
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """A running request whose engine changes."""
-
-    request: RequestId
-    source: tuple[Parallelism, tuple[GpuId, ...]]
-    destination: tuple[Parallelism, tuple[GpuId, ...]]
-    prefill_tokens_per_s: float  # of the destination
-    context_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class KvOutcome:
-    """`ready_s` after the switch, by destination's GPUs: its KV is there. Those not in `transferred` compute again."""
-
-    ready_s: Mapping[tuple[GpuId, ...], float]
-    transferred: frozenset[RequestId]
-    bytes: float
-
-
-class KvNetwork(Protocol):
-    def __call__(self, leaving: Sequence[Leaving]) -> KvOutcome: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +72,9 @@ class FastStep:
     preemptions: int = 0
     plans: int = 0
     fleet: str = ""  # at its end, in words
+    tokens: dict[ConfigurationId, int] = field(default_factory=dict)  # that passed engines, generated and prefilled
+    kv_tier_bytes: dict[str, float] = field(default_factory=dict)
+    passed: list[Leaving] = field(default_factory=list)  # whose KV went from one engine to another beside everything
 
     @property
     def makespan_s(self) -> float:
@@ -137,16 +122,24 @@ class _FastFleet:
             next_slow_s += slow_s if self._now_s >= next_slow_s else 0.0
         step.finish_s.sort()
         step.fleet = _words(self._engines.values())
-        busy_gpu_s, preemptions = self._counts()
+        busy_gpu_s, preemptions, tokens = self._counts()
         step.busy_gpu_s, step.preemptions = busy_gpu_s - before[0], preemptions - before[1]
+        step.tokens = {name: count - before[2].get(name, 0) for name, count in tokens.items()}
+        if step.passed and self._kv_network is not None:
+            _add(step.kv_tier_bytes, self._kv_network.sent(step.passed))
         self._planning.lengths.step_ended(tuple(self._finished))
         return step
 
-    def _counts(self) -> tuple[float, int]:
+    def _counts(self) -> tuple[float, int, dict[ConfigurationId, int]]:
         engines = [*self._engines.values(), *self._past]
+        tokens: dict[ConfigurationId, int] = {}
+        for engine in engines:
+            passed = engine.scheduler.generated_tokens_total + engine.scheduler.prefilled_tokens_total
+            tokens[engine.kind.id] = tokens.get(engine.kind.id, 0) + passed
         return (
             sum(engine.scheduler.busy_s * len(engine.gpus) for engine in engines),
             sum(engine.scheduler.preemptions_total for engine in engines),
+            tokens,
         )
 
     def _submit(self, requests: Sequence[SimRequest]) -> None:
@@ -247,6 +240,7 @@ class _FastFleet:
             kv_s = max(0.0, max(self._engines[each.id].ready_s for each in new) - up_s)
             after = _words(self._engines.values())
             at_s, moved = self._now_s - started_s, kv.bytes if kv else 0.0
+            _add(step.kv_tier_bytes, kv.tier_bytes if kv else {})
             step.switches.append(Switch(at_s, up_s - self._now_s, kv_s, before, after, len(new), moved))
 
     def _kv(self, instances: Sequence[PlannedInstance]) -> KvOutcome:
@@ -259,16 +253,7 @@ class _FastFleet:
                 live = self._live.get(request)
                 if live is None or live.engine == each.id or request not in running:
                     continue
-                source = self._engines[live.engine]
-                leaving.append(
-                    Leaving(
-                        request,
-                        (source.kind.profile.parallelism, source.gpus),
-                        (kind.profile.parallelism, each.gpus),
-                        kind.profile.prefill_tokens_per_s,
-                        live.context_tokens,
-                    )
-                )
+                leaving.append(leaving_of(live, self._engines[live.engine], kind, each.gpus))
         return self._kv_network(leaving)
 
     def _move(
@@ -288,7 +273,14 @@ class _FastFleet:
         if ran:
             step.moves += 1
             step.tokens_recomputed += 0 if prefilled else live.context_tokens
+            if prefilled and source is None:
+                step.passed.append(leaving_of(live, engine, self._engines[to].kind, self._engines[to].gpus))
         self._engines[to].submit(live, self._now_s, prefilled=prefilled)
+
+
+def _add(found: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, count in more.items():
+        found[name] = found.get(name, 0.0) + count
 
 
 def _quick(run: ControlledRun) -> Config:

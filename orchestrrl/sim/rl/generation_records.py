@@ -1,10 +1,12 @@
-"""What the quick generation loop keeps of requests and engines, and the snapshot that planner and balancer get of it.
+"""What the quick generation loop keeps of requests and engines, what it asks of a network for KV that leaves them, and
+the snapshot that planner and balancer get.
 
 What agents and a gateway would tell, without their delays: every age is 0.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from orchestrrl.engines.simulated_core import Scheduler
 from orchestrrl.sim.engines import EngineKind
@@ -15,6 +17,7 @@ from planner.model import (
     EngineView,
     FinishedLength,
     GpuId,
+    Parallelism,
     RequestId,
     RequestState,
     RequestView,
@@ -74,6 +77,45 @@ class LiveEngine:
             made = self.scheduler.generated_tokens_total
             self.decode_tokens_per_s = (made - tokens) / (now_s - since_s) if self.scheduler.running else None
             self.seen = now_s, made
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A running request whose engine changes."""
+
+    request: RequestId
+    source: tuple[Parallelism, tuple[GpuId, ...]]
+    destination: tuple[Parallelism, tuple[GpuId, ...]]
+    prefill_tokens_per_s: float  # of the destination
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvOutcome:
+    """`ready_s` after the switch, by destination's GPUs: its KV is there. Those not in `transferred` compute again."""
+
+    ready_s: Mapping[tuple[GpuId, ...], float]
+    transferred: frozenset[RequestId]
+    bytes: float
+    tier_bytes: Mapping[str, float] = field(default_factory=dict)
+
+
+class KvNetwork(Protocol):
+    def __call__(self, leaving: Sequence[Leaving]) -> KvOutcome: ...
+
+    def sent(self, leaving: Sequence[Leaving]) -> Mapping[str, float]:
+        """Bytes by tier of KV that nobody waits for."""
+        ...
+
+
+def leaving_of(live: LiveRequest, source: LiveEngine, kind: EngineKind, gpus: tuple[GpuId, ...]) -> Leaving:
+    return Leaving(
+        live.request.id,
+        (source.kind.profile.parallelism, source.gpus),
+        (kind.profile.parallelism, gpus),
+        kind.profile.prefill_tokens_per_s,
+        live.context_tokens,
+    )
 
 
 def snapshot_of(

@@ -6,15 +6,17 @@ to nothing beside the network. All KV sets out at once; what an instance compute
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from orchestrrl.sim.net.fabrics.base import Fabric, Period, Stage
 from orchestrrl.sim.net.fluid import finish_routed_s
 from orchestrrl.sim.net.model import Floats, Flows, Ints, Network
 from orchestrrl.sim.net.problem import routes_of
+from orchestrrl.sim.net.timing import tier_bytes
 from planner.model import Parallelism
 from planner.problem import Transfer
 
@@ -55,6 +57,7 @@ class KvMoved:
     transferred: tuple[bool, ...]  # [wish]; else computed again
     bytes: float  # over GPUs' links
     recomputed_tokens: int
+    tier_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -85,30 +88,47 @@ def move_kv(
     by_network = np.ones(len(homes), dtype=np.bool_)
     shares = _shares(homes, wishes, kv_bytes_per_token)
     destination = np.array([wish.destination for wish in wishes], np.int64)
-    ready_s, sent_bytes, flows = again_s, 0.0, Flows.none()
+    ready_s, sent_bytes, tiers = again_s, 0.0, dict[str, float]()
     for _ in range(MOST_ROUNDS):
         sent = by_network[destination][shares.wish]
-        some = _Shares(shares.src[sent], shares.dst[sent], shares.bytes[sent], shares.wish[sent])
+        some = _only(shares, sent)
         flows, of = _merged(some)
         if not len(flows):
-            ready_s, sent_bytes = np.where(by_network, 0.0, again_s), 0.0
+            ready_s, sent_bytes, tiers = np.where(by_network, 0.0, again_s), 0.0, {}
             break
         network = fabric.network(Period.of("KV", Stage.GEN, flows))
         arrived_s = _arrived_s(network, flows, of, destination[some.wish], len(homes))
         later = by_network & (arrived_s > again_s)
         by_network = by_network & ~later
         ready_s = np.where(by_network, arrived_s, again_s)
-        sent_bytes = float(some.bytes[by_network[destination[some.wish]]].sum())
+        kept = by_network[destination[some.wish]]
+        sent_bytes, tiers = float(some.bytes[kept].sum()), _tier_bytes(network, _only(some, kept))
         if not later.any():
             break
     transferred = tuple(bool(each) for each in by_network[destination])
     again = sum(wish.context_tokens for wish, sent in zip(wishes, transferred, strict=True) if not sent)
-    return KvMoved(ready_s, transferred, sent_bytes, again)
+    return KvMoved(ready_s, transferred, sent_bytes, again, tiers)
 
 
 def kv_flows(homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float) -> Flows:
     """One flow for each two GPUs."""
     return _merged(_shares(homes, wishes, kv_bytes_per_token))[0]
+
+
+def _only(shares: _Shares, these: NDArray[np.bool_]) -> _Shares:
+    return _Shares(shares.src[these], shares.dst[these], shares.bytes[these], shares.wish[these])
+
+
+def _tier_bytes(network: Network, shares: _Shares) -> dict[str, float]:
+    return {tier.value: size for tier, size in tier_bytes(network, _merged(shares)[0]).items()}
+
+
+def kv_tier_bytes(
+    homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float, fabric: Fabric
+) -> dict[str, float]:
+    """Of KV that goes when it likes, over the fabric as it is at rest."""
+    shares = _shares(homes, wishes, kv_bytes_per_token)
+    return _tier_bytes(fabric.network(None), shares) if len(shares.src) else {}
 
 
 def _recompute_s(

@@ -42,6 +42,7 @@ class GenStage:
     idle_fraction: float = 0.0  # of GPU seconds
     sample_tokens: float = 0.0  # of a sample that was begun, prompt and answer, in the mean
     sample_square_tokens: float = 0.0  # mean of their squares
+    tier_bytes: Mapping[str, float] = field(default_factory=dict)  # engines' exchanges, and KV that moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class SyncStage:
     phases_s: Mapping[str, float]  # e.g. circuits, phase A, phase B
     bytes: float
     bound_s: float = 0.0
+    tier_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,8 @@ class RlRun:
     steps: tuple[Mapping[str, float], ...]  # [step] seconds by stage, and what it waited for
     staleness: Mapping[int, int]  # samples by how many versions they were behind when they were trained on
     idle_share: Mapping[Stage, float]  # of the stage's GPUs, of the seconds measured
-    tier_bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by stage and tier
+    # By stage and tier, of one step: train, gen, weight_sync and response_stream.
+    tier_bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     windows: tuple[Window, ...] = ()  # of an optimiser step
     remaining: tuple[tuple[float, int], ...] = ()  # of the last generation step
     notes: tuple[str, ...] = ()

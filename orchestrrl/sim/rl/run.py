@@ -7,9 +7,10 @@ from typing import TypeVar
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.sim.cost.power import TRANSCEIVER_W, network_power_w
 from orchestrrl.sim.cost.prices import PRICES_USD, network_cost_usd
-from orchestrrl.sim.net.fabrics.base import Failures
+from orchestrrl.sim.net.fabrics.base import Failures, Stage
 from orchestrrl.sim.rl.loop import run_loop
 from orchestrrl.sim.rl.model import RlRun, Span, TrainStage
+from orchestrrl.sim.rl.response_stream import RESPONSE_STREAM, Stream, response_stream
 from orchestrrl.sim.rl.results import Bill, Result
 from orchestrrl.sim.rl.scenario import ClusterScenario
 from orchestrrl.sim.rl.stages import ArmTimes, FabricStages, lane_of
@@ -67,16 +68,22 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> Result:
     except ValueError as error:
         raise Permanent(f"{stages.section.title}, {arm}: {error}") from error
     last = times.healthy[-1]
+    streamed = response_stream(times.job(last.samples), stages.job.where, stages.fabric)
     return Result(
         scenario={},
         run=replace(
             run,
             spans=(*run.spans, *_fault_spans(scenario, run.seconds)),
             steps=tuple(_with_log_probs(row, trained) for row in run.steps),
-            tier_bytes={"train": stages.train_tier_bytes(job)},
+            tier_bytes={
+                Stage.TRAIN.value: stages.train_tier_bytes(job),
+                Stage.GEN.value: last.tier_bytes,
+                Stage.WEIGHT_SYNC.value: synced.tier_bytes,
+                RESPONSE_STREAM: streamed.tier_bytes,
+            },
             windows=_thinned(trained.update.windows),
             remaining=_thinned(last.remaining),
-            notes=tuple(_notes(run, trained, times)),
+            notes=(*_notes(run, trained, times), _streamed(streamed)),
         ),
         bill=_bill(stages),
         train_parts_s=dict(trained.parts_s),
@@ -137,6 +144,10 @@ def _notes(run: RlRun, trained: TrainStage, times: ArmTimes) -> list[str]:
     if left:
         notes.append(f"{left} samples were begun and not trained on before the end")
     return notes
+
+
+def _streamed(stream: Stream) -> str:
+    return f"answers of a step are {stream.bytes / 1e9:.2f} GB on their way to training, {stream.seconds:.3f} s at once"
 
 
 def _thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:

@@ -5,8 +5,8 @@ not the plan's estimate. Where the fabric has circuits, they are set for all of 
 that wants others: whichever is sooner.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from orchestrrl.sim.net.fabrics.base import Fabric, Period, Stage
 from orchestrrl.sim.net.fluid import finish_routed_s
 from orchestrrl.sim.net.model import Flows, Network, Servers
 from orchestrrl.sim.net.problem import routes_of
+from orchestrrl.sim.net.timing import tier_bytes
+from orchestrrl.sim.rl.generation_bytes import summed
 from orchestrrl.sim.rl.generation_fleet import Fleet
 from orchestrrl.sim.rl.model import SyncStage
 from orchestrrl.sim.rl.weight_sync_flows import Step, naive_steps, tree_steps, two_stage_steps
@@ -38,6 +40,7 @@ class Timed:
     circuits_s: float
     crossing_s: float  # phase A: until the last bytes have come from other PoDs
     inside_s: float  # phase B, beyond that
+    tier_bytes: Mapping[str, float]
 
     @property
     def seconds(self) -> float:
@@ -70,6 +73,7 @@ def sync_stage(
         phases_s={"circuits": timed.circuits_s, "phase A": timed.crossing_s, "phase B": timed.inside_s},
         bytes=sum(float(step.flows.bytes[_outside(step.flows, servers)].sum()) for step in steps),
         bound_s=bound_s(shards, site),
+        tier_bytes=timed.tier_bytes,
     )
 
 
@@ -133,13 +137,11 @@ def _at_once(steps: Sequence[Step], fabric: Fabric, before: Period | None) -> Ti
     period = _period(Flows.joined([step.flows for step in steps]), fabric.servers)
     network = fabric.network(period)
     circuits_s = fabric.reconfigures_s if fabric.changes(before, period) else 0.0
-    times = [_step_s(network, step) for step in steps]
-    crossing_s = sum(first for first, _ in times)
-    return Timed(circuits_s, crossing_s, sum(whole for _, whole in times) - crossing_s)
+    return _timed(circuits_s, [_step_s(network, step) for step in steps])
 
 
 def _step_by_step(steps: Sequence[Step], fabric: Fabric, before: Period | None) -> Timed:
-    circuits_s = crossing_s = whole_s = 0.0
+    circuits_s, times = 0.0, []
     for step in steps:
         if not _outside(step.flows, fabric.servers).any():
             network = fabric.network(before)
@@ -147,9 +149,14 @@ def _step_by_step(steps: Sequence[Step], fabric: Fabric, before: Period | None) 
             period = _period(step.flows, fabric.servers)
             circuits_s += fabric.reconfigures_s if fabric.changes(before, period) else 0.0
             network, before = fabric.network(period), period
-        first, whole = _step_s(network, step)
-        crossing_s, whole_s = crossing_s + first, whole_s + whole
-    return Timed(circuits_s, crossing_s, whole_s - crossing_s)
+        times.append(_step_s(network, step))
+    return _timed(circuits_s, times)
+
+
+def _timed(circuits_s: float, times: Sequence["_StepTime"]) -> Timed:
+    crossing_s = sum(each.crossing_s for each in times)
+    whole_s = sum(each.seconds for each in times)
+    return Timed(circuits_s, crossing_s, whole_s - crossing_s, summed([each.tier_bytes for each in times]))
 
 
 def _period(flows: Flows, servers: Servers) -> Period:
@@ -163,14 +170,21 @@ def _outside(flows: Flows, servers: Servers) -> NDArray[np.bool_]:
     return np.asarray(flows.src // servers.gpus_per_server != flows.dst // servers.gpus_per_server)
 
 
-def _step_s(network: Network, step: Step) -> tuple[float, float]:
-    """Until the last flow between PoDs is through, and until all are. Who is below others waits for a chunk and a hop
-    of each above it."""
+@dataclass(frozen=True, slots=True)
+class _StepTime:
+    crossing_s: float = 0.0  # until the last flow between PoDs is through
+    seconds: float = 0.0  # until all are
+    tier_bytes: Mapping[str, float] = field(default_factory=dict)
+
+
+def _step_s(network: Network, step: Step) -> _StepTime:
+    """Who is below others waits for a chunk and a hop of each above it."""
     flows = step.flows
     if not len(flows):
-        return 0.0, 0.0
+        return _StepTime()
     routes = routes_of(network, flows)
     ends_s = finish_routed_s(network, flows, routes)
     chunk_s = ends_s * np.minimum(1.0, CHUNK_BYTES / network.servers.gpus_per_server / flows.bytes)
     ends_s = ends_s + routes.latency_s + step.above * (chunk_s + routes.latency_s)
-    return float(ends_s[step.crosses].max(initial=0.0)), float(ends_s.max())
+    sent = {tier.value: size for tier, size in tier_bytes(network, flows, routes).items()}
+    return _StepTime(float(ends_s[step.crosses].max(initial=0.0)), float(ends_s.max()), sent)

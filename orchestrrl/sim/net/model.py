@@ -85,7 +85,7 @@ class Servers:
         return np.asarray(server * self.nics_per_server + place * self.nics_per_server // self.gpus_per_server)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
 class Flows:
     """Bytes from GPUs to GPUs that begin together."""
 
@@ -126,7 +126,7 @@ class Flows:
         return Flows(self.src, self.dst, self.bytes * factor)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
 class Routes:
     """Of each flow the links that it takes, in rows one behind the other: row f is `begin[f]` to `begin[f + 1]`.
     `share` of the flow's bytes pass the link: less than 1 where it is spread over several paths, more than 1 where a
@@ -146,7 +146,7 @@ class Router(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
 class Network:
     """Links, and who takes which. What a fabric is at one time."""
 

@@ -147,7 +147,8 @@ def _notes(run: RlRun, trained: TrainStage, times: ArmTimes) -> list[str]:
 
 
 def _streamed(stream: Stream) -> str:
-    return f"answers of a step are {stream.bytes / 1e9:.2f} GB on their way to training, {stream.seconds:.3f} s at once"
+    size, at_once = f"{stream.bytes / 1e9:.2f} GB", f"{stream.seconds * 1e3:.2f} ms"
+    return f"answers of a step are {size} on their way to training, {at_once} if all went at once"
 
 
 def _thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:

@@ -23,6 +23,9 @@ Found = TypeVar("Found")
 
 FINEST = 32  # a step of the search is no less than such a part of the cluster
 FIRST = 5  # splits that are tried before it closes in
+# Splits that come this near to the most throughput are as good: how prompts happen to fall on so many engines makes as
+# much of a difference.
+ALIKE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,10 @@ def splits(
 
 
 def best(found: Sequence[Split]) -> Split:
-    """Of those with the same throughput the one with the fewest GPUs that train."""
-    return max(found, key=lambda each: (each.samples_per_s, -each.train_gpus))
+    """Of those that are as good as any the one with the fewest GPUs that train: the others would wait."""
+    most = max(each.samples_per_s for each in found)
+    alike = (each for each in found if each.samples_per_s >= (1 - ALIKE) * most)
+    return min(alike, key=lambda each: each.train_gpus)
 
 
 def train_counts(scenario: ClusterScenario) -> list[int]:
@@ -83,8 +88,8 @@ def train_counts(scenario: ClusterScenario) -> list[int]:
 
 
 def search(count: int, tried: Callable[[int], Found | None], worth: Callable[[Found], float]) -> list[Found]:
-    """Of places in a row, where worth has one peak: some all over, then between the best and those beside it. None:
-    the place cannot be had."""
+    """Of places in a row, where worth (> 0) has one peak: some all over, then between the best and those beside it; the
+    first of several that are alike. None: the place cannot be had."""
     first = sorted({round(i * (count - 1) / (FIRST - 1)) for i in range(FIRST)}) if count else []
     known = {place: tried(place) for place in first}
     while True:
@@ -95,7 +100,8 @@ def search(count: int, tried: Callable[[int], Found | None], worth: Callable[[Fo
                 return []
             known[rest[len(rest) // 2]] = tried(rest[len(rest) // 2])
             continue
-        top = max(good, key=lambda place: (worth(good[place]), -place))
+        most = max(map(worth, good.values()))
+        top = min(place for place, each in good.items() if worth(each) >= (1 - ALIKE) * most)
         lower = max((place for place in known if place < top), default=top)
         upper = min((place for place in known if place > top), default=top)
         new = {(lower + top) // 2, (top + upper + 1) // 2} - set(known)

@@ -23,7 +23,7 @@ def test_the_search_finds_the_peak(count: int, data: st.DataObject) -> None:
         asked.append(place)
         return place
 
-    found = search(count, tried, lambda place: -abs(place - peak))
+    found = search(count, tried, lambda place: 1 / (1 + abs(place - peak)))
     assert peak in found
     assert found == sorted(set(asked))
     assert len(asked) == len(set(asked))  # each once
@@ -32,7 +32,7 @@ def test_the_search_finds_the_peak(count: int, data: st.DataObject) -> None:
 @given(st.integers(1, 60), st.data())
 def test_places_that_cannot_be_had_are_passed_over(count: int, data: st.DataObject) -> None:
     there = data.draw(st.sets(st.integers(0, count - 1)))
-    found = search(count, lambda place: place if place in there else None, float)
+    found = search(count, lambda place: place if place in there else None, lambda place: 1.0 + place)
     assert set(found) <= there
     assert bool(found) == bool(there)
 
@@ -52,7 +52,7 @@ def test_a_split_is_what_a_run_of_it_gives() -> None:
     found = splits(SCENARIO, "oversubscribed")
     assert [each.train_gpus + each.gen_gpus for each in found] == [40] * len(found)
     top = best(found)
-    assert top.samples_per_s == max(each.samples_per_s for each in found)
+    assert top.samples_per_s >= 0.98 * max(each.samples_per_s for each in found)
     (alone,) = run_cluster(
         scenario_of(
             document(
@@ -64,9 +64,10 @@ def test_a_split_is_what_a_run_of_it_gives() -> None:
     assert alone.samples_per_s == pytest.approx(top.samples_per_s)
 
 
-def test_of_equal_ones_the_best_has_fewest_that_train() -> None:
-    one, other = Split(8, 32, 2.0, 1.0, 0.1, 5.0), Split(16, 24, 2.0, 0.5, 0.1, 5.0)
+def test_of_those_that_are_alike_the_best_has_fewest_that_train() -> None:
+    one, other = Split(8, 32, 2.0, 1.0, 0.1, 4.95), Split(16, 24, 2.0, 0.5, 0.1, 5.0)
     assert best([other, one]) is one
+    assert best([other, one, Split(24, 16, 2.0, 0.4, 0.1, 5.5)]).train_gpus == 24
     assert other.gen_over_train == 4.0
 
 

@@ -66,6 +66,7 @@ class SyncStage:
     bytes: float
     bound_s: float = 0.0
     tier_bytes: Mapping[str, float] = field(default_factory=dict)
+    circuits: str = "keep"  # how they were used: see weight_sync.Course
 
 
 @dataclass(frozen=True, slots=True)

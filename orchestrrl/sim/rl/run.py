@@ -9,7 +9,7 @@ from orchestrrl.sim.cost.power import TRANSCEIVER_W, network_power_w
 from orchestrrl.sim.cost.prices import PRICES_USD, network_cost_usd
 from orchestrrl.sim.net.fabrics.base import Failures, Stage
 from orchestrrl.sim.rl.loop import run_loop
-from orchestrrl.sim.rl.model import RlRun, Span, TrainStage
+from orchestrrl.sim.rl.model import RlRun, Span, SyncStage, TrainStage
 from orchestrrl.sim.rl.response_stream import RESPONSE_STREAM, Stream, response_stream
 from orchestrrl.sim.rl.results import Bill, Result
 from orchestrrl.sim.rl.scenario import ClusterScenario
@@ -83,7 +83,7 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> Result:
             },
             windows=_thinned(trained.update.windows),
             remaining=_thinned(last.remaining),
-            notes=(*_notes(run, trained, times), _streamed(streamed)),
+            notes=(*_notes(run, trained, synced, times), _streamed(streamed)),
         ),
         bill=_bill(stages),
         train_parts_s=dict(trained.parts_s),
@@ -129,7 +129,7 @@ def _fault_spans(scenario: ClusterScenario, until_s: float) -> list[Span]:
     ]
 
 
-def _notes(run: RlRun, trained: TrainStage, times: ArmTimes) -> list[str]:
+def _notes(run: RlRun, trained: TrainStage, synced: SyncStage, times: ArmTimes) -> list[str]:
     notes = [f"weights are brought to {len(times.fleet)} x {times.stages.tuned(times.seed).id}"]
     waits_s = [sum(step[name] for step in run.steps) for name in ("gen_waits_weights_s", "train_waits_samples_s")]
     notes.append(f"generation waited {waits_s[0]:.1f} s for weights, training {waits_s[1]:.1f} s for samples")
@@ -137,6 +137,8 @@ def _notes(run: RlRun, trained: TrainStage, times: ArmTimes) -> list[str]:
         notes.append(f"a training step is {trained.updates} optimiser steps of {trained.update.seconds:.1f} s")
     if trained.update.waits_s > 0:
         notes.append(f"an optimiser step waits {trained.update.waits_s:.3f} s for circuits")
+    if times.stages.fabric.reconfigures_s:
+        notes.append(f"weight sync: circuits {synced.circuits.replace('_', ' ')}")
     gbps = times.stages.scenario.cluster.nic_gbps
     if gbps not in PRICES_USD:
         notes.append(f"no prices are known of {gbps:g} Gbps")

@@ -1,12 +1,14 @@
 """A weight version from the trainer's GPUs to every engine's, on a fabric: circuits, then step by step as flows. Pure.
 
 The plan is the product's own (planner/sync_tree), over servers as its peers are; what it takes is the network's word,
-not the plan's estimate. Where the fabric has circuits, they are set for all of the plan at once, or anew for each wave
-that wants others: whichever is sooner.
+not the plan's estimate. Where the fabric has circuits, those that are there are kept, or they are set for all of the
+plan at once, or anew for each wave that wants others: whichever is sooner.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +35,17 @@ GBPS = 8e-9  # gigabits of a byte
 MOST_WAVES = 24  # that circuits are tried anew for: working them out takes its time
 
 
+class Course(StrEnum):
+    KEEP = "keep"  # circuits stay as they are
+    CHANGE = "change"  # once, for all that is sent
+    CHANGE_BY_WAVE = "change_by_wave"  # before each wave that wants others
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """Seconds of steps on a fabric."""
 
+    course: Course
     circuits_s: float
     crossing_s: float  # phase A: until the last bytes have come from other PoDs
     inside_s: float  # phase B, beyond that
@@ -45,9 +54,6 @@ class Timed:
     @property
     def seconds(self) -> float:
         return self.circuits_s + self.crossing_s + self.inside_s
-
-
-Timing = Callable[[Sequence[Step], Fabric, Period | None], Timed]
 
 
 def sync_stage(
@@ -66,14 +72,15 @@ def sync_stage(
     servers = fabric.servers
     shards = shards_of(job, fleets, servers.gpus_per_server, bits)
     site = site_of(fabric.network(None))
-    steps = steps_of(scheme, shards, site, servers, fabric.reconfigures_s)
-    timed = min((timing(steps, fabric, before) for timing in _ways(fabric, steps)), key=lambda each: each.seconds)
+    found = list(_courses(scheme, shards, site, fabric, before))
+    timed, steps = min(found, key=lambda each: each[0].seconds)  # of those that are alike, the one that changes least
     return SyncStage(
         seconds=timed.seconds,
         phases_s={"circuits": timed.circuits_s, "phase A": timed.crossing_s, "phase B": timed.inside_s},
         bytes=sum(float(step.flows.bytes[_outside(step.flows, servers)].sum()) for step in steps),
         bound_s=bound_s(shards, site),
         tier_bytes=timed.tier_bytes,
+        circuits=timed.course.value,
     )
 
 
@@ -129,15 +136,36 @@ def bound_s(shards: Sequence[ServerShard], site: Site) -> float:
     return float(max(leaving_s, *found))
 
 
-def _ways(fabric: Fabric, steps: Sequence[Step]) -> Sequence[Timing]:
-    return (_at_once, _step_by_step) if fabric.reconfigures_s and 1 < len(steps) <= MOST_WAVES else (_at_once,)
+def _courses(
+    scheme: str, shards: Sequence[ServerShard], site: Site, fabric: Fabric, before: Period | None
+) -> Iterator[tuple[Timed, Sequence[Step]]]:
+    """Waves cost nothing where circuits are kept: a plan for those may have more of them."""
+    steps = steps_of(scheme, shards, site, fabric.servers)
+    yield _kept(steps, fabric, before), steps
+    if not fabric.reconfigures_s:
+        return
+    if scheme == "tree":
+        steps = steps_of(scheme, shards, site, fabric.servers, fabric.reconfigures_s)
+    yield _at_once(steps, fabric, before), steps
+    if 1 < len(steps) <= MOST_WAVES:
+        yield _step_by_step(steps, fabric, before), steps
+
+
+def _kept(steps: Sequence[Step], fabric: Fabric, before: Period | None) -> Timed:
+    network = fabric.network(before)
+    try:
+        return _timed(Course.KEEP, 0.0, [_step_s(network, step) for step in steps])
+    except ValueError:  # circuits of another period may leave servers apart
+        if not fabric.reconfigures_s:
+            raise
+        return Timed(Course.KEEP, 0.0, math.inf, 0.0, {})
 
 
 def _at_once(steps: Sequence[Step], fabric: Fabric, before: Period | None) -> Timed:
     period = _period(Flows.joined([step.flows for step in steps]), fabric.servers)
     network = fabric.network(period)
     circuits_s = fabric.reconfigures_s if fabric.changes(before, period) else 0.0
-    return _timed(circuits_s, [_step_s(network, step) for step in steps])
+    return _timed(Course.CHANGE, circuits_s, [_step_s(network, step) for step in steps])
 
 
 def _step_by_step(steps: Sequence[Step], fabric: Fabric, before: Period | None) -> Timed:
@@ -150,13 +178,13 @@ def _step_by_step(steps: Sequence[Step], fabric: Fabric, before: Period | None) 
             circuits_s += fabric.reconfigures_s if fabric.changes(before, period) else 0.0
             network, before = fabric.network(period), period
         times.append(_step_s(network, step))
-    return _timed(circuits_s, times)
+    return _timed(Course.CHANGE_BY_WAVE, circuits_s, times)
 
 
-def _timed(circuits_s: float, times: Sequence["_StepTime"]) -> Timed:
+def _timed(course: Course, circuits_s: float, times: Sequence["_StepTime"]) -> Timed:
     crossing_s = sum(each.crossing_s for each in times)
     whole_s = sum(each.seconds for each in times)
-    return Timed(circuits_s, crossing_s, whole_s - crossing_s, summed([each.tier_bytes for each in times]))
+    return Timed(course, circuits_s, crossing_s, whole_s - crossing_s, summed([each.tier_bytes for each in times]))
 
 
 def _period(flows: Flows, servers: Servers) -> Period:

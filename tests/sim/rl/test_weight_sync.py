@@ -1,13 +1,15 @@
 """Weights over small networks: everybody gets all of them, in no less than the bound, and never later on more."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
 
-from orchestrrl.sim.net.fabrics.base import Fabric
+from orchestrrl.sim.net.fabrics.base import Fabric, Period, Stage
 from orchestrrl.sim.net.fabrics.registry import KINDS, build
-from orchestrrl.sim.net.model import Servers
+from orchestrrl.sim.net.model import Flows, Ints, Network, Routes, Servers
 from orchestrrl.sim.rl.generation_fleet import Fleet, GenGpus, deployed
 from orchestrrl.sim.rl.weight_sync import SCHEMES, bound_s, problem_of, steps_of, sync_stage
 from orchestrrl.sim.rl.weight_sync_flows import Step
@@ -111,6 +113,50 @@ def test_no_scheme_beats_the_bound_on_any_fabric(kind: str, scheme: str) -> None
     assert stage.seconds >= stage.bound_s * 0.999 > 0
     assert sum(stage.phases_s.values()) == pytest.approx(stage.seconds)
     assert stage == sync_stage(DENSE, engines(Parallelism(tp=4)), fabric(kind), scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_circuits_that_change_slowly_are_kept(scheme: str) -> None:
+    """A sync is never longer than on the circuits that are there; such as change in an instant may shorten it."""
+    slow, fixed, quick = (
+        sync_stage(DENSE, engines(Parallelism(tp=4)), fabric("rfabric", device=device, allocation=allocation), scheme)
+        for device, allocation in (
+            ("robotic_telescent", "traffic"),
+            ("robotic_telescent", "fixed"),
+            ("rotornet_infocus", "traffic"),
+        )
+    )
+    assert slow == fixed
+    assert slow.circuits == "keep"
+    assert slow.phases_s["circuits"] == 0.0
+    assert quick.seconds <= slow.seconds < 10.0
+
+
+def test_circuits_that_lead_nowhere_are_not_kept() -> None:
+    """Those of a period in which other servers spoke leave some without a way; those at rest would do."""
+    optical = fabric("rfabric", device="robotic_telescent")
+
+    class Apart:
+        """At `elsewhere`, no NIC has a way to any other."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(optical, name)
+
+        def network(self, period: Period | None = None) -> Network:
+            if period is not elsewhere:
+                return optical.network(period)
+            return replace(optical.network(None), router=no_way)
+
+        def changes(self, before: Period | None, after: Period) -> bool:
+            return before is elsewhere or optical.changes(before, after)
+
+    def no_way(src: Ints, dst: Ints) -> Routes:
+        raise ValueError("there is no way")
+
+    elsewhere = Period.of("elsewhere", Stage.TRAIN, Flows.none())
+    stage = sync_stage(DENSE, engines(Parallelism(tp=4)), cast(Fabric, Apart()), before=elsewhere)
+    assert stage.circuits == "change"
+    assert stage.phases_s["circuits"] == optical.reconfigures_s
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -296,9 +296,10 @@ class ClusterScenario(Section):
         given = {name: value for name, value in usual.items() if value is not None and name in known}
         return given | section.options
 
-    def fabric(self, section: FabricSection) -> Fabric:
-        """Raises Impossible with all that is wrong with its options."""
-        return build(section.kind, self.servers, **self.fabric_options(section))
+    def fabric(self, section: FabricSection, **made: object) -> Fabric:
+        """With what is worked out for it beside its options, see demand.py. Raises Impossible with all that is wrong
+        with them."""
+        return build(section.kind, self.servers, **(self.fabric_options(section) | made))
 
     @property
     def train_layout(self) -> TrainLayout:

@@ -12,6 +12,7 @@ from functools import cached_property
 from statistics import fmean
 
 from orchestrrl.sim.net.fabrics.base import Fabric, Failures, Stage
+from orchestrrl.sim.rl.demand import fabric_for
 from orchestrrl.sim.rl.faults import Part, Schedule, stretched_s, with_lost_work_s
 from orchestrrl.sim.rl.generation import GenJob, Prepared, generation_stages, prepared
 from orchestrrl.sim.rl.generation_fleet import Fleet, GenGpus, deployed
@@ -45,7 +46,7 @@ class FabricStages:
 
     @cached_property
     def fabric(self) -> Fabric:
-        return self.scenario.fabric(self.section)
+        return fabric_for(self.scenario, self.section, self.constants)
 
     @cached_property
     def job(self) -> GenJob:

@@ -1,20 +1,15 @@
 """The clusters of the paper's sections 6 and 7 as scenarios, and their stages on a fabric.
 
-Beside what `orchestrrl sim run` does: part of TP's communication is hidden, and TopoOpt is patched for the traffic that
-the job will have, as its authors do it.
+Beside what `orchestrrl sim run` does: part of TP's communication is hidden.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from orchestrrl.sim.cost.prices import network_cost_usd
-from orchestrrl.sim.net.fabrics.base import Fabric, Failures
+from orchestrrl.sim.net.fabrics.base import Failures
 from orchestrrl.sim.net.fabrics.registry import build
-from orchestrrl.sim.net.model import Flows
-from orchestrrl.sim.rl.generation_exchange import gen_period
-from orchestrrl.sim.rl.generation_fleet import GenGpus, deployed
 from orchestrrl.sim.rl.loop import Given, run_loop
 from orchestrrl.sim.rl.loop_rules import Batch
 from orchestrrl.sim.rl.model import GenStage, SyncStage, TrainStage
@@ -23,7 +18,6 @@ from orchestrrl.sim.rl.scenario_file import scenario_of
 from orchestrrl.sim.rl.stages import TUNED, ArmTimes, FabricStages
 from orchestrrl.sim.scoreboard import constants as given
 from orchestrrl.sim.train.constants import MEGATRON
-from orchestrrl.sim.train.periods import periods
 
 FABRICS = ("fat_tree", "oversubscribed", "rail_optimized", "topoopt", "mixnet", "rfabric")
 NAMES = {
@@ -141,12 +135,6 @@ TRAIN_CONSTANTS = replace(MEGATRON, tp_hidden_share=given.TP_HIDDEN.value)
 class BoardStages(FabricStages):
     """A case on one fabric."""
 
-    @cached_property
-    def fabric(self) -> Fabric:
-        if self.section.kind != "topoopt":
-            return self.scenario.fabric(self.section)
-        return build("topoopt", self.scenario.servers, demand=expected(self.scenario))
-
     def gen_of_tuned(self, seed: int) -> GenStage:
         """The last step of the static baseline."""
         return self.gen(Failures(), TUNED, seed)[-1]
@@ -184,15 +172,6 @@ def network_usd(stages: BoardStages) -> float:
     servers, fabric = stages.scenario.servers, stages.fabric
     bought = build("rfabric", servers) if stages.section.kind == "rfabric" else fabric
     return network_cost_usd(bought.inventory(), servers.nic_gbps).total_usd
-
-
-def expected(scenario: ClusterScenario) -> Flows:
-    """The job's traffic: of an iteration, and of its engines where they span servers."""
-    servers, cluster = scenario.servers, scenario.cluster
-    job = scenario.train_job(scenario.samples, given.LENGTH_MEDIAN.value)
-    parts = [period.demand for period in periods(job, servers, constants=TRAIN_CONSTANTS)]
-    fleet = deployed(scenario.engine_layouts[-1], GenGpus(cluster.first_generating, cluster.generating), servers)
-    return Flows.joined([*parts, gen_period(fleet, servers, "expected").demand])
 
 
 def at_scale(model: str, train_gpus: int, gpus: int, layouts: tuple[str, ...]) -> Case:

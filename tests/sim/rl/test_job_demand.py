@@ -1,0 +1,60 @@
+"""What a fabric that is built for one job is told of the job."""
+
+import numpy as np
+
+from orchestrrl.sim.net.fabrics.base import Failures
+from orchestrrl.sim.net.fabrics.topoopt import TopoOpt
+from orchestrrl.sim.rl.demand import fabric_for, job_demand
+from orchestrrl.sim.rl.scenario import ClusterScenario
+from orchestrrl.sim.rl.scenario_file import scenario_of
+from orchestrrl.sim.rl.stages import ArmTimes, FabricStages
+from tests.sim.rl.cluster_builders import document
+
+
+def scenario(**changes: object) -> ClusterScenario:
+    return scenario_of(document(fabrics=["topoopt"], cluster__gen_gpus=32, **changes))
+
+
+def between_servers(made: ClusterScenario) -> np.ndarray:
+    """[server, server], bytes."""
+    flows = job_demand(made, made.fabric(made.fabrics[0]))
+    found = np.zeros((made.servers.count, made.servers.count))
+    np.add.at(found, (flows.src // 8, flows.dst // 8), flows.bytes)
+    return found
+
+
+def test_gradients_and_weights_are_in_it() -> None:
+    """Two servers train; the other four get weights, from them or from each other, each of them at least once."""
+    sent = between_servers(scenario())
+    assert sent[0, 1] > 0
+    assert sent[1, 0] > 0
+    arriving = sent[:, 2:].sum(axis=0)
+    weights = 2 * scenario().model_value.params
+    np.testing.assert_allclose(arriving - np.diag(sent)[2:], weights, rtol=0.01)
+
+
+def test_each_optimiser_step_counts() -> None:
+    once, twice = (between_servers(scenario(training__updates=updates))[0, 1] for updates in (1, 2))
+    assert twice > 1.8 * once
+
+
+def test_exchanges_of_engines_are_in_it_where_they_span_servers() -> None:
+    inside, wide = (between_servers(scenario(generation__layouts=layouts)) for layouts in (["tp4"], ["tp4", "tp8dp2"]))
+    assert not inside[3, 2]
+    assert wide[3, 2] > 0
+
+
+def test_what_a_run_takes_is_made_for_the_job() -> None:
+    made = scenario()
+    stages = FabricStages(made, made.fabrics[0])
+    plain = made.fabric(made.fabrics[0])
+    assert isinstance(stages.fabric, TopoOpt)
+    assert isinstance(plain, TopoOpt)
+    assert not np.array_equal(stages.fabric.sends_to, plain.sends_to)
+    assert ArmTimes(stages, "verl_to", 1).sync_stage(Failures()).seconds > 0
+    assert fabric_for(made, made.fabrics[0]).inventory() == plain.inventory(), "as many links, to others"
+
+
+def test_fabrics_of_no_job_are_as_they_were() -> None:
+    made = scenario_of(document(fabrics=["rfabric"]))
+    assert fabric_for(made, made.fabrics[0]).inventory() == made.fabric(made.fabrics[0]).inventory()

@@ -6,8 +6,8 @@ UV_VERSION := 0.13.8
 # Options for pip, for a mirror or a local folder of wheels.
 PIP_ARGS ?=
 FUZZ_ROUNDS ?= 3
-# Processes for the tests that run side by side.
-TEST_WORKERS ?= 2
+# Processes for the tests that run side by side: most wait for others most of the time.
+TEST_WORKERS ?= 3
 
 BIN := .venv/bin
 PIP_INSTALL = python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)

@@ -12,7 +12,7 @@ from orchestrrl.sim.workload import SimRequest
 from planner.model import RequestId
 from planner.paper import named_profile
 from planner.profile import EngineProfile
-from tests.sim.builders import kinds, scenario
+from tests.sim.gen_scenarios import kinds, scenario
 
 TP1, _, _, TP8 = named_profile("paper-32b-h800").configurations
 NARROW, WIDE = kinds(scenario()).values()

@@ -17,7 +17,7 @@ from orchestrrl.sim.run import steps_of
 from orchestrrl.sim.world import World
 from orchestrrl.switch import StepKind, StepState, SwitchState
 from planner.model import Act, ConfigurationId, EngineId, GpuId, Plan, PlannedInstance
-from tests.sim.builders import kinds, scenario
+from tests.sim.gen_scenarios import kinds, scenario
 
 NARROW, WIDE = ConfigurationId("narrow"), ConfigurationId("wide")
 

@@ -4,7 +4,7 @@ from orchestrrl.sim.scenario import Scenario, parse_scenario
 from orchestrrl.sim.static import dealt, run_static
 from orchestrrl.sim.workload import requests_of_step
 from planner.model import ConfigurationId
-from tests.sim.builders import TEXT, kinds
+from tests.sim.gen_scenarios import TEXT, kinds
 
 
 def with_long_prompts(caching: bool) -> Scenario:

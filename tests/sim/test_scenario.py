@@ -19,7 +19,7 @@ from orchestrrl.sim.scenario import EXAMPLE, built_in_names, load_scenario, pars
 from orchestrrl.sim.workload import requests_of_step
 from planner.paper import named_profile
 from planner.profile import Curve, MoveCosts
-from tests.sim.builders import TEXT
+from tests.sim.gen_scenarios import TEXT
 
 SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.yaml"))
 

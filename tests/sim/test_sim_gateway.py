@@ -18,7 +18,7 @@ from orchestrrl.sim.engines import VirtualEngine
 from orchestrrl.sim.gateway import CountedRecord, VirtualGateway
 from orchestrrl.sim.workload import SimRequest
 from planner.model import ConfigurationId, EngineHealth, EngineId, GpuId, NodeId, RequestId
-from tests.sim.builders import kinds, scenario
+from tests.sim.gen_scenarios import kinds, scenario
 
 TICK_S = 0.5
 NARROW = kinds(scenario())[ConfigurationId("narrow")]

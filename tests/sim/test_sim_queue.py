@@ -13,7 +13,7 @@ from orchestrrl.sim.run import steps_of
 from orchestrrl.sim.scenario import FaultSection, GatewaySection, parse_scenario
 from orchestrrl.sim.workload import SimRequest
 from planner.model import ConfigurationId, NodeId, RequestId
-from tests.sim.builders import TEXT, kinds, scenario
+from tests.sim.gen_scenarios import TEXT, kinds, scenario
 from tests.sim.test_sim_gateway import LENGTHS, PROMPT_TOKENS, TICK_S, virtual_engines
 
 

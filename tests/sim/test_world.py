@@ -17,7 +17,7 @@ from orchestrrl.sim.run import NotKnowing, run_scenario, steps_of
 from orchestrrl.sim.scenario import FaultSection, NetworkSection, Scenario, load_scenario
 from orchestrrl.sim.world import World
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
-from tests.sim.builders import kinds, scenario
+from tests.sim.gen_scenarios import kinds, scenario
 
 
 def run(of: Scenario, arm: str, seed: int = 1, journal: Path | None = None) -> SeedRun:

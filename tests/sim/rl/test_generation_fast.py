@@ -6,7 +6,7 @@ from orchestrrl.sim.controlled import ControlledRun
 from orchestrrl.sim.rl.generation_fast import run_fast
 from orchestrrl.sim.run import steps_of
 from planner.model import ConfigurationId
-from tests.sim.builders import kinds, scenario
+from tests.sim.gen_scenarios import kinds, scenario
 
 
 def of(arm: str, initial: str) -> ControlledRun:

@@ -21,6 +21,7 @@ from orchestrrl.sim.scenario import (
 from planner.model import RequestId
 
 Floats = NDArray[np.float64]
+MEAN_OF = 4096  # quantiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,13 @@ def redrawn(workload: WorkloadSection, seed: int, step: int, times: int) -> NDAr
     rng = np.random.default_rng((seed, step, times))
     shape = (workload.prompts, workload.samples)
     return np.array([_lengths(workload, of_prompt, rng.standard_normal(shape), step).reshape(-1) for _ in range(times)])
+
+
+def mean_tokens(workload: WorkloadSection) -> float:
+    """Of a sample, prompt and answer, as they are expected in the first step."""
+    evenly = (np.arange(MEAN_OF) + 0.5) / MEAN_OF
+    answers = np.clip(quantile_function(workload.lengths)(evenly), 1, workload.max_tokens)
+    return float(np.mean(workload.prompt_tokens) + answers.mean())
 
 
 def _drawn_prompts(workload: WorkloadSection, rng: np.random.Generator) -> tuple[NDArray[np.int64], Floats]:

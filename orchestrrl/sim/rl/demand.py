@@ -5,7 +5,6 @@ collectives of its optimiser steps, engines' exchanges where they span servers, 
 """
 
 from dataclasses import replace
-from statistics import fmean
 
 from orchestrrl.sim.net.fabrics.base import Fabric
 from orchestrrl.sim.net.fabrics.registry import options_of
@@ -19,7 +18,7 @@ from orchestrrl.sim.rl.weight_sync_site import site_of
 from orchestrrl.sim.train.constants import MEGATRON, TrainConstants
 from orchestrrl.sim.train.model import TrainJob
 from orchestrrl.sim.train.periods import periods
-from orchestrrl.sim.workload import requests_of_step
+from orchestrrl.sim.workload import mean_tokens
 
 
 def fabric_for(scenario: ClusterScenario, section: FabricSection, constants: TrainConstants = MEGATRON) -> Fabric:
@@ -41,10 +40,9 @@ def job_demand(scenario: ClusterScenario, plain: Fabric, constants: TrainConstan
 
 
 def _job(scenario: ClusterScenario) -> TrainJob:
-    """On samples as long as those of the first step, which nobody has cut."""
-    asked = requests_of_step(scenario.generation.workload, scenario.seeds[0], 0)
-    tokens = fmean(each.prompt_tokens + each.output_tokens for each in asked)
-    return scenario.train_job(scenario.loop.batch_samples or scenario.samples, tokens)
+    return scenario.train_job(
+        scenario.loop.batch_samples or scenario.samples, mean_tokens(scenario.generation.workload)
+    )
 
 
 def _training(scenario: ClusterScenario, job: TrainJob, constants: TrainConstants) -> list[Flows]:

@@ -13,6 +13,8 @@ from orchestrrl.profiles.store import read_profile
 from orchestrrl.sim.rl.faults import Part
 from orchestrrl.sim.rl.scenario import ClusterScenario, layout_named
 from orchestrrl.sim.scenario import daemon_faults
+from orchestrrl.sim.train.memory import fault_of
+from orchestrrl.sim.workload import mean_tokens
 from planner.fabric.shape import Impossible
 from planner.paper import PROFILES, named_profile
 from planner.profile import Profile
@@ -110,6 +112,15 @@ def _layout_faults(scenario: ClusterScenario) -> Iterable[str]:
     yield from dict.fromkeys(found)
 
 
+def _memory_faults(scenario: ClusterScenario) -> Iterable[str]:
+    """Of the largest optimiser step of a training step, on samples of the length that is expected."""
+    if any(_layout_faults(scenario)):
+        return
+    size = scenario.recipe.shares(scenario.loop.batch_samples or scenario.samples)[0][0]
+    if fault := fault_of(scenario.train_job(size, mean_tokens(scenario.generation.workload))):
+        yield f"training: {fault}"
+
+
 def _engine_layout_faults(scenario: ClusterScenario) -> Iterable[str]:
     names, heads = scenario.generation.layouts, scenario.model_value.q_heads
     size, most = scenario.cluster.gpus_per_server, scenario.cluster.generating
@@ -162,6 +173,7 @@ def _fault_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 _CHECKS: tuple[Callable[[ClusterScenario], Iterable[str]], ...] = (
     _layout_faults,
+    _memory_faults,
     _engine_layout_faults,
     _fabric_faults,
     _loop_faults,

@@ -107,8 +107,8 @@ def _head_s(job: TrainJob, kernels: Kernels, *, backward: bool) -> float:
     return product_s + kernels.moves_s(bytes_each * job.micro_tokens * vocab)
 
 
-def stage_parameters(job: TrainJob) -> tuple[float, float]:
-    """Dense ones and experts' on the rank of the pipeline that holds most, before data parallelism splits anything."""
+def rank_parameters(job: TrainJob) -> list[tuple[float, float]]:
+    """[rank of the pipeline]: dense ones and experts', before data parallelism splits anything."""
     model, layout = job.model, job.layout
     by_rank = [sum(job.stage_layers[rank :: layout.pp]) for rank in range(layout.pp)]
     ends = [0.0] * layout.pp
@@ -116,8 +116,14 @@ def stage_parameters(job: TrainJob) -> tuple[float, float]:
     ends[-1] += 0.0 if model.tied_embeddings and layout.pp == 1 else model.head_params / layout.tp
     router = model.hidden * model.experts
     dense = (model.attention_params + model.dense_ffn_params) / layout.tp + router
-    most = max(layers * dense + end for layers, end in zip(by_rank, ends, strict=True))
-    return most, max(by_rank) * model.experts * model.expert_params / layout.ep
+    experts = model.experts * model.expert_params / layout.ep
+    return [(layers * dense + end, layers * experts) for layers, end in zip(by_rank, ends, strict=True)]
+
+
+def stage_parameters(job: TrainJob) -> tuple[float, float]:
+    """The most of either on a rank of the pipeline."""
+    dense, experts = zip(*rank_parameters(job), strict=True)
+    return max(dense), max(experts)
 
 
 def optimizer_s(job: TrainJob, kernels: Kernels) -> float:

@@ -103,6 +103,15 @@ def test_faults_between_sections() -> None:
     )
 
 
+def test_training_that_cannot_fit_is_told() -> None:
+    changed = document(model="qwen2.5-72b")
+    (fault,) = faults_of(changed)
+    assert fault.startswith("training: needs at least ")
+    assert fault.endswith("and h800 has 80: raise tp or pp")
+    scenario_of(document(model="qwen2.5-72b", gpu="b300"))
+    scenario_of(document(model="qwen2.5-72b", training={"tp": 8, "pp": 2}))
+
+
 def test_updates_take_a_share_of_the_samples() -> None:
     assert faults_of(document(training={"tp": 4, "updates": 17})) == [
         "training.updates: must be at most the 16 samples of a training step, got 17"

@@ -64,6 +64,18 @@ def test_a_split_is_what_a_run_of_it_gives() -> None:
     assert alone.samples_per_s == pytest.approx(top.samples_per_s)
 
 
+def test_splits_that_do_not_fit_in_memory_are_passed_over() -> None:
+    """72B at TP=8: one replica, or two, share the optimizer's state among too few."""
+    wide = document(
+        model="qwen2.5-72b",
+        cluster={"train_gpus": 32, "gen_gpus": 16},
+        training={"tp": 8},
+        generation__layouts=["tp8"],
+    )
+    found = splits(scenario_of(wide))
+    assert min(each.train_gpus for each in found) == 24
+
+
 def test_of_those_that_are_alike_the_best_has_fewest_that_train() -> None:
     one, other = Split(8, 32, 2.0, 1.0, 0.1, 4.95), Split(16, 24, 2.0, 0.5, 0.1, 5.0)
     assert best([other, one]) is one
@@ -76,7 +88,8 @@ def test_what_cannot_be_split_is_told() -> None:
     with pytest.raises(ProblemFaults) as caught:
         splits(scenario_of(shared), "torus", "magic")
     assert [fault.split(":")[0] for fault in caught.value.faults] == ["cluster.shared", "--fabric", "--arm"]
-    narrow = scenario_of(document(cluster={"train_gpus": 16, "gen_gpus": 16}, generation__layouts=["tp1"]))
+    sides, layout = {"train_gpus": 16, "gen_gpus": 16}, {"tp": 8, "pp": 2}
+    narrow = scenario_of(document(cluster=sides, training=layout, generation__layouts=["tp1"]))
     huge = narrow.model_copy(update={"model": "qwen2.5-72b"})
     with pytest.raises(ProblemFaults, match=r"no configuration of qwen2\.5-72b fits"):
         splits(huge)

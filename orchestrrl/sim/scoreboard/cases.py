@@ -9,7 +9,6 @@ from typing import Any
 
 from orchestrrl.sim.cost.prices import network_cost_usd
 from orchestrrl.sim.net.fabrics.base import Failures
-from orchestrrl.sim.net.fabrics.registry import build
 from orchestrrl.sim.rl.loop import Given, run_loop
 from orchestrrl.sim.rl.loop_rules import Batch
 from orchestrrl.sim.rl.model import GenStage, SyncStage, TrainStage
@@ -167,11 +166,7 @@ def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> Measur
 
 
 def network_usd(stages: BoardStages) -> float:
-    """Of an RFabric the same servers in PoDs that are full: of those that a split into Train and Gen PoDs leaves half
-    empty, nobody would buy the other half's uplinks."""
-    servers, fabric = stages.scenario.servers, stages.fabric
-    bought = build("rfabric", servers) if stages.section.kind == "rfabric" else fabric
-    return network_cost_usd(bought.inventory(), servers.nic_gbps).total_usd
+    return network_cost_usd(stages.fabric.inventory(), stages.scenario.servers.nic_gbps).total_usd
 
 
 def at_scale(model: str, train_gpus: int, gpus: int, layouts: tuple[str, ...]) -> Case:

@@ -171,6 +171,32 @@ def test_components_of_circuits() -> None:
     )
 
 
+def test_empty_places_cost_nothing() -> None:
+    """Two servers train and six generate, in PoDs of six places: a ToR's fibre for each NIC, a lane for every second
+    one, as where all PoDs are full."""
+    full = Inventory(transceivers=3 * 64, nics=64, electrical_ports=2 * 64, ocs_ports=2 * 64, fibers=64 + 64 + 32)
+    assert rfabric(Servers(8), train_servers=2).inventory() == full
+    assert rfabric(Servers(8), train_servers=4).inventory() == full
+    assert rfabric(Servers(8), servers_per_pod=4).inventory() == full
+    odd = rfabric(Servers(7), servers_per_pod=4).inventory()  # three fibres of four, and 12 of 16 lanes
+    assert odd == Inventory(
+        transceivers=3 * 56, nics=56, electrical_ports=2 * 56, ocs_ports=2 * 56, fibers=56 + 56 + 28
+    )
+
+
+@settings(max_examples=25)
+@given(count=st.integers(2, 40), train=st.integers(0, 40), per_tor=st.sampled_from([None, 3]))
+def test_components_go_by_servers_and_hardly_by_how_they_are_split(count: int, train: int, per_tor: int | None) -> None:
+    """Rounded up by a fibre a ToR at most; a ToR with a server fewer than others of its PoD has as many fibres."""
+    fabric = rfabric(Servers(count), train_servers=min(train, count), servers_per_tor=per_tor, servers_per_pod=8)
+    found, nics = fabric.inventory(), 8 * count
+    up = found.electrical_ports - nics
+    assert found.transceivers == 2 * nics + up
+    assert nics <= up + len(fabric.site.tors)
+    assert up <= nics * 1.5 + len(fabric.site.tors)
+    assert found.nics == nics
+
+
 def test_mixnet_joins_servers_of_a_region_that_have_most_to_say() -> None:
     fabric = mixnet(Servers(64))
     ring = shifted(0, 64, 8)  # eight servers, each to the next

@@ -7,6 +7,8 @@ those at rest, which join all ToRs of a rail evenly. ToRs of PoDs with fewer tha
 all to reach all.
 """
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,9 +26,9 @@ from orchestrrl.sim.net.fabrics.wiring import Rows, Wiring
 from orchestrrl.sim.net.model import Floats, Flows, Ints, Network, Routes, Servers, Tier
 from planner.fabric.generate import regular_site
 from planner.fabric.intent import Stage
-from planner.fabric.model import PortPair
+from planner.fabric.model import EndpointId, PortPair
 from planner.fabric.shape import Fault, Shape
-from planner.fabric.topology import DEVICES, Site
+from planner.fabric.topology import DEVICES, Server, Site
 from planner.fabric.topology import Tier as SiteTier
 
 ALLOCATIONS = ("traffic", "uniform", "fixed")
@@ -113,11 +115,15 @@ class RFabric:
 
     def inventory(self) -> Inventory:
         """A NIC's link has a transceiver at either end and a port at the ToR; a ToR's fibre one transceiver and port,
-        and a port of an OCS. A lane to the core is a fibre between two ports of OCSs."""
+        and a port of an OCS. A lane to the core is a fibre between two ports of OCSs. Of a PoD with empty places as
+        large a part of its fibres and lanes is counted as it has servers, rounded up; its circuits take them all."""
         nics, site = self.servers.nics, self.site
-        fibres = {tier: sum(map(len, ends.values())) for tier, ends in site.fibres.items()}
-        lanes = len(site.lanes)
-        up = fibres[SiteTier.AGG] - lanes
+        here = [site.servers[place] for place in self.place.tolist()]
+        fibres = {tor.id: len(site.fibres[SiteTier.AGG][tor.id]) for tor in site.tors}
+        up = _filled(fibres, _by_tor(here), _by_tor(site.servers))
+        pods = {uplink.id: uplink.pod for uplink in site.uplinks}
+        of_pods = Counter(pods[lane.uplink] for lane in site.lanes)
+        lanes = _filled(of_pods, Counter(each.pod for each in here), Counter(each.pod for each in site.servers))
         return Inventory(
             transceivers=2 * nics + up,
             nics=nics,
@@ -191,3 +197,12 @@ class RFabric:
             return hosts.routes(legs, first_up, between)
 
         return wiring.network(servers, router, self.name)
+
+
+def _by_tor(servers: Iterable[Server]) -> Counter[EndpointId]:
+    return Counter(tor for each in servers for tor in set(each.tors))
+
+
+def _filled(counts: Mapping[EndpointId, int], here: Counter[EndpointId], places: Counter[EndpointId]) -> int:
+    """Of what each has, as many as its share of places that have a server, rounded up."""
+    return sum(-(-count * here[each] // places[each]) for each, count in counts.items())

@@ -1,17 +1,15 @@
 """`orchestrrl fabric box`: a site as network namespaces of this machine, and what its circuits do to real traffic."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from orchestrrl.cli.box_site import prepare_folder, site_faults
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.groups import fabric_group
-from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
 from orchestrrl.errors import ProblemFaults
-
-if TYPE_CHECKING:
-    from planner.fabric.topology import Site
 
 OUT = Path("out/fabric-box")
 
@@ -66,6 +64,7 @@ def box(
     from orchestrrl.box.site import SITE
     from orchestrrl.box.switches import PROTOCOLS, protocol_faults
     from orchestrrl.documents import read_text
+    from planner.fabric.topology import Role
 
     chosen = tuple(name for name in SHOWS if not shows or name in shows)
     named = tuple(protocols.split(",")) if protocols else PROTOCOLS
@@ -78,18 +77,12 @@ def box(
         text = SITE
         try:
             text = SITE if site is None else read_text(site)
-            faults += _site_faults(text)
+            faults += site_faults(text, dict.fromkeys(Role, 2))
         except ProblemFaults as error:
             faults += error.faults
         if faults:
             raise ProblemFaults(faults)
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "site.yaml").write_text(text, encoding="utf-8")
-            for stale in ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"):
-                (out / stale).unlink(missing_ok=True)
-        except OSError as error:
-            fail(f"{out}: {error.strerror}")
+        prepare_folder(out, text)
         with stderr.status("making the box") as status:
             results = run(
                 Order(str(out.resolve()), chosen, named, circuit_mbps, seconds, iterations),
@@ -100,20 +93,6 @@ def box(
         print_json(results)
     else:
         _print(results, out)
-
-
-def _site_faults(text: str) -> list[str]:
-    """Beside those of any site."""
-    from orchestrrl.box.intents import gpus_of
-    from orchestrrl.site import parse_site
-    from planner.fabric.topology import Role
-
-    site: Site = parse_site(text)
-    faults = []
-    for role in Role:
-        if len(gpus_of(site, role)) < 2:
-            faults.append(f"pods: must have 2 GPUs at least that {role}, got {len(gpus_of(site, role))}")
-    return faults
 
 
 def _keep(results: dict[str, Any], out: Path) -> None:

@@ -1,17 +1,15 @@
 """`orchestrrl sync box`: weight syncs over the circuits of a site that stands as network namespaces on this machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from orchestrrl.cli.box_site import prepare_folder, site_faults
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.groups import sync_group
-from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
 from orchestrrl.errors import ProblemFaults
-
-if TYPE_CHECKING:
-    from planner.fabric.topology import Site
 
 OUT = Path("out/sync-box")
 MOST_MB = 4000.0
@@ -72,6 +70,7 @@ def box(
     from orchestrrl.box.switches import PROTOCOLS, protocol_faults
     from orchestrrl.box.weights_site import weights_site
     from orchestrrl.documents import read_text
+    from planner.fabric.topology import Role
 
     named = tuple(protocols.split(",")) if protocols else PROTOCOLS
     faults = [f"--way: must be of {', '.join(SYNC_WAYS)}, got {way!r}" for way in ways or () if way not in SYNC_WAYS]
@@ -86,18 +85,12 @@ def box(
         text = ""
         try:
             text = weights_site(max(1e-3, circuit_mbps)) if site is None else read_text(site)
-            faults += _site_faults(text)
+            faults += site_faults(text, {Role.TRAIN: 1, Role.GEN: 2})
         except ProblemFaults as error:
             faults += error.faults
         if faults:
             raise ProblemFaults(faults)
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "site.yaml").write_text(text, encoding="utf-8")
-            for stale in ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"):
-                (out / stale).unlink(missing_ok=True)
-        except OSError as error:
-            fail(f"{out}: {error.strerror}")
+        prepare_folder(out, text)
         order = Order(
             str(out.resolve()),
             ("weights",),
@@ -116,21 +109,6 @@ def box(
         print_json(found)
     else:
         _print(found, out)
-
-
-def _site_faults(text: str) -> list[str]:
-    """Beside those of any site."""
-    from orchestrrl.box.intents import gpus_of
-    from orchestrrl.site import parse_site
-    from planner.fabric.topology import Role
-
-    site: Site = parse_site(text)
-    needed = {Role.TRAIN: 1, Role.GEN: 2}
-    return [
-        f"pods: must have {count} GPUs at least that {role}, got {len(gpus_of(site, role))}"
-        for role, count in needed.items()
-        if len(gpus_of(site, role)) < count
-    ]
 
 
 def _keep(found: dict[str, Any], out: Path) -> None:

@@ -155,12 +155,13 @@ def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> BoardS
 
 
 def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> Measured:
-    """The scenario's last generation step, over and over."""
+    """The scenario's last generation step, over and over: as many samples are begun as end, also where the step itself
+    ended more than it began (partial rollout, which finishes what the one before cut)."""
     times = ArmTimes(stages, arm, seed)
     gen, sync = times.healthy[-1], times.sync_stage(Failures())
     train = stages.training(Failures(), times.job(gen.samples))
     alike = Given([gen.seconds] * LOOPED, [train.seconds] * LOOPED, [sync.seconds] * LOOPED)
-    batches = [Batch(stages.scenario.samples, gen.samples)] * LOOPED
+    batches = [Batch(gen.samples, gen.samples)] * LOOPED
     run = run_loop(stages.scenario.rules(), batches, alike, warmup_steps=LOOPED // 2)
     return Measured(gen, train, sync, run.samples_per_s, network_usd(stages))
 

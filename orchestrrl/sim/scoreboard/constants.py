@@ -66,6 +66,7 @@ CODESIGN_LAYOUTS = Constant(
     "engines of Qwen3-235B-A22B", ("tp8", "tp16", "afd24+16x3"), "", _PAPER + "section 7.3.2; tp16 by ours"
 )
 TESTBED_LAYOUTS = Constant("engines on the testbed", ("tp1", "tp2", "tp4", "tp8"), "", _PAPER + "section 6, veRL-TO")
+PAPERS_STATIC = Constant("engines of veRL-TO", "tp2", "", _PAPER + "section 6.2.2: eight of TP=2, Qwen2.5-14B")
 SCALES = Constant("GPUs of figure 13", (512, 1024, 2048), "GPUs", _OURS + "the text names no scales below 2,048")
 CODESIGN_GPUS = Constant(
     "GPUs of the co-design", (640, 1408), "train, generate", _PAPER + "section 7.3: 1,400 of 2,048"

@@ -16,7 +16,7 @@ from orchestrrl.sim.net.fabrics.base import Failures
 from orchestrrl.sim.run import steps_of
 from orchestrrl.sim.scoreboard import constants as given
 from orchestrrl.sim.scoreboard.cases import BoardStages
-from orchestrrl.sim.scoreboard.generation import testbed
+from orchestrrl.sim.scoreboard.generation import on_testbed
 from orchestrrl.sim.scoreboard.model import Report, Row
 from orchestrrl.sim.scoreboard.rows import compared, put_in
 from orchestrrl.sim.static import dealt
@@ -67,7 +67,7 @@ GPUS = given.PHASE_GPUS.value[0]
 
 
 def case_study(quick: bool, report: Report) -> list[Row]:
-    stages = testbed("qwen2.5-14b", given.MAX_TOKENS.value[-1])
+    stages = on_testbed("qwen2.5-14b", given.MAX_TOKENS.value[-1])
     kinds = {str(each.id): EngineKind(each) for each in stages.ready(Failures()).profile.configurations}
     before, after = kinds["tp2"], kinds["tp8"]
     contexts = _left(stages, before)

@@ -153,8 +153,8 @@ class WeightSync:
         slowest = max(words, key=lambda word: word.offload_s + word.gather_s)
         if slowest.began_s:
             took_s = slowest.offload_s + slowest.gather_s
-            # By the trainer's clock, which may be ahead of ours: all was there when it said so.
-            began_s = min(slowest.began_s, self._clock.now_s() - took_s)
+            # Its host's clock is known about: all was there when it said so.
+            began_s = min(self._hands.hub.ours_s(slowest.peer, slowest.began_s), self._clock.now_s() - took_s)
             before = (
                 PhaseTook(SyncPhase.OFFLOAD, began_s, began_s + slowest.offload_s),
                 PhaseTook(SyncPhase.GATHER, began_s + slowest.offload_s, began_s + took_s),

@@ -75,6 +75,10 @@ class PeerLine(Protocol):
 
     def told(self, news: PeerNews) -> None: ...
 
+    def stamped(self, sent_s: float) -> None:
+        """By the peer's clock, what has come now was sent then."""
+        ...
+
     def end(self) -> None:
         """Harmless when it has ended."""
         ...
@@ -105,6 +109,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             await refuse(context, ValueError("the first message must be a peer that says who it is"))
         async with refusing(context):
             line = self._peers.attach(peer)
+        _stamp(line, first)
         receiving = asyncio.ensure_future(self._receive(request_iterator, peer, line))
         try:
             async for order in line.orders():
@@ -120,8 +125,10 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
     async def _receive(self, messages: AsyncIterator[pb.PeerMessage], peer: Peer, line: PeerLine) -> None:
         try:
             async for message in messages:
+                _stamp(line, message)
                 try:
-                    line.told(NEWS.validate_json(message.news_json))
+                    if message.news_json:
+                        line.told(NEWS.validate_json(message.news_json))
                 except ValidationError as error:
                     logger.warning("peer %s told what makes no sense: %s", peer.id, "; ".join(news_faults(error)))
         finally:
@@ -192,6 +199,11 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
                 if seen is None or _is_step(seen, report) or self._now_s() - told_s >= TOLD_EVERY_S:
                     seen, told_s = report, self._now_s()
                     yield report_to_pb(report)
+
+
+def _stamp(line: PeerLine, message: pb.PeerMessage) -> None:
+    if message.HasField("sent_unix_s"):
+        line.stamped(message.sent_unix_s)
 
 
 def publication_from_json(text: str) -> Publication:

@@ -1,11 +1,13 @@
 """The peers that are attached, and the orders on their way to each: each has an id and one result.
 
 A peer that attaches again replaces its old stream, and is given again what it has not answered; it does nothing twice.
+Hosts' clocks may differ: a deadline is given in the peer's, and lies there at ours or before it.
 """
 
 import asyncio
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +16,7 @@ from typing import Any
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OutcomeUnknown, ProblemFaults, Retryable
 from orchestrrl.weights.model import EngineAt, Peer, PeerId, PeerRole
-from orchestrrl.weights.orders import Arrived, EdgeEvent, Order, PeerNews, PeerOrder, PeerResult
+from orchestrrl.weights.orders import Arrived, EdgeEvent, Order, PeerNews, PeerOrder, PeerResult, by_clock
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class PeerStream:
         self._news = asyncio.Event()
         self._news.set()
         self.ended = False
+        self.ahead_s = 0.0  # the peer's clock, of ours: at least so much; as long as it has not said the time, none
 
     async def orders(self) -> AsyncIterator[PeerOrder]:
         """Each as it comes, until `end`, or until the peer has attached anew. What nobody waits for any more is left
@@ -63,9 +66,16 @@ class PeerStream:
                 asked = self._waiting.get(self._queue.popleft())
                 if asked is not None:
                     asked.sent = True
-                    yield asked.order
+                    yield by_clock(asked.order, self.ahead_s)
             if self.ended:
                 return
+
+    def stamped(self, sent_s: float) -> None:
+        """The peer's clock when it sent what has come now. By now it is past that, if anything: a deadline moved by the
+        difference is never later than ours, however long an order then waits on its way. It is earlier by what the
+        message was late, until the next one."""
+        if math.isfinite(sent_s):
+            self.ahead_s = sent_s - self._hub.now_s()
 
     def told(self, news: PeerNews) -> None:
         """What the peer says. Of a stream that has ended nothing counts: it will say it again."""
@@ -141,6 +151,15 @@ class PeerHub:
             }
         id = self._by_engine.get(engine)
         return None if id is None else self._known[id].state.peer
+
+    def now_s(self) -> float:
+        return self._clock.now_s()
+
+    def ours_s(self, peer: PeerId, theirs_s: float) -> float:
+        """A time by the clock of the peer's host, by ours; where it is not attached, or has not said the time: as it
+        is."""
+        known = self._known.get(peer)
+        return theirs_s if known is None or known.stream is None else theirs_s - known.stream.ahead_s
 
     def listen(self, listener: Listener) -> None:
         """It is called with what peers tell, but for results, and when they come and go."""

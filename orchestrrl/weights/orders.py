@@ -2,11 +2,12 @@
 
 A peer carries an order out once per id, and answers a repeated one with the same result. Orders of an older generation
 than the newest seen are refused. Each is harmless when it is done twice, so a daemon that comes back gives its orders
-anew instead of asking what became of the old ones.
+anew instead of asking what became of the old ones. Deadlines are in the clock of whoever reads them: `by_clock` moves
+them from the daemon's to the peer's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -170,6 +171,14 @@ class PeerOrder:
     generation: int
     # By its kind alone: a large one is not tried as each of them.
     order: Annotated[Order, Field(discriminator="kind")] = field()
+
+
+def by_clock(order: PeerOrder, ahead_s: float) -> PeerOrder:
+    """The same for whoever has a clock that is so much ahead."""
+    match order.order:
+        case Install() | Probe() | PlaneAct() as timed:
+            return replace(order, order=replace(timed, valid_until_s=timed.valid_until_s + ahead_s))
+    return order
 
 
 class Outcome(StrEnum):

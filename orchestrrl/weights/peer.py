@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 MOST_UNSENT = 65536  # news that wait for a daemon; older ones are dropped, since it is told everything anew
 LOOK_S = 0.5  # how often it is seen whether edges have completed a version
+STAMP_S = 5.0  # the daemon is told so often what time it is here: clocks drift apart by less than a millisecond in it
 
 
 async def run_peer(settings: PeerSettings, clock: Clock, rng: random.Random) -> None:
@@ -86,7 +87,7 @@ class PeerLink:
         self._clock = clock
         self._rng = rng
         self._loop = asyncio.get_running_loop()
-        self._unsent: deque[PeerNews] = deque(maxlen=MOST_UNSENT)
+        self._unsent: deque[PeerNews | None] = deque(maxlen=MOST_UNSENT)  # None: the time alone
         self._filled = asyncio.Event()
         self._told: Peer | None = None  # as the daemon knows this peer, without what changes all the time
         given = {EngineId(name): url for name, url in store.serving().items()} if settings.serves else {}
@@ -140,7 +141,7 @@ class PeerLink:
                 self._unsent.remove(news)  # this tells it as it is now
             peer = self.introduction()
             self._told = _lasting(peer)
-            await call.write(_message(peer))
+            await call.write(self._message(peer))
             established()
             logger.info("peer %s: attached to %s", self._settings.id, self._settings.daemon)
             await first_of(self._receive(call), self._send(call))
@@ -167,7 +168,7 @@ class PeerLink:
         while True:
             while self._unsent:
                 news = self._unsent[0]
-                await call.write(_message(news))
+                await call.write(self._message(news))
                 if self._unsent and self._unsent[0] is news:  # only now: what could not be written waits
                     self._unsent.popleft()
             self._filled.clear()
@@ -198,16 +199,22 @@ class PeerLink:
             self._filled.set()
 
     async def _watch(self) -> None:
+        stamped_s = self._clock.now_s()
         while True:
             await self._clock.sleep(LOOK_S)
             self._look()
+            if self._told is not None and not self._unsent and self._clock.now_s() - stamped_s >= STAMP_S:
+                stamped_s = self._clock.now_s()
+                self._unsent.append(None)
+                self._filled.set()
+
+    def _message(self, news: PeerNews | None) -> pb.PeerMessage:
+        """With the time of this moment, however long the news have waited."""
+        text = "" if news is None else NEWS.dump_json(news).decode()
+        return pb.PeerMessage(news_json=text, sent_unix_s=self._clock.now_s())
 
 
 def _lasting(peer: Peer) -> Peer:
-    """Without ranges, which arrive all the time."""
+    """Without what changes as bytes arrive: ranges, and room."""
     held = tuple(replace(each, missing={} if each.complete else {"": ()}) for each in peer.held)
-    return replace(peer, held=held)
-
-
-def _message(news: PeerNews) -> pb.PeerMessage:
-    return pb.PeerMessage(news_json=NEWS.dump_json(news).decode())
+    return replace(peer, held=held, room_bytes=0)

@@ -171,6 +171,7 @@ class FakeSyncs:
 class FakeLine:
     peer: Peer
     heard: list[PeerNews] = field(default_factory=list)
+    stamps_s: list[float] = field(default_factory=list)
     outgoing: asyncio.Queue[PeerOrder | None] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -180,6 +181,9 @@ class FakeLine:
 
     def told(self, news: PeerNews) -> None:
         self.heard.append(news)
+
+    def stamped(self, sent_s: float) -> None:
+        self.stamps_s.append(sent_s)
 
     def end(self) -> None:
         self.ended.set()

@@ -23,18 +23,26 @@ class PeerMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NEWS_JSON_FIELD_NUMBER: _builtins.int
+    SENT_UNIX_S_FIELD_NUMBER: _builtins.int
     news_json: _builtins.str
-    """See orchestrrl/weights/orders.py: a Peer first, and again when what it says of itself has changed."""
+    """See orchestrrl/weights/orders.py: a Peer first, and again when what it says of itself has changed. Empty: there is
+    nothing but the time.
+    """
+    sent_unix_s: _builtins.float
+    """When it was sent, by the peer's clock. Deadlines of orders are told in that clock, as far as it is known by this."""
     def __init__(
         self,
         *,
         news_json: _builtins.str = ...,
+        sent_unix_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sent_unix_s", b"_sent_unix_s", "sent_unix_s", b"sent_unix_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["news_json", b"news_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sent_unix_s", b"_sent_unix_s", "news_json", b"news_json", "sent_unix_s", b"sent_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__sent_unix_s: _TypeAlias = _typing.Literal["sent_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__sent_unix_s: _TypeAlias = _typing.Literal["_sent_unix_s", b"_sent_unix_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sent_unix_s) -> _WhichOneofReturnType__sent_unix_s | None: ...
 
 Global___PeerMessage: _TypeAlias = PeerMessage  # noqa: Y015
 

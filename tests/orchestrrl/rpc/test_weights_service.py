@@ -114,6 +114,17 @@ async def test_orders_go_out_and_news_come_in(house: House) -> None:
     assert line.ended.is_set()
 
 
+async def test_what_a_peer_says_of_the_time_comes_before_what_it_says_else(house: House) -> None:
+    peer = PlayedPeer(house.weights)
+    for stamp_s, what in ((100.0, news(PEER)), (101.0, pb.PeerMessage()), (102.0, news(Arrived(8, 1, 2)))):
+        what.sent_unix_s = stamp_s
+        peer.tell(what)
+    peer.tell(news(Arrived(8, 2, 2)))
+    await until(lambda: house.peers.lines and len(house.peers.lines[0].heard) == 2)
+    assert house.peers.lines[0].stamps_s == [100.0, 101.0, 102.0]
+    peer.tell(None)
+
+
 async def test_a_peer_that_dies_is_let_go(house: House) -> None:
     peer = PlayedPeer(house.weights)
     peer.tell(news(PEER))

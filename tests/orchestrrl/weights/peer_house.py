@@ -81,7 +81,8 @@ class FakeDaemon(weights_pb2_grpc.WeightsServicer):
 
     async def _receive(self, messages: AsyncIterator[pb.PeerMessage], heard: Heard) -> None:
         async for message in messages:
-            await self._hear(heard, NEWS.validate_json(message.news_json))
+            if message.news_json:
+                await self._hear(heard, NEWS.validate_json(message.news_json))
 
     async def _hear(self, heard: Heard, news: PeerNews) -> None:
         async with self._told:

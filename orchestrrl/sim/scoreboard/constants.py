@@ -92,10 +92,10 @@ LEFT_SHARES = Constant(
 CASE_AT_S = Constant("when the case study changes engines", 272.0, "s", _PAPER + "section 6.2.2")
 TP_HIDDEN = Constant(
     "communication of TP that is hidden",
-    0.25,
-    "of it",
+    0.5,
+    "of a backward pass's",
     "Megatron-LM, core/tensor_parallel/layers.py: beside the product for weights' gradients it reduces inputs'"
-    " gradients, 2 of the 8 collectives of a layer; the same on every fabric",
+    " gradients, 2 of the 4 collectives of a layer's backward pass; the same on every fabric",
 )
 SEEDS = Constant("seeds of figures 9 and 10", (1, 2), "", _OURS + "quick: 1")
 SLOW_INTERVAL_S = Constant("seconds between plans", 30.0, "s", _OURS + "the daemon's default")

@@ -43,8 +43,9 @@ class TrainConstants:
     bucket_parameters: float = 40e6  # a bucket is sent once it is complete (Megatron: the larger of this and 1e6 * dp)
     overlap_gradients: bool = True  # --overlap-grad-reduce: with the last micro-batch's backward
     overlap_parameters: bool = True  # --overlap-param-gather: with the first micro-batch's forward
-    # Of tensor parallelism's collectives. Megatron reduces beside the product for weights' gradients, a quarter of
-    # them, where CUDA_DEVICE_MAX_CONNECTIONS=1 keeps their order; --tp-comm-overlap hides more.
+    # Of tensor parallelism's collectives in a backward pass. Megatron reduces beside the product for weights'
+    # gradients, half of them, where CUDA_DEVICE_MAX_CONNECTIONS=1 keeps their order; a forward pass has nothing to
+    # hide them behind. (--tp-comm-overlap, which cuts products into pieces, is not modelled.)
     tp_hidden_share: float = 0.0
     ep_hidden_share: float = 0.0  # of the experts' all-to-all (--overlap-moe-expert-parallel-comm)
     within_layers: bool = (

@@ -1,8 +1,9 @@
 """A stage's forward and backward pass of one micro-batch: compute and what of its collectives is not hidden, in the
 order in which a rank sees them. Pure.
 
-Tensor parallelism's collectives and the experts' all-to-all are waited for, less the share that is hidden; the ring of
-context parallelism goes on beside attention, and is waited for where it takes longer than the ring's share of it.
+Tensor parallelism's collectives and the experts' all-to-all are waited for, less the share that is hidden, of the
+former in the backward pass alone; the ring of context parallelism goes on beside attention, and is waited for where it
+takes longer than the ring's share of it.
 """
 
 from collections.abc import Mapping
@@ -51,18 +52,19 @@ class Passes:
 
 def passes_of(job: TrainJob, compute: Compute, once_s: Mapping[str, float], constants: TrainConstants) -> Passes:
     """`once_s`: of each kind of collective, on the network as it is then."""
-    forward = _pass(job, compute.forward, once_s, constants, ring_laps=1)
-    backward = _pass(job, compute.backward, once_s, constants, ring_laps=2)[::-1]
+    forward = _pass(job, compute.forward, once_s, 0.0, constants.ep_hidden_share, ring_laps=1)
+    hidden = constants.tp_hidden_share, constants.ep_hidden_share
+    backward = _pass(job, compute.backward, once_s, *hidden, ring_laps=2)[::-1]
     if job.recompute:
         backward = (*forward, *backward)
     return Passes(Pass(forward), Pass(backward))
 
 
 def _pass(
-    job: TrainJob, layer: LayerPass, once_s: Mapping[str, float], constants: TrainConstants, *, ring_laps: int
+    job: TrainJob, layer: LayerPass, once_s: Mapping[str, float], tp_hidden: float, ep_hidden: float, *, ring_laps: int
 ) -> tuple[Segment, ...]:
-    tensor = _waited("tp", once_s.get("tp", 0.0), constants.tp_hidden_share)
-    experts = _waited("ep", once_s.get("ep", 0.0), constants.ep_hidden_share)
+    tensor = _waited("tp", once_s.get("tp", 0.0), tp_hidden)
+    experts = _waited("ep", once_s.get("ep", 0.0), ep_hidden)
     dense = (tensor, tensor) if job.model.ffn else ()
     found = (
         tensor,

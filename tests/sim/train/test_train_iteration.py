@@ -120,11 +120,19 @@ def test_a_ring_is_hidden_up_to_attention() -> None:
     assert short > 0.0
 
 
-@pytest.mark.parametrize(("part", "option"), [("tp", "tp_hidden_share"), ("ep", "ep_hidden_share")])
-def test_shares_of_collectives_are_hidden(part: str, option: str) -> None:
+def test_a_share_of_the_experts_exchange_is_hidden() -> None:
     of = job(TrainLayout(tp=2, dp=8, ep=16), model=MOE)
-    all_s, half_s = (on(TWO, of, **{option: each}).parts_s[part] for each in (0.0, 0.5))
+    all_s, half_s = (on(TWO, of, ep_hidden_share=each).parts_s["ep"] for each in (0.0, 0.5))
     assert half_s == pytest.approx(all_s / 2)
+
+
+@pytest.mark.parametrize(("recompute", "left"), [(False, 3 / 4), (True, 5 / 6)])
+def test_tensor_parallelism_is_hidden_in_the_backward_pass_alone(recompute: bool, left: float) -> None:
+    """Behind the product for weights' gradients, which no forward pass has, and none that is done again."""
+    of, constants = job(TrainLayout(tp=8), recompute=recompute), replace(MEGATRON, tp_hidden_share=0.5)
+    all_s, half_s = (on(TWO, of, tp_hidden_share=each).parts_s["tp"] for each in (0.0, 0.5))
+    assert half_s == pytest.approx(all_s * left)
+    assert forward_s(of, static(TWO), constants=constants) == forward_s(of, static(TWO))
 
 
 def test_what_is_hidden_is_still_on_the_network() -> None:

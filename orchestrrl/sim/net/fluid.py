@@ -1,178 +1,59 @@
-"""Flows that come and go at any virtual time, with max-min fair rates at every moment. Pure: time comes in as a number.
+"""When flows end that begin together: those that are done leave their room to the others, and rates are max-min fair at
+every moment. Beside them others may go on all the while, that want so much a second and no more. Pure."""
 
-`finish_s` is for flows that begin together; `Fluid` is for whoever has others beside them: KV moves, a broadcast of
-weights, and what generation puts on the same links all the while.
-"""
+from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
-from orchestrrl.sim.net.finish import finish_routed_s, finish_s, parts_of
-from orchestrrl.sim.net.max_min import filled
+from orchestrrl.sim.net.max_min import filled, rates
 from orchestrrl.sim.net.model import Floats, Flows, Ints, Network, Routes
-from orchestrrl.sim.net.problem import bounding, problem_of, routes_of
+from orchestrrl.sim.net.problem import problem_of, reduced, routes_of
 
-__all__ = ["Fluid", "finish_routed_s", "finish_s"]
-
-TOGETHER_S = 1e-9
+TOLERANCE = 1e-3
 
 
-class Fluid:
-    """Flows have ids in the order in which they come. Those of inf bytes stay until they are removed: background
-    traffic of a fixed wish has inf bytes and a cap."""
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
+class Shared:
+    """`behind_s`: bytes of a steady flow that did not pass while the others took its room, over the rate that it has
+    without them."""
 
-    def __init__(self, network: Network, *, now_s: float = 0.0, together_s: float = TOGETHER_S) -> None:
-        """Flows that end within `together_s` of each other free their room together."""
-        self._network = network
-        self._together_s = together_s
-        self.now_s = now_s
-        self._next = 0
-        self._id = np.empty(0, np.int64)  # [flow], ascending; so are all below
-        self._flows = Flows.none()  # bytes: still to be sent
-        self._cap = np.empty(0)
-        self._anew = np.empty(0, np.bool_)  # came, or wishes otherwise, since rates were found
-        self._rate = np.empty(0)
-        self._routes = Routes(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0), np.empty(0))
-        self._touched = np.zeros(len(network.capacity_bytes_per_s), np.bool_)  # [link], since rates were found
-        self._held = np.zeros(len(network.capacity_bytes_per_s), np.bool_)  # [link], might have been full then
-        self._stale = False
-
-    def add(self, flows: Flows, *, cap_bytes_per_s: float | Floats = np.inf) -> Ints:
-        """Ids. They begin now; none of them takes more than its cap."""
-        ids = np.arange(self._next, self._next + len(flows))
-        self._next += len(flows)
-        routes = routes_of(self._network, flows)
-        self._id = np.concatenate((self._id, ids))
-        self._flows = Flows.joined([self._flows, flows])
-        self._cap = np.concatenate((self._cap, np.broadcast_to(np.asarray(cap_bytes_per_s, np.float64), len(flows))))
-        self._rate = np.concatenate((self._rate, np.full(len(flows), np.inf)))  # that of no link at all
-        self._routes = _joined(self._routes, routes)
-        self._anew = np.concatenate((self._anew, np.ones(len(flows), np.bool_)))
-        self._touch(np.arange(len(self._id) - len(flows), len(self._id)))
-        return ids
-
-    def wish(self, ids: Ints, cap_bytes_per_s: float | Floats) -> None:
-        """Other caps from now on."""
-        at = self._at(ids)
-        self._cap[at], self._anew[at] = cap_bytes_per_s, True
-        self._touch(at)
-
-    def remove(self, ids: Ints) -> Floats:
-        """Bytes that were left of each."""
-        at = self._at(ids)
-        left = self._flows.bytes[at]
-        self._drop(at)
-        return left
-
-    def change(self, network: Network) -> None:
-        """From now on: circuits have changed, or links were lost. Flows go on by new routes with what is left."""
-        self._network = network
-        self._routes = routes_of(network, self._flows)
-        self._touched = np.zeros(len(network.capacity_bytes_per_s), np.bool_)
-        self._held = self._touched.copy()
-        self._anew[:] = True
-        self._stale = True
-
-    def left_bytes(self, ids: Ints) -> Floats:
-        return self._flows.bytes[self._at(ids)]
-
-    def rates(self, ids: Ints) -> Floats:
-        """Bytes/s."""
-        self._settle()
-        return self._rate[self._at(ids)]
-
-    def link_bytes_per_s(self) -> Floats:
-        """[link], what passes each."""
-        self._settle()
-        of_entry = np.repeat(self._rate, np.diff(self._routes.begin)) * self._routes.share
-        return np.bincount(self._routes.link, of_entry, len(self._touched)).astype(np.float64)
-
-    @property
-    def next_event_s(self) -> float:
-        """When the next flow ends; inf: none does."""
-        return float(self._ends_s().min(initial=np.inf))
-
-    def advance(self, to_s: float) -> list[tuple[float, int]]:
-        """(end, id) of flows that end by then, in order."""
-        if to_s < self.now_s:
-            raise ValueError(f"time does not run back: it is {self.now_s}, got {to_s}")
-        ended: list[tuple[float, int]] = []
-        while True:
-            ends_s = self._ends_s()
-            first_s = float(ends_s.min(initial=np.inf))
-            if first_s > to_s or first_s == np.inf:
-                break
-            done = np.flatnonzero(ends_s <= min(first_s + self._together_s, to_s))
-            self._send(float(ends_s[done].max()))
-            ended += sorted(zip(ends_s[done].tolist(), self._id[done].tolist(), strict=True))
-            self._drop(done)
-        self._send(to_s)
-        return ended
-
-    def _ends_s(self) -> Floats:
-        self._settle()
-        ends_s = np.full(len(self._id), np.inf)
-        moves = (self._rate > 0) & np.isfinite(self._flows.bytes)
-        ends_s[moves] = self.now_s + self._flows.bytes[moves] / self._rate[moves]
-        ends_s[self._flows.bytes <= 0] = self.now_s
-        return ends_s
-
-    def _send(self, until_s: float) -> None:
-        passed_s = until_s - self.now_s
-        if passed_s > 0:
-            self._flows.bytes[:] = np.maximum(self._flows.bytes - self._rate * passed_s, 0.0)
-            self.now_s = until_s
-
-    def _at(self, ids: Ints) -> Ints:
-        at = np.searchsorted(self._id, ids)
-        known = at < len(self._id)
-        known[known] = self._id[at[known]] == np.asarray(ids)[known]
-        if not known.all():
-            raise KeyError(f"no such flows, or they have ended: {np.asarray(ids)[~known].tolist()}")
-        return np.asarray(at)
-
-    def _entries(self, at: Ints) -> np.ndarray:
-        taken = np.zeros(len(self._id), np.bool_)
-        taken[at] = True
-        return np.repeat(taken, np.diff(self._routes.begin))
-
-    def _touch(self, at: Ints) -> None:
-        self._touched[self._routes.link[self._entries(at)]] = True
-        self._stale = True
-
-    def _drop(self, at: Ints) -> None:
-        self._touch(at)
-        stays = np.ones(len(self._id), np.bool_)
-        stays[at] = False
-        entries = np.repeat(stays, np.diff(self._routes.begin))
-        old, length = self._routes, np.diff(self._routes.begin)[stays]
-        self._routes = Routes(_begins(length), old.link[entries], old.share[entries], old.latency_s[stays])
-        self._flows = Flows(self._flows.src[stays], self._flows.dst[stays], self._flows.bytes[stays])
-        self._id, self._cap, self._rate = self._id[stays], self._cap[stays], self._rate[stays]
-        self._anew = self._anew[stays]
-
-    def _settle(self) -> None:
-        """Rates anew of those that are joined to what was touched by links that may be full, or might before; others'
-        cannot have changed."""
-        if not self._stale:
-            return
-        routes = self._routes
-        problem = bounding(problem_of(self._network, routes, cap=self._cap))
-        holds = np.zeros(len(problem.capacity), np.bool_)
-        holds[problem.link] = True
-        changed = self._touched & (self._held | holds[: len(self._held)])
-        part, parts = parts_of(len(holds), problem.begin, problem.link)
-        again = np.zeros(parts + 1, np.bool_)
-        row = np.repeat(np.arange(len(self._id)), np.diff(routes.begin))
-        again[part[row[changed[routes.link]]]] = True
-        again[part[self._anew]] = True
-        rows = np.flatnonzero(again[part])
-        self._rate[rows] = filled(problem.capacity, problem.begin, problem.link, problem.load, rows)
-        self._held, self._stale = holds[: len(self._held)], False
-        self._touched[:], self._anew[:] = False, False
+    end_s: Floats  # [flow], of those that end
+    behind_s: Floats  # [steady flow]
 
 
-def _begins(length: Ints) -> Ints:
-    return np.concatenate(([0], np.cumsum(length))).astype(np.int64)
+def finish_s(network: Network, flows: Flows, *, tolerance: float = TOLERANCE) -> Floats:
+    """[flow], seconds; all begin at 0, and those that are done leave their room to others. inf: over a link without
+    capacity. Flows that end within `tolerance` of the time since the beginning of each other are taken in one go, so
+    that a link stays at most that share of its bytes behind."""
+    return finish_routed_s(network, flows, routes_of(network, flows), tolerance=tolerance)
+
+
+def finish_routed_s(network: Network, flows: Flows, routes: Routes, *, tolerance: float = TOLERANCE) -> Floats:
+    """`finish_s` for who has the flows' routes already."""
+    if not len(flows):
+        return np.empty(0)
+    small = reduced(problem_of(network, routes), flows.bytes)
+    each, size = small.problem, flows.bytes[small.first]
+    end_s, _ = _finish(each.capacity, each.begin, each.link, each.load, size, np.zeros_like(size), tolerance)
+    return np.asarray(end_s[small.of])
+
+
+def finish_beside(
+    network: Network, flows: Flows, routes: Routes, steady: Flows, *, tolerance: float = TOLERANCE
+) -> Shared:
+    """`finish_routed_s` beside flows that never end and want no more than `steady.bytes` bytes/s each. With others that
+    pass other links such a flow may be quicker for a while: it is behind by what it is at the end."""
+    count = len(flows)
+    size = np.concatenate((flows.bytes, np.full(len(steady), np.inf)))
+    cap = np.concatenate((np.full(count, np.inf), steady.bytes))
+    alone = np.concatenate((np.zeros(count), rates(network, steady, cap=steady.bytes)))
+    small = reduced(problem_of(network, _joined(routes, routes_of(network, steady)), cap=cap), size)
+    each, of = small.problem, small.first
+    end_s, missed = _finish(each.capacity, each.begin, each.link, each.load, size[of], alone[of], tolerance)
+    behind, alone = missed[small.of][count:], alone[count:]
+    behind_s = np.divide(behind, alone, out=np.zeros_like(alone), where=alone > 0)
+    return Shared(np.asarray(end_s[small.of][:count]), np.maximum(behind_s, 0.0))
 
 
 def _joined(first: Routes, then: Routes) -> Routes:
@@ -182,3 +63,104 @@ def _joined(first: Routes, then: Routes) -> Routes:
         np.concatenate((first.share, then.share)),
         np.concatenate((first.latency_s, then.latency_s)),
     )
+
+
+@njit(cache=True)
+def _finish(
+    capacity: Floats, begin: Ints, link: Ints, load: Floats, size: Floats, alone: Floats, tolerance: float
+) -> tuple[Floats, Floats]:
+    """[row], when it ends, and the bytes that it is behind `alone` [row], bytes/s, when the last one near it does."""
+    end_s, behind = np.zeros(len(size)), np.zeros(len(size))
+    part, parts = _parts(len(capacity), begin, link)
+    order = np.argsort(part, kind="mergesort")
+    name = np.full(len(capacity), -1, np.int64)
+    at = 0
+    for p in range(parts):
+        first = at
+        while at < len(order) and part[order[at]] == p:
+            at += 1
+        rows = order[first:at]
+        my_begin, my_link, my_load, links = _alone(begin, link, load, rows, name)
+        end_s[rows], behind[rows] = _drained(
+            capacity[links], my_begin, my_link, my_load, size[rows], alone[rows], tolerance
+        )
+    return end_s, behind
+
+
+@njit(cache=True)
+def _parts(links: int, begin: Ints, link: Ints) -> tuple[Ints, int]:
+    """[row], its part: those of different parts share no link, neither do those between them."""
+    up = np.arange(links)
+    for r in range(len(begin) - 1):
+        for e in range(begin[r] + 1, begin[r + 1]):
+            a, b = _root(up, link[begin[r]]), _root(up, link[e])
+            up[max(a, b)] = min(a, b)
+    number = np.full(links, -1, np.int64)
+    part, parts = np.empty(len(begin) - 1, np.int64), 0
+    for r in range(len(begin) - 1):
+        if begin[r] == begin[r + 1]:
+            part[r] = -1
+            continue
+        root = _root(up, link[begin[r]])
+        if number[root] < 0:
+            number[root] = parts
+            parts += 1
+        part[r] = number[root]
+    for r in range(len(begin) - 1):
+        if part[r] < 0:
+            part[r] = parts  # behind all: they take no time
+    return part, parts
+
+
+@njit(cache=True)
+def _root(up: Ints, i: int) -> int:
+    while up[i] != i:
+        up[i] = up[up[i]]
+        i = up[i]
+    return i
+
+
+@njit(cache=True)
+def _alone(begin: Ints, link: Ints, load: Floats, rows: Ints, name: Ints) -> tuple[Ints, Ints, Floats, Ints]:
+    """Entries of some rows, with links numbered anew, and the links: a small part shall not pay for all of the network.
+    `name` [link] is room to work in, -1 for those that no part has named yet."""
+    row_begin = np.zeros(len(rows) + 1, np.int64)
+    for i in range(len(rows)):
+        row_begin[i + 1] = row_begin[i] + begin[rows[i] + 1] - begin[rows[i]]
+    my_link, my_load = np.empty(row_begin[-1], np.int64), np.empty(row_begin[-1])
+    links = np.empty(row_begin[-1], np.int64)
+    known = 0
+    for i in range(len(rows)):
+        for k in range(row_begin[i + 1] - row_begin[i]):
+            e = begin[rows[i]] + k
+            if name[link[e]] < 0:
+                name[link[e]] = known
+                links[known] = link[e]
+                known += 1
+            my_link[row_begin[i] + k], my_load[row_begin[i] + k] = name[link[e]], load[e]
+    return row_begin, my_link, my_load, links[:known]
+
+
+@njit(cache=True)
+def _drained(
+    capacity: Floats, begin: Ints, link: Ints, load: Floats, size: Floats, alone: Floats, tolerance: float
+) -> tuple[Floats, Floats]:
+    """`_finish` of rows that are joined by links."""
+    end_s, behind, left, now_s = np.zeros(len(size)), np.zeros(len(size)), size.copy(), 0.0
+    active = np.flatnonzero(left > 0)
+    while len(active) > 0:
+        rate = filled(capacity, begin, link, load, active)
+        ends = np.full(len(active), np.inf)
+        for i in range(len(active)):
+            if rate[i] > 0:
+                ends[i] = now_s + left[active[i]] / rate[i]
+        end_s[active] = ends
+        limit = ends.min() * (1.0 + tolerance)
+        if limit == np.inf:
+            break
+        until_s = ends[ends <= limit].max()
+        left[active] -= rate * (until_s - now_s)
+        behind[active] += (alone[active] - rate) * (until_s - now_s)
+        active = active[ends > limit]
+        now_s = until_s
+    return end_s, behind

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from orchestrrl.sim.net.finish import TOLERANCE, finish_routed_s
+from orchestrrl.sim.net.fluid import TOLERANCE, finish_routed_s
 from orchestrrl.sim.net.model import Floats, Flows, Network, Routes, Tier
 from orchestrrl.sim.net.problem import routes_of
 from orchestrrl.sim.net.transfer import Transfer

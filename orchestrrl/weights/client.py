@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 60.0
 RELAYED_WITHIN_S = 3600.0  # the daemon's own times are shorter
 FOLDERS = "/dev/shm/orchestrrl-weights-"  # of peers, before their names
+UNOPENED = (SyncState.PUBLISHING, SyncState.PLANNING)  # peers may not know yet of what is staged
 Wait = Literal["done", "staged"]
 
 _ADVICE = {
@@ -321,7 +322,8 @@ class WeightsClient:
             options=dict(options.get("options", {})),
             run=f"{neighbours.run}-{self._times}",
         )
-        handle = self._tell(publication)
+        handle = self._tell(publication, lambda report: staged.hold.let_go() if report.state not in UNOPENED else None)
+        handle._future.add_done_callback(lambda _: staged.hold.let_go())
         return handle if wait == "staged" else handle.result()
 
     def _send(

@@ -26,6 +26,7 @@ from orchestrrl.weights import room
 from orchestrrl.weights.layout import faults_of_shard
 from orchestrrl.weights.model import MODEL_FILE, Held, Part, VersionMap
 from orchestrrl.weights.staged import INSTALL_FOLDER, StagedVersion
+from orchestrrl.weights.staging_hold import nobody_stages
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -94,19 +95,25 @@ class Store:
             raise Permanent(f"version {version} is not held here; held: {known}") from None
 
     def keep(self, versions: Collection[int], committed: int | None) -> list[int]:
-        """Discard the others, and what was staged of older ones that never came to be; which. Newer ones that nobody
-        has opened are being staged."""
+        """Discard the others, and what was staged of older ones that never came to be; which. What trainers stage now
+        stays: parts in their hands, be the number lower than the fleet's, and newer ones that nobody has opened."""
         with self._changing:
             self.committed = committed
             _write(self.folder / COMMITTED_FILE, json.dumps({"version": committed}).encode())
             newest = max(versions, default=-1)
             discarded = []
             for version in self._on_disk():
-                if version not in versions and (version in self.versions or version < newest):
-                    self.versions.pop(version, None)
-                    _discard(self.folder_of(version))
+                if version not in versions and self._discarded(version, newest):
                     discarded.append(version)
             return discarded
+
+    def _discarded(self, version: int, newest: int) -> bool:
+        with nobody_stages(self.folder_of(version)) as is_left:
+            is_ours = self.versions.pop(version, None) is not None
+            if not is_ours and (version > newest or not is_left):
+                return False
+            _discard(self.folder_of(version), with_parts=is_left)
+            return True
 
     @property
     def held(self) -> tuple[Held, ...]:

@@ -20,6 +20,7 @@ from orchestrrl.errors import Permanent
 from orchestrrl.weights.layout import Bytes, FileLayout, lay_out
 from orchestrrl.weights.model import DTYPE_BYTES, Part, TensorMeta
 from orchestrrl.weights.room import free_bytes, is_full
+from orchestrrl.weights.staging_hold import StagingHold
 from orchestrrl.weights.trainer_boxes import Piece, boxes_of, shape_of, slices, tensors_of
 from planner.sync_tree.parameters import Box
 
@@ -52,6 +53,7 @@ class Staged:
     part: Part
     tensors: tuple[TensorMeta, ...]
     bytes: int  # that this rank has put there
+    hold: StagingHold  # until the daemon's peer has opened the version: to be let go of then
 
 
 def version_folder(folder: Path, version: int) -> Path:
@@ -65,8 +67,7 @@ def stage(folder: Path, version: int, rank: int, world: int, pieces: Sequence[Pi
     part = Part(rank, boxes_of(pieces))
     size = sum(piece.bytes for piece in pieces)
     home = version_folder(folder, version)
-    unfinished = home / f".{part.file}.{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    layout = lay_out(tensors)
+    hold: StagingHold | None = None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():  # in /dev/shm anybody may have made it
@@ -74,9 +75,26 @@ def stage(folder: Path, version: int, rank: int, world: int, pieces: Sequence[Pi
                 f"{folder} is a link or belongs to another user, who could read the weights: name a folder of your own"
                 " for the client and its peer"
             )
-        home.mkdir(mode=0o700, exist_ok=True)
+        hold = StagingHold(home)
         _clear(home, rank, world)
         _check_room(home, size)
+        _write(home, part, lay_out(tensors), pieces, copies)
+        held, hold = hold, None
+        return Staged(part, tensors, size, held)
+    except OSError as error:
+        if is_full(error):
+            raise Permanent(_no_room(home, size)) from error
+        raise Permanent(f"{home} cannot be written ({error}): name a folder that the trainer and its peer share") from (
+            error
+        )
+    finally:
+        if hold is not None:
+            hold.let_go()
+
+
+def _write(home: Path, part: Part, layout: FileLayout, pieces: Sequence[Piece], copies: Copies) -> None:
+    unfinished = home / f".{part.file}.{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    try:
         with unfinished.open("w+b") as file:
             file.truncate(layout.bytes)
             for first, last in _by_page(_runs(part, layout)):
@@ -87,16 +105,9 @@ def stage(folder: Path, version: int, rank: int, world: int, pieces: Sequence[Pi
                 at = layout.places[piece.meta.name]
                 copies.copy(piece, mapped[at : at + piece.meta.bytes])
         unfinished.rename(home / part.file)
-    except OSError as error:
-        if is_full(error):
-            raise Permanent(_no_room(home, size)) from error
-        raise Permanent(f"{home} cannot be written ({error}): name a folder that the trainer and its peer share") from (
-            error
-        )
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
-    return Staged(part, tensors, size)
 
 
 def _clear(home: Path, rank: int, world: int) -> None:

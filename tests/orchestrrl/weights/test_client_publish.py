@@ -19,6 +19,7 @@ from orchestrrl.rpc.channel import Backoff
 from orchestrrl.sync_reports import SyncReport, SyncState, WeightsStatus
 from orchestrrl.weights import peer_settings
 from orchestrrl.weights.client import FOLDERS, NOT_ATTACHED, Publishing, SyncAborted, WeightsClient
+from orchestrrl.weights.staging_hold import nobody_stages
 from tests.orchestrrl.gateway.processes import free_port
 from tests.orchestrrl.weights.publishing_daemon import Daemon, serving
 from tests.orchestrrl.weights.staged_parts import tensors_in
@@ -78,6 +79,25 @@ async def test_a_trainer_may_go_on_when_it_is_staged(tmp_path: Path) -> None:
             assert await asyncio.to_thread(handle.result, WITHIN_S) == DONE
             assert handle.done()
     assert daemon.publications[0].install == "next_gate"
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_what_is_staged_is_held_until_peers_know_of_it(tmp_path: Path, is_closed: bool) -> None:
+    def is_held() -> bool:
+        with nobody_stages(tmp_path / "v5") as is_left:
+            return not is_left
+
+    daemon = Daemon([Retryable("not yet", 0.0), [replace(CARRYING, state=SyncState.PLANNING), CARRYING, CARRYING]])
+    async with serving(daemon) as address:
+        with client_of(address, tmp_path) as client:
+            handle = client.publish_arrays(5, ARRAYS, wait="staged")
+            await until(lambda: handle.report is not None)
+            assert is_held()
+            if is_closed:
+                client.close()
+            else:
+                daemon.may_end.set()
+            await until(lambda: not is_held())
 
 
 async def test_a_version_that_engines_did_not_take_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import safetensors.numpy
 from orchestrrl.errors import Permanent
 from orchestrrl.weights.layout import Bytes
 from orchestrrl.weights.model import ShardMap, TensorMeta, VersionMap
+from orchestrrl.weights.staging_hold import nobody_stages
 from orchestrrl.weights.store import Store
 from orchestrrl.weights.trainer_boxes import Piece
 from orchestrrl.weights.trainer_staging import ArrayCopies, stage
@@ -73,6 +74,23 @@ class Dies(ArrayCopies):
     def copy(self, piece: Piece, into: Bytes) -> None:
         super().copy(piece, into)
         raise KeyboardInterrupt
+
+
+def test_a_folder_is_held_until_it_is_let_go_of_and_not_where_nothing_came_of_it(tmp_path: Path) -> None:
+    class Fails(ArrayCopies):
+        def copy(self, piece: Piece, into: Bytes) -> None:
+            raise Permanent("no")
+
+    with pytest.raises(Permanent, match="no") as failed:
+        stage(tmp_path, 1, 0, 1, [piece("w", np.zeros(3))], Fails())
+    with nobody_stages(tmp_path / "v1") as is_left:
+        assert is_left, failed
+    staged = stage(tmp_path, 1, 0, 1, [piece("w", np.zeros(3))], ArrayCopies())
+    with nobody_stages(tmp_path / "v1") as is_left:
+        assert not is_left
+    staged.hold.let_go()
+    with nobody_stages(tmp_path / "v1") as is_left:
+        assert is_left
 
 
 def test_half_a_part_is_no_part_and_the_one_before_stays_until_there_is_another(tmp_path: Path) -> None:

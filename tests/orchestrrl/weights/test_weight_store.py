@@ -23,6 +23,7 @@ from orchestrrl.weights.orders import Carry, OpenVersion, Outcome, PeerOrder
 from orchestrrl.weights.peer_engines import PeerEngines
 from orchestrrl.weights.peer_orders import Orders
 from orchestrrl.weights.staged import StagedVersion
+from orchestrrl.weights.staging_hold import StagingHold, nobody_stages
 from orchestrrl.weights.store import Store
 
 
@@ -322,6 +323,55 @@ def test_only_what_is_kept_stays_and_strangers_files(store: Store) -> None:
     assert again.committed == 3
     assert sorted(again.versions) == [3]
     store._locked = again._locked  # closed by the fixture
+
+
+def test_what_trainers_stage_now_stays_though_its_number_is_lower_than_the_fleets(store: Store) -> None:
+    """Who goes back to an older version does."""
+    contents = Contents(16)
+    store.open(contents.map(7))
+    hold = StagingHold(store.folder_of(3))
+    part = contents.stage(store.folder_of(3), 0, HALVES[0])
+    assert store.keep([7], 7) == []
+    assert (store.folder_of(3) / part.file).exists()
+    hold.let_go()
+    hold.let_go()
+    assert store.keep([7], 7) == [3]
+    assert not store.folder_of(3).exists()
+
+
+def test_of_a_version_that_is_discarded_while_it_is_staged_again_the_parts_stay(store: Store) -> None:
+    contents = Contents(16)
+    part = contents.stage(store.folder_of(3), 0, HALVES[0])
+    bring_all(store.open(contents.map(3)), contents)
+    with nobody_stages(store.folder_of(3)) as is_left:
+        assert is_left
+    hold = StagingHold(store.folder_of(3))
+    assert store.keep([7], 7) == [3]
+    assert [entry.name for entry in store.folder_of(3).iterdir()] == [part.file]
+    assert sorted(store.versions) == []
+    hold.let_go()
+
+
+def test_a_folder_is_held_or_discarded_and_never_half_of_each(store: Store) -> None:
+    """Ranks begin and end while the peer discards all that it may."""
+    over = threading.Event()
+
+    def discard() -> None:
+        while not over.is_set():
+            store.keep([7], 7)
+
+    peer = threading.Thread(target=discard)
+    peer.start()
+    try:
+        for number in range(300):
+            hold = StagingHold(store.folder_of(3))
+            part = store.folder_of(3) / f"part-{number % 3}.safetensors"
+            part.write_bytes(b"x")
+            assert part.read_bytes() == b"x"
+            hold.let_go()
+    finally:
+        over.set()
+        peer.join()
 
 
 def test_two_peers_do_not_share_a_folder(store: Store) -> None:

@@ -17,6 +17,7 @@ from orchestrrl.sim.rl.scenario_file import scenario_of
 from orchestrrl.sim.rl.stages import TUNED, ArmTimes, FabricStages
 from orchestrrl.sim.scoreboard import constants as given
 from orchestrrl.sim.train.constants import MEGATRON
+from orchestrrl.sim.train.model import TrainJob
 
 FABRICS = ("fat_tree", "oversubscribed", "rail_optimized", "topoopt", "mixnet", "rfabric")
 NAMES = {
@@ -26,9 +27,9 @@ NAMES = {
     "topoopt": "TopoOpt",
     "mixnet": "MixNet",
     "rfabric": "RFabric",
-    "lone": "a 3:1 fat tree with each server alone behind its uplinks",
+    "lone": "a fat tree with each server alone behind three uplinks",
 }
-# A ToR of this many ports has 8 down, to one server's NICs: what is near another server is near nothing.
+# A ToR of this many ports has 8 down, to one server's NICs, and 3 up: what is near another server is near nothing.
 LONE_RADIX = 11
 TRAINING: Mapping[str, dict[str, Any]] = {
     "qwen2.5-14b": {"tp": 8, "pp": 2},
@@ -38,7 +39,7 @@ TRAINING: Mapping[str, dict[str, Any]] = {
     "qwen3-235b-a22b": {"tp": 4, "pp": 2, "ep": 16, "recompute": True},
 }
 # GPUs that training takes a multiple of: a replica, or the ranks that experts are spread over.
-UNITS = {"qwen2-57b-a14b": 16, "qwen2.5-72b": 48}
+UNITS = {"qwen2-57b-a14b": 16, "qwen2.5-72b": 48, "qwen3-235b-a22b": 32}
 LOOPED = 8  # steps of the loop that a steady one is taken from
 TITLES = {
     "qwen2.5-14b": "Qwen2.5-14B",
@@ -146,6 +147,7 @@ class Measured:
     gen: GenStage
     train: TrainStage
     sync: SyncStage
+    job: TrainJob
     samples_per_s: float
     network_usd: float
 
@@ -159,11 +161,24 @@ def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> Measur
     ended more than it began (partial rollout, which finishes what the one before cut)."""
     times = ArmTimes(stages, arm, seed)
     gen, sync = times.healthy[-1], times.sync_stage(Failures())
-    train = stages.training(Failures(), times.job(gen.samples))
+    job = times.job(gen.samples)
+    train = stages.training(Failures(), job)
+    rate = _samples_per_s(stages.scenario, gen, train, sync)
+    return Measured(gen, train, sync, job, rate, network_usd(stages))
+
+
+def retrained(found: Measured, stages: BoardStages) -> Measured:
+    """Where other GPUs train, those of `stages`; generation and sync as they were found."""
+    job = replace(found.job, layout=stages.scenario.train_layout)
+    train = stages.training(Failures(), job)
+    rate = _samples_per_s(stages.scenario, found.gen, train, found.sync)
+    return Measured(found.gen, train, found.sync, job, rate, network_usd(stages))
+
+
+def _samples_per_s(scenario: ClusterScenario, gen: GenStage, train: TrainStage, sync: SyncStage) -> float:
     alike = Given([gen.seconds] * LOOPED, [train.seconds] * LOOPED, [sync.seconds] * LOOPED)
     batches = [Batch(gen.samples, gen.samples)] * LOOPED
-    run = run_loop(stages.scenario.rules(), batches, alike, warmup_steps=LOOPED // 2)
-    return Measured(gen, train, sync, run.samples_per_s, network_usd(stages))
+    return run_loop(scenario.rules(), batches, alike, warmup_steps=LOOPED // 2).samples_per_s
 
 
 def network_usd(stages: BoardStages) -> float:

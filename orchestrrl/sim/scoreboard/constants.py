@@ -71,6 +71,9 @@ SCALES = Constant("GPUs of figure 13", (512, 1024, 2048), "GPUs", _OURS + "the t
 CODESIGN_GPUS = Constant(
     "GPUs of the co-design", (640, 1408), "train, generate", _PAPER + "section 7.3: 1,400 of 2,048"
 )
+GEN_OVER_TRAIN = Constant(
+    "generation's time over training's, of the co-design with other counts of GPUs", 1.49, "", _PAPER + "section 2.1"
+)
 PILOT_SHARE = Constant(
     "share of GPUs that train, at first",
     0.125,

@@ -1,5 +1,8 @@
 """Section 7.2.5 (appendix I): what reconfiguration delays cost, and circuits by traffic against an even split."""
 
+from collections.abc import Mapping
+
+from orchestrrl.sim.net.collectives import all_reduce
 from orchestrrl.sim.net.fabrics.base import Fabric, Failures, Period
 from orchestrrl.sim.net.fabrics.registry import build
 from orchestrrl.sim.net.model import Servers
@@ -19,9 +22,11 @@ from orchestrrl.sim.scoreboard.cases import (
 from orchestrrl.sim.scoreboard.fabrics import MODELS
 from orchestrrl.sim.scoreboard.model import Report, Row
 from orchestrrl.sim.scoreboard.rows import beyond
+from orchestrrl.sim.train.compute import stage_parameters
 from orchestrrl.sim.train.model import TrainJob, TrainLayout
 from orchestrrl.sim.train.periods import periods_of
-from orchestrrl.sim.train.traffic import FORWARD_BACKWARD, traffic
+from orchestrrl.sim.train.ranks import crosses, groups
+from orchestrrl.sim.train.traffic import FORWARD_BACKWARD, Exchange, traffic
 from planner.fabric.topology import DEVICES
 from planner.hardware import gpu_named
 from planner.models import model_named
@@ -31,11 +36,11 @@ FIGURE = "Appendix I"
 TRAIN_GPUS = {"qwen2.5-72b": 960, "qwen2-57b-a14b": 1024}
 SEQUENCES, TOKENS = 1024 * 8, 4096.0
 KINDS = {
-    "cp": "all-gather of keys and values (CP)",
+    "cp": "keys and values round a ring (CP)",
     "pp": "point to point (PP)",
     "ep": "all-to-all (EP)",
-    "dp_reduce": "all-reduce of gradients (DP)",
-    "expert_reduce": "all-reduce of experts' gradients (DP)",
+    "dp_cp": "all-reduce of gradients (DP)",
+    "expert_dp": "all-reduce of experts' gradients (DP)",
 }
 # ToRs by rail, as the paper draws them, and ToRs that serve four servers whole, as in a fat tree.
 TORS = {"ToRs by rail": None, "ToRs of 4 servers": 4}
@@ -95,11 +100,27 @@ def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[fl
         for each in ("traffic", "uniform", "fixed")
     ]
     found = {}
-    for kind, exchange in exchanges.items():
-        if kind in KINDS and exchange.crosses:
-            period = passes if kind in FORWARD_BACKWARD else gradients
-            found[kind] = [_one_s(fabric, period, exchange.transfer) for fabric in fabrics]
+    for kind, (period, transfer) in {
+        **{kind: (passes, exchanges[kind].transfer) for kind in FORWARD_BACKWARD if _crosses(exchanges, kind)},
+        **{axis: (gradients, each) for axis, each in _all_reduces(job, servers).items()},
+    }.items():
+        if kind in KINDS:
+            found[kind] = [_one_s(fabric, period, transfer) for fabric in fabrics]
     return found
+
+
+def _crosses(exchanges: Mapping[str, Exchange], kind: str) -> bool:
+    return kind in exchanges and exchanges[kind].crosses
+
+
+def _all_reduces(job: TrainJob, servers: Servers) -> dict[str, Transfer]:
+    """Of gradients, as a trainer without a distributed optimizer has them; by axis."""
+    sizes = dict(zip(("dp_cp", "expert_dp"), stage_parameters(job), strict=True))
+    return {
+        axis: all_reduce(groups(job, axis), parameters * TRAIN_CONSTANTS.gradient_bytes, servers)
+        for axis, parameters in sizes.items()
+        if parameters and crosses(groups(job, axis), servers)
+    }
 
 
 def _one_s(fabric: Fabric, period: Period, transfer: Transfer) -> float:

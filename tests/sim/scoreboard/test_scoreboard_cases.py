@@ -1,6 +1,10 @@
 """A steady step of a case, and the loop made of it."""
 
-from orchestrrl.sim.scoreboard.cases import Case, measured, stages_of
+from dataclasses import replace
+
+import pytest
+
+from orchestrrl.sim.scoreboard.cases import Case, measured, retrained, stages_of
 from orchestrrl.sim.scoreboard.constants import TESTBED_LAYOUTS
 
 
@@ -11,3 +15,15 @@ def test_a_step_may_end_more_than_it_begins() -> None:
     partial = measured(stages, "partial_rollout", seed=4)
     assert partial.gen.samples > stages.scenario.samples
     assert partial.samples_per_s <= partial.gen.samples / max(partial.gen.seconds, partial.train.seconds)
+
+
+def test_other_counts_of_gpus_that_train_change_training_alone() -> None:
+    case = Case("qwen2.5-14b", 32, 16, 64, 2_000, ("tp8",))
+    both, half = (stages_of(each.scenario(["fat_tree"]), "fat_tree") for each in (case, replace(case, train_gpus=16)))
+    found = measured(both)
+    assert retrained(found, both) == found
+    slower = retrained(found, half)
+    assert (slower.gen, slower.sync) == (found.gen, found.sync)
+    assert slower.train.seconds == pytest.approx(2 * found.train.seconds, rel=0.05)
+    longest_s = max(slower.gen.seconds, slower.train.seconds)
+    assert slower.samples_per_s == pytest.approx(slower.gen.samples / longest_s, rel=0.05)

@@ -4,8 +4,8 @@ from statistics import median
 
 from orchestrrl.sim.net.fabrics.base import Failures
 from orchestrrl.sim.scoreboard import constants as given
-from orchestrrl.sim.scoreboard.cases import Case, measured, stages_of
-from orchestrrl.sim.scoreboard.generation import TESTBED
+from orchestrrl.sim.scoreboard.cases import measured
+from orchestrrl.sim.scoreboard.generation import section_2
 from orchestrrl.sim.scoreboard.model import Report, Row
 from orchestrrl.sim.scoreboard.rows import beyond, compared
 
@@ -14,10 +14,8 @@ COLLECTIVES_OF_A_LAYER = 2  # of TP, in a decode iteration
 
 def slack(quick: bool, report: Report) -> list[Row]:
     """Section 2's job: Qwen2.5-14B on 72 GPUs."""
-    train_gpus, gen_gpus = given.WORKLOAD_GPUS.value
-    prompts = given.BATCH.value // given.SAMPLES.value
-    case = Case("qwen2.5-14b", train_gpus, gen_gpus, prompts, given.MAX_TOKENS.value[0], ("tp8",))
-    stages = stages_of(case.scenario([TESTBED]), TESTBED)
+    _, gen_gpus = given.WORKLOAD_GPUS.value
+    stages = section_2(given.BATCH.value // given.SAMPLES.value, given.MAX_TOKENS.value[0])
     found = measured(stages)
     (engine,) = stages.ready(Failures()).profile.configurations
     alive = given.BATCH.value / (gen_gpus // 8) / 2  # half of the batch left, the median moment

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrrl.sim.scoreboard.cases import Case, measured, retrained, stages_of
-from orchestrrl.sim.scoreboard.constants import TESTBED_LAYOUTS
+from orchestrrl.sim.scoreboard.constants import BATCH, MAX_TOKENS, SAMPLES, TESTBED_LAYOUTS
+from orchestrrl.sim.scoreboard.generation import section_2, worker_skew
 
 
 def test_a_step_may_end_more_than_it_begins() -> None:
@@ -27,3 +28,10 @@ def test_other_counts_of_gpus_that_train_change_training_alone() -> None:
     assert slower.train.seconds == pytest.approx(2 * found.train.seconds, rel=0.05)
     longest_s = max(slower.gen.seconds, slower.train.seconds)
     assert slower.samples_per_s == pytest.approx(slower.gen.samples / longest_s, rel=0.05)
+
+
+def test_where_answers_are_cut_workers_end_together() -> None:
+    """The reason that section 2's row gives."""
+    early, late = (worker_skew(section_2(BATCH.value // SAMPLES.value, cut)) for cut in MAX_TOKENS.value)
+    assert early < 1.2
+    assert late > 1.4

@@ -1,6 +1,7 @@
 """`orchestrrl sim run`, `compare`, `report` and `daemon-config`: a whole RL cluster, its fabric and its loop."""
 
 import logging
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -118,7 +119,7 @@ def report(
         found = read(results)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            write(found, out)
+            write(found, out, command=shlex.join(["orchestrrl", "sim", "report", str(results), "-o", str(out)]))
         except OSError as error:
             raise ProblemFaults([f"--out: {error.strerror}, got {str(out)!r}"]) from None
     if json:

@@ -1,5 +1,5 @@
 """A report of simulated clusters: one HTML page with its pictures inside, `write(results, path)`."""
 
-from orchestrrl.sim.report_page.page import COMMAND, page, write
+from orchestrrl.sim.report_page.page import page, write
 
-__all__ = ["COMMAND", "page", "write"]
+__all__ = ["page", "write"]

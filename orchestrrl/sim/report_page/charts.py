@@ -1,16 +1,18 @@
 """The pictures of a report, each from groups of runs. Pure; None where there is nothing to draw."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
 from orchestrrl.sim.net.fabrics.base import Stage
+from orchestrrl.sim.report_page import words
 from orchestrrl.sim.report_page.groups import Group, frontier
 from orchestrrl.sim.report_page.svg import (
     BOTTOM,
     LEFT,
     TOP,
     Chart,
+    Dot,
     Scale,
     colour,
     figure,
@@ -18,6 +20,7 @@ from orchestrrl.sim.report_page.svg import (
     number,
     rightwards,
     stairs,
+    stroke,
     upwards,
 )
 from orchestrrl.sim.rl.model import RlRun, Span
@@ -25,34 +28,30 @@ from orchestrrl.sim.rl.response_stream import RESPONSE_STREAM
 
 FAULTS = "fault"
 STAGE_COLOUR = {Stage.TRAIN: "c0", Stage.GEN: "c2", Stage.WEIGHT_SYNC: "c1"}
-STAGE_NAME = {Stage.TRAIN: "training", Stage.GEN: "generation", Stage.WEIGHT_SYNC: "weight sync"}
-LANE: Mapping[str, str] = {
-    Stage.TRAIN: "train",
-    Stage.GEN: "gen",
-    Stage.WEIGHT_SYNC: "sync",
-    RESPONSE_STREAM: "answers",
-}
 DURING: Mapping[str, str] = {RESPONSE_STREAM: Stage.GEN}  # what has no time of its own, and goes on beside another
 FAULT_COLOUR = "c5"
-LANES = ("gen", "sync", "train")  # from above; others below, by name
 LANE_HEIGHT, LANE_FILL = 30.0, 0.7
 MOST_SPANS = 600  # beyond that a time line shows its beginning
 ROW_HEIGHT = 15.0  # of a bar
+HEAD_HEIGHT = 21.0  # of a name above bars
+LEAST_GBPS = 0.01  # what is less is next to nothing
+BARS_LEFT = 8.0  # names stand above them
+AT_END = 0.9  # of the width, for bars with a figure behind them
+PER_CHART = 8  # groups in one picture: as many as there are colours
 
 
-def time_line(run: RlRun) -> str | None:
-    """What each part of the cluster does when."""
+def time_line(run: RlRun, until_s: float) -> str | None:
+    """What each part of the cluster does when; the axis ends at `until_s`."""
     spans = sorted(run.spans, key=lambda span: (span.begin_s, span.lane, span.step))[:MOST_SPANS]
     if not spans:
         return None
-    lanes = [*(lane for lane in LANES if any(span.lane == lane for span in spans))]
-    lanes += sorted({span.lane for span in spans} - set(lanes))
+    lanes = sorted({span.lane for span in spans}, key=lambda lane: words.rank(words.LANES, lane))
     chart = Chart("time line of stages", TOP + LANE_HEIGHT * len(lanes) + BOTTOM)
-    x = rightwards(max(span.end_s for span in spans))
+    x = rightwards(min(until_s, spans[-1].end_s) if len(spans) < len(run.spans) else until_s)
     chart.axes(x, None, "seconds")
     for row, lane in enumerate(lanes):
         top = TOP + LANE_HEIGHT * row
-        chart.text(LEFT - 6, top + LANE_HEIGHT * 0.6, lane, "end")
+        chart.text(LEFT - 6, top + LANE_HEIGHT * 0.6, words.known(words.LANES, lane), "end", "name")
         for span in spans:
             if span.lane == lane:
                 width = x.at(span.end_s) - x.at(span.begin_s)
@@ -60,9 +59,7 @@ def time_line(run: RlRun) -> str | None:
                 chart.bar(x.at(span.begin_s), y, width, LANE_HEIGHT * LANE_FILL, _colour(span), _told(span))
     left_out = len(run.spans) - len(spans)
     caption = f"the first {len(spans)} stages; {left_out} more follow" if left_out else ""
-    keys = [(STAGE_COLOUR[stage], STAGE_NAME[stage]) for stage in Stage if any(s.stage is stage for s in spans)]
-    keys += [(FAULT_COLOUR, "fault")] if FAULTS in lanes else []
-    return figure(chart, caption, keys)
+    return figure(chart, caption)
 
 
 def _colour(span: Span) -> str:
@@ -91,33 +88,42 @@ def tier_gbps(run: RlRun) -> dict[tuple[str, str], float]:
     return found
 
 
+def by_stage(stage: str, tier: str) -> tuple[tuple[int, str], tuple[int, str]]:
+    """To sort bandwidths by."""
+    return words.rank(words.STAGES, stage), words.rank(words.TIERS, tier)
+
+
 def tiers(groups: Sequence[Group]) -> str | None:
     """Bars of bandwidth, a row for each stage, tier and group."""
     rates = [tier_gbps(group.first.run) for group in groups]
-    rows = [
-        (f"{LANE.get(stage, stage)} {tier}", index, told[stage, tier])
-        for stage, tier in sorted({key for told in rates for key in told})
-        for index, told in enumerate(rates)
-        if (stage, tier) in told
-    ]
-    return _bars("bandwidth per tier", "Gbps in the mean over a stage, over all links of the tier", rows, groups)
+    bars = {
+        f"{words.known(words.STAGES, stage)}, {words.known(words.TIERS, tier)}": [
+            (index, told[stage, tier]) for index, told in enumerate(rates) if (stage, tier) in told
+        ]
+        for stage, tier in sorted({key for told in rates for key in told}, key=lambda key: by_stage(*key))
+    }
+    return _bars("bandwidth per tier", "Gbps in the mean over a stage, over all links of the tier", bars, groups)
 
 
-def _bars(title: str, label: str, rows: Sequence[tuple[str, int, float]], groups: Sequence[Group]) -> str | None:
-    """Rows of (name, group, value); a name stands beside the first of its rows."""
-    if not rows:
+def _bars(
+    title: str, label: str, bars: Mapping[str, Sequence[tuple[int, float]]], groups: Sequence[Group]
+) -> str | None:
+    """By name, bars of (group, value) below it; values stand behind them, since they may be far apart."""
+    if not bars:
         return None
-    chart = Chart(title, TOP + ROW_HEIGHT * len(rows) + BOTTOM)
-    x = rightwards(max(value for _, _, value in rows) * 1.02)
+    rows = sum(map(len, bars.values()))
+    chart = Chart(title, TOP + HEAD_HEIGHT * len(bars) + ROW_HEIGHT * rows + BOTTOM)
+    x = rightwards(max(value for some in bars.values() for _, value in some) / AT_END, BARS_LEFT)
     chart.axes(x, None, label)
-    before = ""
-    for row, (name, index, value) in enumerate(rows):
-        y = TOP + ROW_HEIGHT * row
-        if name != before:
-            chart.text(LEFT - 6, y + ROW_HEIGHT * 0.8, name, "end")
-        before = name
-        told = f"{groups[index].title}, {name}: {number(value)}"
-        chart.bar(LEFT, y + 1.5, x.at(value) - LEFT, ROW_HEIGHT - 3, colour(index), told)
+    y = TOP
+    for name, some in bars.items():
+        chart.text(BARS_LEFT, y + HEAD_HEIGHT - 5, name, kind="name")
+        y += HEAD_HEIGHT
+        for index, value in some:
+            told = f"{groups[index].title}, {name}: {number(value)}"
+            chart.bar(BARS_LEFT, y, x.at(value) - BARS_LEFT, ROW_HEIGHT - 3, colour(index), told)
+            chart.text(x.at(value) + 5, y + ROW_HEIGHT - 5, number(value) if value >= LEAST_GBPS else f"< {LEAST_GBPS}")
+            y += ROW_HEIGHT
     return figure(chart, keys=_keys(groups))
 
 
@@ -131,8 +137,8 @@ def remaining(groups: Sequence[Group]) -> str | None:
     chart = Chart("remaining requests")
     chart.axes(x, y, "seconds from the step's beginning", "requests without an answer")
     for index, points in drawn:
-        chart.line(stairs(points, x, y), colour(index), groups[index].title)
-    return figure(chart, keys=_keys(groups))
+        chart.line(stairs(points, x, y), stroke(index), groups[index].title)
+    return figure(chart, keys=_line_keys(groups, {index for index, _ in drawn}))
 
 
 def slack(groups: Sequence[Group]) -> str | None:
@@ -141,35 +147,46 @@ def slack(groups: Sequence[Group]) -> str | None:
     positive = [value for told in lengths for value in told if value > 0]
     if not positive:
         return None
-    x, y = logarithmic(min(positive), max(positive)), upwards(1.0)
+    x, y = logarithmic(min(positive), max(positive)), upwards(100.0)
     chart = Chart("slack windows")
-    chart.axes(x, y, "milliseconds without a collective", "share of windows")
+    chart.axes(x, y, "window, milliseconds", "% of windows that are no longer")
     for index, told in enumerate(lengths):
         if told:
-            points = [(told[0], 0.0), *((value, (place + 1) / len(told)) for place, value in enumerate(told))]
+            points = [(told[0], 0.0), *((value, 100 * (place + 1) / len(told)) for place, value in enumerate(told))]
             title = f"{groups[index].title}: {len(told)} windows"
-            chart.line(stairs(points, x, y), colour(index), title)
-    return figure(chart, keys=_keys(groups))
+            chart.line(stairs(points, x, y), stroke(index), title)
+    return figure(chart, keys=_line_keys(groups, {index for index, told in enumerate(lengths) if told}))
 
 
 def pareto(groups: Sequence[Group]) -> str | None:
     """Throughput against dollars of network; the frontier is ringed, and joined by a line."""
-    if not any(group.network_usd > 0 for group in groups):
+    priced = [group for group in groups if group.network_usd > 0]
+    if not priced:
         return None
-    best = frontier(groups)
-    x = rightwards(max(group.network_usd for group in groups) / 1e6 * 1.05)
-    y = upwards(max(group.samples_per_s for group in groups))
+    best = frontier(priced)
+    x = rightwards(max(group.network_usd for group in priced) / 1e6 * 1.05)
+    y = upwards(max(group.samples_per_s for group in priced))
     chart = Chart("throughput against cost")
     chart.axes(x, y, "network, million dollars", "samples per second")
     ahead = sorted(
-        (group.network_usd, group.samples_per_s) for group, is_best in zip(groups, best, strict=True) if is_best
+        (group.network_usd, group.samples_per_s) for group, is_best in zip(priced, best, strict=True) if is_best
     )
-    chart.line(_corners(ahead, x, y), "c6", "Pareto frontier", dashed=True)
-    for index, (group, is_best) in enumerate(zip(groups, best, strict=True)):
-        told = f"{group.title}: {number(group.samples_per_s)} samples/s for ${number(group.network_usd)}"
-        told += ", on the frontier" if is_best else ""
-        chart.dot(x.at(group.network_usd / 1e6), y.at(group.samples_per_s), colour(index), told, ringed=is_best)
-    return figure(chart, "ringed: nothing else has as much throughput for as little money", _keys(groups))
+    chart.line(_corners(ahead, x, y), "c6 edge", "Pareto frontier")
+    # More than there are colours: by fabric, and each says the rest when pointed at.
+    names = {id(group): group.title if len(groups) <= PER_CHART else group.fabric for group in groups}
+    kinds = {name: colour(index) for index, name in enumerate(dict.fromkeys(names.values()))}
+    dots = []
+    for group, is_best in zip(priced, best, strict=True):
+        at = x.at(group.network_usd / 1e6), y.at(group.samples_per_s)
+        dots.append(Dot(*at, kinds[names[id(group)]], _worth_told(group, is_best), is_best))
+    chart.dots(dots)
+    keys = [(kinds[name], name) for name in dict.fromkeys(names[id(group)] for group in priced)]
+    return figure(chart, "ringed: nothing else has as much throughput for as little money", keys)
+
+
+def _worth_told(group: Group, is_best: bool) -> str:
+    told = f"{group.title}: {number(group.samples_per_s)} samples/s for ${number(group.network_usd)}"
+    return told + (", on the frontier" if is_best else "")
 
 
 def _corners(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> list[tuple[float, float]]:
@@ -178,25 +195,31 @@ def _corners(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> list[
 
 
 def parts(title: str, told: Sequence[Mapping[str, float]], groups: Sequence[Group]) -> str | None:
-    """Seconds of each group, one stretch of a bar behind the other; a colour for each part."""
-    names = list(dict.fromkeys(name for each in told for name, seconds in each.items() if seconds > 0))
-    totals = [sum(each.values()) for each in told]
-    if not names or not max(totals, default=0.0) > 0:
+    """Seconds of each group, one stretch of a bar behind the other and their sum at the end; a colour for each part."""
+    names = list(dict.fromkeys(name for each in told for name in each))
+    shown = [name for name in names if any(each.get(name, 0.0) > 0 for each in told)]
+    if not shown:
         return None
-    chart = Chart(title, TOP + 2 * ROW_HEIGHT * len(groups) + BOTTOM)
-    x = rightwards(max(totals) * 1.02)
+    totals = [sum(each.values()) for each in told]
+    chart = Chart(title, TOP + (HEAD_HEIGHT + ROW_HEIGHT) * len(groups) + BOTTOM)
+    x = rightwards(max(totals) / AT_END, BARS_LEFT)
     chart.axes(x, None, "seconds")
-    for row, (group, each) in enumerate(zip(groups, told, strict=True)):
-        top = TOP + 2 * ROW_HEIGHT * row
+    for row, (group, each, total) in enumerate(zip(groups, told, totals, strict=True)):
+        top = TOP + (HEAD_HEIGHT + ROW_HEIGHT) * row + HEAD_HEIGHT
         ends = [sum(list(each.values())[:count]) for count in range(len(each) + 1)]
-        chart.text(LEFT, top + ROW_HEIGHT * 0.8, group.title)
+        chart.text(BARS_LEFT, top - 5, group.title, kind="name")
         for name, (begin, end) in zip(each, pairwise(ends), strict=True):
             if end > begin:
                 label = f"{group.title}, {name}: {number(end - begin)} s"
-                kind = colour(names.index(name))
-                chart.bar(x.at(begin), top + ROW_HEIGHT, x.at(end) - x.at(begin), ROW_HEIGHT - 3, kind, label)
-    return figure(chart, keys=[(colour(place), name) for place, name in enumerate(names)])
+                kind = colour(shown.index(name))
+                chart.bar(x.at(begin), top, x.at(end) - x.at(begin), ROW_HEIGHT - 3, kind, label)
+        chart.text(x.at(total) + 5, top + ROW_HEIGHT - 5, f"{number(total)} s")
+    return figure(chart, keys=[(colour(place), name) for place, name in enumerate(shown)])
 
 
 def _keys(groups: Sequence[Group]) -> list[tuple[str, str]]:
     return [(colour(index), group.title) for index, group in enumerate(groups)]
+
+
+def _line_keys(groups: Sequence[Group], drawn: Container[int]) -> list[tuple[str, str]]:
+    return [(stroke(index), group.title) for index, group in enumerate(groups) if index in drawn]

@@ -7,34 +7,56 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.errors import ProblemFaults
-from orchestrrl.sim.report_page import charts, tables
+from orchestrrl.sim.report_page import charts, tables, words
 from orchestrrl.sim.report_page.groups import Group, groups_of, scenario_names
 from orchestrrl.sim.report_page.style import CSS
 from orchestrrl.sim.rl.results import Result, digest_of
 
-COMMAND = "orchestrrl sim report RESULTS --out report.html"
 NOTHING = '<p class="note">Nothing of this is in the results.</p>'
 OPEN_TIME_LINES = 4  # the others are folded
-PER_CHART = 8  # groups in one picture: as many as there are colours
 
 # Of an id in the page, its heading and what it says beside pictures.
 SECTIONS = {
-    "summary": ("Throughput", "Samples that are trained on per second, medians over seeds; the first steps left out."),
-    "timeline": ("Time line", "What each part of the cluster does when, of the first seed."),
+    "summary": (
+        "Throughput",
+        "Samples that are trained on per second, medians over seeds; the steps that warm up are left out.",
+    ),
+    "cost": ("Cost", "Components of the network at list prices, and what they buy."),
+    "timeline": (
+        "Time line",
+        "What each part of the cluster does when, of the first seed. Those of one scenario have one scale.",
+    ),
     "stages": ("Stages", "Where the seconds of a step, of a training step and of a weight sync go."),
     "bandwidth": (
         "Bandwidth per tier",
         "Bytes of one stage over the seconds that one takes, all links of a tier together; up and down both count.",
     ),
     "remaining": ("Remaining requests", "Of the last generation step of the first seed."),
-    "slack": ("Slack windows", "Between two collectives over the network, in an optimiser step of one rank."),
+    "slack": (
+        "Slack windows",
+        "Time between two collectives over the network, in an optimiser step of one rank: circuits may change in it.",
+    ),
     "staleness": ("Staleness", "Shares of samples by how many versions they were behind when they were trained on."),
-    "cost": ("Cost", "Components of the network at list prices, and what they buy."),
     "scenarios": ("Scenarios", "As they were run, with every default filled in."),
 }
 
+# Of a stage: its heading, what its parts are, and how long they took.
+PARTS: tuple[tuple[str, str, Callable[[Group], Mapping[str, float]]], ...] = (
+    (
+        "A training step",
+        "tp, cp, ep, pp and dp: what compute does not hide of exchanges in such groups; bubble: of the pipeline.",
+        lambda group: group.first.train_parts_s,
+    ),
+    ("The last generation step", "Under which engines.", lambda group: group.gen_phases_s),
+    (
+        "A weight sync",
+        "Phase A: until the last bytes have come from other PoDs; phase B: what it takes inside them beyond that.",
+        lambda group: group.first.sync_phases_s,
+    ),
+)
 
-def write(results: Iterable[Result], path: Path, *, command: str = COMMAND) -> None:
+
+def write(results: Iterable[Result], path: Path, *, command: str = "") -> None:
     """The page, at `path`. `command`: what makes it again. Raises ProblemFaults where there is nothing to report, or
     the file cannot be written."""
     text = page(list(results), command=command)
@@ -45,18 +67,18 @@ def write(results: Iterable[Result], path: Path, *, command: str = COMMAND) -> N
         raise ProblemFaults([f"{path}: cannot be written: {error.strerror}"]) from error
 
 
-def page(results: Sequence[Result], *, command: str = COMMAND) -> str:
+def page(results: Sequence[Result], *, command: str = "") -> str:
     """Raises ProblemFaults where there are no results."""
     if not results:
         raise ProblemFaults(["results: must be one at least, got none"])
     groups = groups_of(results)
-    names = list(dict.fromkeys(group.scenario for group in groups))
+    names = list(dict.fromkeys(str(result.scenario.get("name") or "scenario") for result in results))
     title = ", ".join(names) if len(names) <= 3 else f"{len(names)} scenarios"
     bodies = {
-        "summary": tables.summary(groups) + _notes(groups),
+        "summary": tables.summary(groups) + _arms(groups) + _notes(groups),
         "timeline": _time_lines(groups),
         "stages": _stages(groups),
-        "bandwidth": _pictures(groups, charts.tiers) + tables.tier_rates(groups),
+        "bandwidth": _pictures(groups, charts.tiers) + _folded("All figures", tables.tier_rates(groups)),
         "remaining": _pictures(groups, charts.remaining),
         "slack": _pictures(groups, charts.slack) + tables.slack(groups),
         "staleness": tables.staleness(groups),
@@ -73,7 +95,7 @@ def page(results: Sequence[Result], *, command: str = COMMAND) -> str:
             f"<style>{CSS}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
             f"<p>{escape(_what(results, groups))}</p>",
-            f"<p>Made by <code>{escape(command)}</code>.</p>",
+            *([f"<p>Made by <code>{escape(command)}</code>.</p>"] if command else []),
             _navigation(),
             *sections,
             "</body></html>\n",
@@ -83,8 +105,9 @@ def page(results: Sequence[Result], *, command: str = COMMAND) -> str:
 
 def _what(results: Sequence[Result], groups: Sequence[Group]) -> str:
     seeds = sorted({result.run.seed for result in results})
-    told = f"{len(results)} simulated runs: {_list('fabric', [group.fabric for group in groups])}, "
-    return told + f"{_list('arm', [group.arm for group in groups])}, {_list('seed', [str(seed) for seed in seeds])}."
+    told = f"{len(results)} simulated run{'' if len(results) == 1 else 's'}: "
+    told += f"{_list('fabric', [group.fabric for group in groups])}; {_list('arm', [group.arm for group in groups])}; "
+    return told + f"{_list('seed', [str(seed) for seed in seeds])}."
 
 
 def _list(what: str, names: Iterable[str]) -> str:
@@ -103,7 +126,11 @@ def _section(name: str, body: str) -> str:
 
 
 def _time_lines(groups: Sequence[Group]) -> str:
-    drawn = [(group, charts.time_line(group.first.run)) for group in groups]
+    until_s: dict[str, float] = {}  # by scenario: arms and fabrics are compared by how far they come
+    for group in groups:
+        ends_s = [span.end_s for span in group.first.run.spans]
+        until_s[group.scenario] = max([until_s.get(group.scenario, 0.0), *ends_s])
+    drawn = [(group, charts.time_line(group.first.run, until_s[group.scenario])) for group in groups]
     shown = []
     for place, (group, picture) in enumerate((group, picture) for group, picture in drawn if picture):
         is_open = " open" if place < OPEN_TIME_LINES else ""
@@ -114,19 +141,16 @@ def _time_lines(groups: Sequence[Group]) -> str:
 
 def _stages(groups: Sequence[Group]) -> str:
     """Each part with its own picture, where it is told."""
-    told: list[tuple[str, Callable[[Group], Mapping[str, float]]]] = [
-        ("A training step", lambda group: group.first.train_parts_s),
-        ("A generation step", lambda group: group.first.gen_phases_s),
-        ("A weight sync", lambda group: group.first.sync_phases_s),
-    ]
     body = tables.stages(groups)
-    for title, of in told:
+    for title, about, of in PARTS:
         having = [group for group in groups if of(group)]
         pictures = [charts.parts(title, [of(group) for group in some], some) for some in _cut(having)]
         if any(pictures):
-            body += f"<h3>{escape(title)}</h3>" + "".join(filter(None, pictures))
-    told_steps = tables.steps(groups)
-    return body + (f"<h3>A step of the loop, in the mean: stages may overlap</h3>{told_steps}" if told_steps else "")
+            told = f'<p class="note">{escape(about)}</p>' if about else ""
+            body += f"<h3>{escape(title)}</h3>{told}" + "".join(filter(None, pictures))
+    if told_steps := tables.steps(groups):
+        body += f"<h3>A step of the loop, in the mean after the warm-up: stages may overlap</h3>{told_steps}"
+    return body
 
 
 def _pictures(groups: Sequence[Group], draw: Callable[[Sequence[Group]], str | None]) -> str:
@@ -137,15 +161,32 @@ def _pictures(groups: Sequence[Group], draw: Callable[[Sequence[Group]], str | N
 def _cut(groups: Sequence[Group]) -> list[list[Group]]:
     cut: list[list[Group]] = []
     for group in groups:
-        if not cut or len(cut[-1]) == PER_CHART or cut[-1][0].scenario != group.scenario:
+        if not cut or len(cut[-1]) == charts.PER_CHART or cut[-1][0].scenario != group.scenario:
             cut.append([])
         cut[-1].append(group)
     return cut
 
 
+def _arms(groups: Sequence[Group]) -> str:
+    told = [f"{arm}: {words.ARMS[arm]}" for arm in dict.fromkeys(group.arm for group in groups) if arm in words.ARMS]
+    return f'<p class="note">{escape("; ".join(told))}.</p>' if told else ""
+
+
 def _notes(groups: Sequence[Group]) -> str:
-    lines = [f"<li>{escape(group.title)}: {escape(note)}</li>" for group in groups for note in group.first.run.notes]
-    return f'<details><summary>Notes</summary><ul class="note">{"".join(lines)}</ul></details>' if lines else ""
+    """Each once, with who has it."""
+    having: dict[str, list[str]] = {}
+    for group in groups:
+        for note in group.first.run.notes:
+            having.setdefault(note, []).append(group.title)
+    lines = [
+        f"<li>{escape(note)} ({escape('all' if len(some) == len(groups) > 1 else ', '.join(some))})</li>"
+        for note, some in having.items()
+    ]
+    return _folded("Notes", f'<ul class="note">{"".join(lines)}</ul>' if lines else "")
+
+
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""
 
 
 def _scenarios(results: Sequence[Result]) -> str:

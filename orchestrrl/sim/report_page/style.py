@@ -15,18 +15,26 @@ h3 { margin-bottom: .3rem; font-size: 1rem; }
 p, figcaption { max-width: 46rem; } figcaption, .note { color: var(--faint); font-size: .875rem; }
 nav ul, ul.legend { display: flex; flex-wrap: wrap; gap: .3rem 1rem; margin: .4rem 0; padding: 0; list-style: none; }
 ul.legend { font-size: .875rem; } .key { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
-figure { margin: .6rem 0 1.4rem; } .wide { overflow-x: auto; } svg { display: block; width: 100%; min-width: 34rem; }
+svg.key { width: 2.4em; height: .3em; vertical-align: middle; }
+figure { margin: .6rem 0 1.4rem; } .wide { overflow-x: auto; }
+.wide > svg { display: block; width: 100%; min-width: 38rem; max-width: 54rem; }
 table { border-collapse: collapse; font-size: .875rem; } th, td { padding: .3rem .7rem; text-align: right;
-  border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th { color: var(--faint); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
-tr.best td:first-child { font-weight: 600; }
+  border-bottom: 1px solid var(--rule); font-variant-numeric: tabular-nums; }
+td { white-space: nowrap; } thead th { color: var(--faint); font-weight: 600; vertical-align: bottom; }
+tbody th { min-width: 9rem; font-weight: 400; } tr.best th { font-weight: 700; }
+th:first-child { position: sticky; left: 0; padding-left: 0; background: var(--paper); text-align: left; }
+td.word, th.word { text-align: left; }
 a { color: var(--c0); } code, pre { font-family: ui-monospace, monospace; font-size: .85rem; }
 pre { padding: .8rem; overflow-x: auto; background: var(--card); }
 details > summary { cursor: pointer; padding: .25rem 0; }
-svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg text.axis, svg text.tick { fill: var(--faint); }
+svg text { fill: var(--ink); font: 12px system-ui, sans-serif; paint-order: stroke; stroke: var(--paper);
+  stroke-width: 3px; stroke-linejoin: round; }
+svg text.axis, svg text.tick { fill: var(--faint); }
 svg .grid { stroke: var(--rule); stroke-width: 1; } svg .stroke { fill: none; stroke-width: 2; }
-svg rect.fill { stroke: var(--paper); stroke-width: .8; }
-svg .dashed { stroke-dasharray: 5 4; } svg .ringed { stroke: var(--ink); stroke-width: 2; }
+svg circle { stroke: var(--paper); stroke-width: 1; } svg .ringed { stroke: var(--ink); stroke-width: 2; }
+svg .d1 { stroke-dasharray: 7 3; } svg .d2 { stroke-dasharray: 2 2; } svg .d3 { stroke-dasharray: 9 3 2 3; }
+svg .d4 { stroke-dasharray: 12 4; } svg .d5 { stroke-dasharray: 4 4; } svg .d6 { stroke-dasharray: 1 3; }
+svg .d7 { stroke-dasharray: 6 2 1 2 1 2; } svg .edge { stroke-width: 1; stroke-dasharray: 5 4; }
 """ + "".join(
     f"svg .fill.c{n} {{ fill: var(--c{n}); }} svg .stroke.c{n} {{ stroke: var(--c{n}); }}"
     f" .key.c{n} {{ background: var(--c{n}); }}\n"

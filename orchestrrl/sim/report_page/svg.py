@@ -7,9 +7,12 @@ from html import escape
 from math import ceil, floor, isfinite, log10
 
 WIDTH, HEIGHT = 720.0, 300.0
-LEFT, RIGHT, TOP, BOTTOM = 84.0, 16.0, 14.0, 46.0
+LEFT, RIGHT, TOP, BOTTOM = 84.0, 28.0, 14.0, 46.0
 COLOURS = 8  # classes c0 ... of style.py
 TICKS = 6
+GAP = 1.0  # between two bars in a row, where they are wide enough to lose it
+THINNEST = 1.5  # however short a bar is, it is seen
+NEAR = 3.0  # dots that lie so close hide each other, unless the one behind is larger
 
 
 def number(value: float) -> str:
@@ -46,7 +49,10 @@ class Scale:
 
     def ticks(self) -> list[float]:
         if self.is_log:
-            return [10.0**power for power in range(ceil(log10(self.low)), floor(log10(self.high)) + 1)]
+            powers = range(floor(log10(self.low)), floor(log10(self.high)) + 1)
+            factors = (1, 2, 5) if len(powers) <= 3 else (1,)
+            found = [factor * 10.0**power for power in powers for factor in factors]
+            return [tick for tick in found if self.low <= tick <= self.high * (1 + 1e-9)]
         step = _step((self.high - self.low) / TICKS)
         return [step * count for count in range(ceil(self.low / step), floor(self.high / step + 1e-9) + 1)]
 
@@ -62,14 +68,24 @@ def upwards(most: float, height: float = HEIGHT) -> Scale:
     return Scale(0.0, most * 1.05 if most > 0 else 1.0, height - BOTTOM, TOP)
 
 
-def rightwards(most: float, *, least: float = 0.0, is_log: bool = False) -> Scale:
-    return Scale(least, most if most > least else least + 1.0, LEFT, WIDTH - RIGHT, is_log)
+def rightwards(most: float, begin: float = LEFT) -> Scale:
+    """From 0."""
+    return Scale(0.0, most if most > 0 else 1.0, begin, WIDTH - RIGHT)
 
 
 def logarithmic(least: float, most: float) -> Scale:
     """Whole decades, to the right."""
     low, high = 10.0 ** floor(log10(least)), 10.0 ** ceil(log10(most))
     return Scale(low, high if high > low else 10 * low, LEFT, WIDTH - RIGHT, is_log=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    x: float
+    y: float
+    colour: str
+    told: str
+    ringed: bool = False
 
 
 @dataclass
@@ -91,7 +107,7 @@ class Chart:
             right = place(WIDTH - RIGHT)
             self.elements.append(f'<line class="grid" x1="{place(LEFT)}" y1="{at}" x2="{right}" y2="{at}"/>')
             self.text(LEFT - 6, float(at) + 4, number(tick), "end")
-        self.text((LEFT + WIDTH - RIGHT) / 2, self.height - 8, x_label, "middle", "axis")
+        self.text((x.begin + x.end) / 2, self.height - 8, x_label, "middle", "axis")
         if y_label:
             middle = (TOP + bottom) / 2
             turned = f'transform="rotate(-90 14 {place(middle)})"'
@@ -104,19 +120,24 @@ class Chart:
         self.elements.append(f'<text class="{kind}" {where}>{escape(text)}</text>')
 
     def bar(self, x: float, y: float, width: float, height: float, colour: str, told: str) -> None:
-        """`y`: its upper edge. However short, it is seen."""
-        where = f'x="{place(x)}" y="{place(y)}" width="{place(max(width, 0.6))}" height="{place(max(height, 0.6))}"'
+        """`y`: its upper edge."""
+        seen = max(width - GAP if width > 3 * GAP else width, THINNEST)
+        where = f'x="{place(x)}" y="{place(y)}" width="{place(seen)}" height="{place(height)}"'
         self.elements.append(f'<rect class="fill {colour}" {where}><title>{escape(told)}</title></rect>')
 
-    def line(self, points: Iterable[tuple[float, float]], colour: str, told: str, dashed: bool = False) -> None:
+    def line(self, points: Iterable[tuple[float, float]], kind: str, told: str) -> None:
         path = " ".join(f"{place(x)},{place(y)}" for x, y in points)
-        kind = f"stroke {colour} dashed" if dashed else f"stroke {colour}"
-        self.elements.append(f'<polyline class="{kind}" points="{path}"><title>{escape(told)}</title></polyline>')
+        self.elements.append(
+            f'<polyline class="stroke {kind}" points="{path}"><title>{escape(told)}</title></polyline>'
+        )
 
-    def dot(self, x: float, y: float, colour: str, told: str, ringed: bool = False) -> None:
-        kind = f"fill {colour} ringed" if ringed else f"fill {colour}"
-        where = f'cx="{place(x)}" cy="{place(y)}" r="{6 if ringed else 4.5}"'
-        self.elements.append(f'<circle class="{kind}" {where}><title>{escape(told)}</title></circle>')
+    def dots(self, dots: Sequence["Dot"]) -> None:
+        """Those that would be hidden by later ones look out from behind them."""
+        for index, dot in enumerate(dots):
+            behind = sum(abs(dot.x - each.x) < NEAR and abs(dot.y - each.y) < NEAR for each in dots[index + 1 :])
+            kind = f"fill {dot.colour} ringed" if dot.ringed else f"fill {dot.colour}"
+            where = f'cx="{place(dot.x)}" cy="{place(dot.y)}" r="{place(5 + 3 * min(behind, 4))}"'
+            self.elements.append(f'<circle class="{kind}" {where}><title>{escape(dot.told)}</title></circle>')
 
     def svg(self) -> str:
         size = f'viewBox="0 0 {place(WIDTH)} {place(self.height)}"'
@@ -138,10 +159,22 @@ def colour(index: int) -> str:
     return f"c{index % COLOURS}"
 
 
+def stroke(index: int) -> str:
+    """Of a line: a colour, and dashes by which lines are told apart where they lie on each other, or in grey."""
+    return f"{colour(index)} d{index % COLOURS}"
+
+
 def legend(names: Sequence[tuple[str, str]]) -> str:
     """Of (colour, name)."""
-    entries = "".join(f'<li><span class="key {kind}"></span>{escape(name)}</li>' for kind, name in names)
+    entries = "".join(f"<li>{_key(kind)}{escape(name)}</li>" for kind, name in names)
     return f'<ul class="legend">{entries}</ul>'
+
+
+def _key(kind: str) -> str:
+    """A square, or where it has dashes a piece of the line."""
+    if " " not in kind:
+        return f'<span class="key {kind}"></span>'
+    return f'<svg class="key" viewBox="0 0 32 4" aria-hidden="true"><path class="stroke {kind}" d="M0 2H32"/></svg>'
 
 
 def figure(chart: Chart, caption: str = "", keys: Sequence[tuple[str, str]] = ()) -> str:

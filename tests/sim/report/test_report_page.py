@@ -1,20 +1,23 @@
 """The report as a browser would read it: sections, figures, nothing from elsewhere."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
 from orchestrrl.errors import ProblemFaults
-from orchestrrl.sim.report_page import page, write
+from orchestrrl.sim.report_page import page, words, write
 from orchestrrl.sim.report_page.groups import frontier, groups_of
 from orchestrrl.sim.report_page.page import SECTIONS
 from orchestrrl.sim.rl.results import Result
+from orchestrrl.sim.scenario import ARMS
 from tests.sim.report.results_builder import SCENARIO, bare, result, run, several
 
 VOID = {"meta", "line", "link", "img", "br"}
@@ -108,8 +111,8 @@ def test_throughput_is_the_median_over_seeds_and_compared_with_the_first() -> No
     found, results = read(several()), several()
     rates = [median(each.samples_per_s for each in results if each.run.fabric == name) for name in ("rfabric", "rail")]
     header, first, _, last = found.rows["summary"]
-    assert header[2:6] == ["samples/s", "least", "most", "by the first"]
-    assert first == ["rfabric · both", "1, 2", "41.5", "41", "42", "1", "0.25", "0.125", "12,288"]
+    assert header[2:6] == ["samples/s", "least of seeds", "most of seeds", "times the first"]
+    assert first == ["rfabric · both", "1, 2", "41.5", "41", "42", "1", "1", "41.5", "25.0%", "12.5%", "12,288"]
     assert last[2] == "51.5"
     assert found.values["summary"][0] == rates[0]
     assert found.values["summary"][3] == 1.0
@@ -126,10 +129,10 @@ def test_the_time_line_has_every_stage_and_fault() -> None:
 def test_bandwidth_is_bytes_over_what_the_stage_takes() -> None:
     found = read([result()])
     assert [row[:3] for row in found.rows["bandwidth"][1:]] == [
-        ["rfabric · both", "train", "nic"],
-        ["rfabric · both", "train", "nvlink"],
+        ["rfabric · both", "training", "NVLink"],
+        ["rfabric · both", "training", "server to ToR"],
     ]
-    assert found.values["bandwidth"] == [2000.0, 2e12 * 8e-9 / 80.0, 8000.0, 8e12 * 8e-9 / 80.0]
+    assert found.values["bandwidth"] == [8000.0, 8e12 * 8e-9 / 80.0, 2000.0, 2e12 * 8e-9 / 80.0]
     assert len(found.shapes["bandwidth"]) == 2
 
 
@@ -139,14 +142,14 @@ def test_windows_staleness_and_remaining_are_the_runs() -> None:
     count, total, *quantiles, longest = found.values["slack"]
     assert (count, total, longest) == (8, pytest.approx(sum(lengths_ms)), pytest.approx(max(lengths_ms)))
     assert quantiles[1] == pytest.approx(median(lengths_ms))
-    assert found.shapes["slack"] == ["polyline stroke c0"]
+    assert found.shapes["slack"] == ["polyline stroke c0 d0"]
     assert found.values["staleness"] == [0.25, 0.75]
-    assert found.shapes["remaining"] == ["polyline stroke c0"]
+    assert found.shapes["remaining"] == ["polyline stroke c0 d0"]
 
 
 def test_stages_and_their_parts() -> None:
     found = read([result()])
-    assert found.rows["stages"][1][1:] == ["80", "105", "6.5", "0.41"]
+    assert found.rows["stages"][1][1:] == ["80", "105", "6.5", "41.0%"]
     parts = {
         "compute: 60 s",
         "bubble: 12 s",
@@ -157,7 +160,8 @@ def test_stages_and_their_parts() -> None:
         "circuits: 0.5 s",
     }
     assert parts <= {title.partition(", ")[2] for title in found.titles["stages"]}
-    assert found.rows["stages"][-1][1:] == ["105", "3.25", "40"]  # gen, sync, train of a step
+    assert found.rows["stages"][-1][1:] == ["105", "3.25", "40"]
+    assert ["", "generation, s", "weight sync, s", "training, s"] in found.rows["stages"]
 
 
 def test_the_frontier_is_marked() -> None:
@@ -190,9 +194,64 @@ def test_scenarios_seeds_and_the_command_are_told(tmp_path: Path) -> None:
 def test_scenarios_of_one_name_are_told_apart() -> None:
     other = {**SCENARIO, "model": "qwen3-32b"}
     first, second = groups_of([result(), result(scenario=other)])
-    assert first.scenario.startswith("made up ")
-    assert first.scenario != second.scenario
-    assert first.title == f"{first.scenario} · rfabric · both"
+    assert [first.title, second.title] == ["model qwen2.5-14b · rfabric · both", "model qwen3-32b · rfabric · both"]
+
+
+def test_a_sweep_is_named_by_what_was_swept_in_order() -> None:
+    def scenario(gbps: float, ratio: int, name: str = "swept") -> dict[str, Any]:
+        three = {"kind": "oversubscribed", "options": {"ratio": ratio}}
+        return {**SCENARIO, "name": name, "cluster": {"train_gpus": 32, "nic_gbps": gbps}, "fabrics": [three]}
+
+    points = [scenario(400.0, 3), scenario(100.0, 10), scenario(100.0, 2)]
+    assert [group.scenario for group in groups_of([result(scenario=each) for each in points])] == [
+        "nic_gbps 100, ratio 2",
+        "nic_gbps 100, ratio 10",
+        "nic_gbps 400, ratio 3",
+    ]
+    others = [result(scenario=each) for each in (*points, scenario(100.0, 3, "alone"))]
+    assert groups_of(others)[0].scenario == "alone"
+    assert groups_of(others)[1].scenario == "swept nic_gbps 100, ratio 2"
+
+
+def test_scenarios_that_differ_in_what_they_run_alone_go_by_their_digests() -> None:
+    """Results of two runs of one scenario, with other seeds and arms."""
+    first, second = groups_of([result(), result(scenario={**SCENARIO, "seeds": [3]}, seed=3)])
+    assert len({first.scenario, second.scenario}) == 2
+    assert {len(first.scenario), len(second.scenario)} == {6}
+
+
+def test_where_no_price_is_known_none_is_shown() -> None:
+    unpriced = [result(0.0), result(0.0, fabric="fat_tree")]
+    assert frontier(groups_of(unpriced)) == (False, False)
+    found = read(unpriced)
+    assert "Nothing of this is in the results." in found.text["cost"]
+    assert "network, M$" not in found.rows["summary"][0]
+    assert frontier(groups_of([result(0.0), result(2e6, fabric="fat_tree")])) == (False, True)
+
+
+def test_notes_and_steps_are_told_once_and_after_the_warm_up() -> None:
+    looped = {**SCENARIO, "loop": {"warmup_steps": 1}}
+    found = read([result(scenario=looped), result(scenario=looped, fabric="fat_tree")])
+    assert "weights are brought to 4 x tp8 (all)" in found.text["summary"]
+    assert found.rows["stages"][-1][1:] == ["110", "6.5"]
+
+
+def test_engines_of_one_kind_have_one_name() -> None:
+    one = replace(result(), gen_phases_s={"4 x tp2": 3.0, "switching": 1.0, "4 x tp2 + 1 x tp8": 2.0})
+    (group,) = groups_of([one])
+    assert group.gen_phases_s == {"tp2": 3.0, "switching": 1.0, "4 x tp2 + 1 x tp8": 2.0}
+
+
+def test_no_bar_is_too_short_to_be_seen_and_no_dot_hidden() -> None:
+    text = page([replace(result(), train_parts_s={"compute": 1e6, "dp": 1e-6}), result(fabric="other")])
+    widths = [float(width) for width in re.findall(r'<rect class="fill[^>]* width="([\d.]+)"', text)]
+    assert min(widths) >= 1.5
+    assert sorted(re.findall(r'<circle [^>]* r="(\d+)"', text)) == ["5", "8"]
+
+
+def test_every_arm_has_its_words() -> None:
+    assert set(words.ARMS) == set(ARMS)
+    assert "both: our planner and balancer." in read([result()]).text["summary"]
 
 
 def test_names_are_text_never_markup() -> None:
@@ -222,7 +281,7 @@ def test_no_results_are_a_fault(tmp_path: Path) -> None:
 
 def test_many_groups_are_cut_into_pictures_with_a_colour_for_each() -> None:
     found = read([result(fabric=f"fabric {place}") for place in range(20)])
-    assert found.shapes["remaining"].count("polyline stroke c0") == 3
+    assert found.shapes["remaining"].count("polyline stroke c0 d0") == 3
     assert len(found.shapes["remaining"]) == 20
 
 

@@ -20,10 +20,15 @@ CUT = "each worker is busy until its longest answer ends, and those of most work
 NEWER = "leaves the longest tenth to the next step, under newer weights"
 
 
-def on_testbed(model: str, max_tokens: int, layouts: tuple[str, ...] = given.TESTBED_LAYOUTS.value) -> BoardStages:
+def on_testbed(
+    model: str,
+    max_tokens: int,
+    layouts: tuple[str, ...] = given.TESTBED_LAYOUTS.value,
+    requests: int = given.BATCH.value,
+) -> BoardStages:
     """Two steps: what forecasts is measured in the second."""
     gpus = MODELS[model]
-    prompts = given.BATCH.value // given.SAMPLES.value
+    prompts = requests // given.SAMPLES.value
     case = Case(model, gpus, gpus, prompts, max_tokens, layouts, steps=2)
     return stages_of(case.scenario([TESTBED]), TESTBED)
 

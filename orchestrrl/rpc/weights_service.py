@@ -12,12 +12,13 @@ from orchestrrl.clock import Clock
 from orchestrrl.errors import Permanent, ProblemFaults, faults_of
 from orchestrrl.rpc.channel import MESSAGE_BYTES, stop
 from orchestrrl.rpc.convert_weights import report_to_pb, status_to_pb
+from orchestrrl.rpc.order_pieces import pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.refusals import Context, refuse, refusing
 from orchestrrl.sync_reports import SyncReport, WeightsStatus
 from orchestrrl.weights.model import Peer
-from orchestrrl.weights.orders import NEWS, ORDER, Outcome, PeerNews, PeerOrder, PeerResult
+from orchestrrl.weights.orders import NEWS, PeerNews, PeerOrder
 from orchestrrl.weights.publication import PUBLICATION, Publication
 
 logger = logging.getLogger(__name__)
@@ -113,11 +114,8 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         receiving = asyncio.ensure_future(self._receive(request_iterator, peer, line))
         try:
             async for order in line.orders():
-                text = ORDER.dump_json(order)
-                if len(text) + ENVELOPE_BYTES > MESSAGE_BYTES:
-                    line.told(PeerResult(order.id, Outcome.FAILED, _too_large(order, len(text))))
-                else:
-                    yield pb.PeerOrder(order_json=text.decode())
+                for piece in pieces_of(order):
+                    yield piece
         finally:
             await stop(receiving)
             line.end()
@@ -241,11 +239,3 @@ def _is_step(seen: SyncReport, report: SyncReport) -> bool:
         return of.state, of.code, of.attempt, of.phases, of.published, of.asked_json
 
     return report.over or steps(seen) != steps(report)
-
-
-def _too_large(order: PeerOrder, size: int) -> str:
-    return (
-        f"the order {order.order.kind} takes {size / 2**20:.0f} MiB and a message at most {MESSAGE_BYTES // 2**20} MiB:"
-        " the version has too many shards, or blocks for sums; a larger weights.chunk_bytes makes fewer;"
-        " or too many ranks of the trainer have boxes at one peer: several peers on that host share them"
-    )

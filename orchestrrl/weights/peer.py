@@ -16,12 +16,13 @@ from pydantic import ValidationError
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError, Permanent
 from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected, stop
+from orchestrrl.rpc.order_pieces import Joining
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.weights.base import Carrier
 from orchestrrl.weights.carry import ThreadedCarrier
 from orchestrrl.weights.model import Peer
-from orchestrrl.weights.orders import NEWS, ORDER, Arrived, EdgeEvent, PeerNews, PeerOrder, PeerResult
+from orchestrrl.weights.orders import NEWS, Arrived, EdgeEvent, PeerNews, PeerOrder, PeerResult
 from orchestrrl.weights.peer_engines import PeerEngines
 from orchestrrl.weights.peer_orders import OrderBook, Orders
 from orchestrrl.weights.peer_settings import PeerSettings
@@ -150,12 +151,15 @@ class PeerLink:
             call.cancel()
 
     async def _receive(self, call: grpc.aio.StreamStreamCall[pb.PeerMessage, pb.PeerOrder]) -> None:
+        joining = Joining()
         async for message in call:
             try:
-                order = ORDER.validate_json(message.order_json)
+                order = joining.add(message)
             except ValidationError as error:
                 # A daemon of another release: it learns nothing from an answer without an id.
                 logger.error("an order that cannot be read is left: %s", error)
+                continue
+            if order is None:
                 continue
             task = asyncio.create_task(self._carry_out(order))
             self._running.add(task)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1borchestrrl/v1/weights.proto\x12\rorchestrrl.v1\"J\n\x0bPeerMessage\x12\x11\n\tnews_json\x18\x01 \x01(\t\x12\x18\n\x0bsent_unix_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_sent_unix_s\"\x1f\n\tPeerOrder\x12\x12\n\norder_json\x18\x01 \x01(\t\"*\n\x0ePublishRequest\x12\x18\n\x10publication_json\x18\x01 \x01(\t\"C\n\x0eGetSyncRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\n\n\x08_version\"!\n\x10ListSyncsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"=\n\x11ListSyncsResponse\x12(\n\x05syncs\x18\x01 \x03(\x0b\x32\x19.orchestrrl.v1.SyncReport\"\x13\n\x11GetWeightsRequest\"\xc9\x01\n\rWeightsStatus\x12\x1e\n\x11\x63ommitted_version\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\'\n\x04sync\x18\x02 \x01(\x0b\x32\x19.orchestrrl.v1.SyncReport\x12.\n\x0bquarantined\x18\x03 \x03(\x0b\x32\x19.orchestrrl.v1.EngineSync\x12)\n\x05peers\x18\x04 \x03(\x0b\x32\x1a.orchestrrl.v1.WeightsPeerB\x14\n\x12_committed_version\"\xa9\x01\n\x0bWeightsPeer\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x10\n\x08\x61ttached\x18\x04 \x01(\x08\x12\x12\n\nengine_ids\x18\x05 \x03(\t\x12\x10\n\x08versions\x18\x06 \x03(\x04\x12\x0b\n\x03pod\x18\x07 \x01(\t\x12\x0b\n\x03tor\x18\x08 \x01(\t\x12\x1b\n\x13ranks_of_engine_ids\x18\t \x03(\t\"3\n\x10\x41\x62ortSyncRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"5\n\x12InstallSyncRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"e\n\x13RelayToPlaneRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06number\x18\x03 \x01(\r\x12\x0c\n\x04\x63\x61ll\x18\x04 \x01(\t\x12\x11\n\tbody_json\x18\x05 \x01(\t\")\n\x14RelayToPlaneResponse\x12\x11\n\tbody_json\x18\x01 \x01(\t\"\xb5\x04\n\nSyncReport\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x14\n\x0c\x62\x65gan_unix_s\x18\x04 \x01(\x01\x12\x19\n\x0c\x65nded_unix_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x63ode\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\t\x12\r\n\x05plane\x18\x08 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\x12\r\n\x05world\x18\n \x01(\r\x12\x17\n\x0fpublished_ranks\x18\x0b \x03(\r\x12(\n\x06phases\x18\x0c \x03(\x0b\x32\x18.orchestrrl.v1.SyncPhase\x12*\n\x07\x65ngines\x18\r \x03(\x0b\x32\x19.orchestrrl.v1.EngineSync\x12\r\n\x05\x62ytes\x18\x0e \x01(\x04\x12\x15\n\rcarried_bytes\x18\x0f \x01(\x04\x12\x15\n\rarrived_bytes\x18\x10 \x01(\x04\x12\x12\n\nestimate_s\x18\x11 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x12 \x01(\x01\x12\x0f\n\x07naive_s\x18\x13 \x01(\x01\x12\r\n\x05waves\x18\x14 \x01(\r\x12\r\n\x05\x65\x64ges\x18\x15 \x01(\r\x12\x14\n\x0cmended_edges\x18\x16 \x01(\r\x12(\n\x07slowest\x18\x17 \x03(\x0b\x32\x17.orchestrrl.v1.SyncEdge\x12\r\n\x05notes\x18\x18 \x03(\t\x12\x12\n\nasked_json\x18\x19 \x01(\tB\x0f\n\r_ended_unix_s\"\\\n\tSyncPhase\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x14\n\x0c\x62\x65gan_unix_s\x18\x02 \x01(\x01\x12\x19\n\x0c\x65nded_unix_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_ended_unix_s\"Q\n\nEngineSync\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x11\n\tinstall_s\x18\x04 \x01(\x01\"v\n\x08SyncEdge\x12\x13\n\x0bsrc_peer_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64st_peer_id\x18\x02 \x01(\t\x12\r\n\x05phase\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x11\n\tplanned_s\x18\x06 \x01(\x01\x32\xaf\x05\n\x07Weights\x12\x42\n\x06\x41ttach\x12\x1a.orchestrrl.v1.PeerMessage\x1a\x18.orchestrrl.v1.PeerOrder(\x01\x30\x01\x12\x45\n\x07Publish\x12\x1d.orchestrrl.v1.PublishRequest\x1a\x19.orchestrrl.v1.SyncReport0\x01\x12\x43\n\x07GetSync\x12\x1d.orchestrrl.v1.GetSyncRequest\x1a\x19.orchestrrl.v1.SyncReport\x12G\n\tWatchSync\x12\x1d.orchestrrl.v1.GetSyncRequest\x1a\x19.orchestrrl.v1.SyncReport0\x01\x12N\n\tListSyncs\x12\x1f.orchestrrl.v1.ListSyncsRequest\x1a .orchestrrl.v1.ListSyncsResponse\x12L\n\nGetWeights\x12 .orchestrrl.v1.GetWeightsRequest\x1a\x1c.orchestrrl.v1.WeightsStatus\x12G\n\tAbortSync\x12\x1f.orchestrrl.v1.AbortSyncRequest\x1a\x19.orchestrrl.v1.SyncReport\x12K\n\x0bInstallSync\x12!.orchestrrl.v1.InstallSyncRequest\x1a\x19.orchestrrl.v1.SyncReport\x12W\n\x0cRelayToPlane\x12\".orchestrrl.v1.RelayToPlaneRequest\x1a#.orchestrrl.v1.RelayToPlaneResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1borchestrrl/v1/weights.proto\x12\rorchestrrl.v1\"J\n\x0bPeerMessage\x12\x11\n\tnews_json\x18\x01 \x01(\t\x12\x18\n\x0bsent_unix_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_sent_unix_s\"2\n\tPeerOrder\x12\x12\n\norder_json\x18\x01 \x01(\t\x12\x11\n\tcontinues\x18\x02 \x01(\x08\"*\n\x0ePublishRequest\x12\x18\n\x10publication_json\x18\x01 \x01(\t\"C\n\x0eGetSyncRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\n\n\x08_version\"!\n\x10ListSyncsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"=\n\x11ListSyncsResponse\x12(\n\x05syncs\x18\x01 \x03(\x0b\x32\x19.orchestrrl.v1.SyncReport\"\x13\n\x11GetWeightsRequest\"\xc9\x01\n\rWeightsStatus\x12\x1e\n\x11\x63ommitted_version\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\'\n\x04sync\x18\x02 \x01(\x0b\x32\x19.orchestrrl.v1.SyncReport\x12.\n\x0bquarantined\x18\x03 \x03(\x0b\x32\x19.orchestrrl.v1.EngineSync\x12)\n\x05peers\x18\x04 \x03(\x0b\x32\x1a.orchestrrl.v1.WeightsPeerB\x14\n\x12_committed_version\"\xa9\x01\n\x0bWeightsPeer\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x10\n\x08\x61ttached\x18\x04 \x01(\x08\x12\x12\n\nengine_ids\x18\x05 \x03(\t\x12\x10\n\x08versions\x18\x06 \x03(\x04\x12\x0b\n\x03pod\x18\x07 \x01(\t\x12\x0b\n\x03tor\x18\x08 \x01(\t\x12\x1b\n\x13ranks_of_engine_ids\x18\t \x03(\t\"3\n\x10\x41\x62ortSyncRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"5\n\x12InstallSyncRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"e\n\x13RelayToPlaneRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06number\x18\x03 \x01(\r\x12\x0c\n\x04\x63\x61ll\x18\x04 \x01(\t\x12\x11\n\tbody_json\x18\x05 \x01(\t\")\n\x14RelayToPlaneResponse\x12\x11\n\tbody_json\x18\x01 \x01(\t\"\xb5\x04\n\nSyncReport\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x14\n\x0c\x62\x65gan_unix_s\x18\x04 \x01(\x01\x12\x19\n\x0c\x65nded_unix_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x63ode\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\t\x12\r\n\x05plane\x18\x08 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\x12\r\n\x05world\x18\n \x01(\r\x12\x17\n\x0fpublished_ranks\x18\x0b \x03(\r\x12(\n\x06phases\x18\x0c \x03(\x0b\x32\x18.orchestrrl.v1.SyncPhase\x12*\n\x07\x65ngines\x18\r \x03(\x0b\x32\x19.orchestrrl.v1.EngineSync\x12\r\n\x05\x62ytes\x18\x0e \x01(\x04\x12\x15\n\rcarried_bytes\x18\x0f \x01(\x04\x12\x15\n\rarrived_bytes\x18\x10 \x01(\x04\x12\x12\n\nestimate_s\x18\x11 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x12 \x01(\x01\x12\x0f\n\x07naive_s\x18\x13 \x01(\x01\x12\r\n\x05waves\x18\x14 \x01(\r\x12\r\n\x05\x65\x64ges\x18\x15 \x01(\r\x12\x14\n\x0cmended_edges\x18\x16 \x01(\r\x12(\n\x07slowest\x18\x17 \x03(\x0b\x32\x17.orchestrrl.v1.SyncEdge\x12\r\n\x05notes\x18\x18 \x03(\t\x12\x12\n\nasked_json\x18\x19 \x01(\tB\x0f\n\r_ended_unix_s\"\\\n\tSyncPhase\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x14\n\x0c\x62\x65gan_unix_s\x18\x02 \x01(\x01\x12\x19\n\x0c\x65nded_unix_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_ended_unix_s\"Q\n\nEngineSync\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x11\n\tinstall_s\x18\x04 \x01(\x01\"v\n\x08SyncEdge\x12\x13\n\x0bsrc_peer_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64st_peer_id\x18\x02 \x01(\t\x12\r\n\x05phase\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x11\n\tplanned_s\x18\x06 \x01(\x01\x32\xaf\x05\n\x07Weights\x12\x42\n\x06\x41ttach\x12\x1a.orchestrrl.v1.PeerMessage\x1a\x18.orchestrrl.v1.PeerOrder(\x01\x30\x01\x12\x45\n\x07Publish\x12\x1d.orchestrrl.v1.PublishRequest\x1a\x19.orchestrrl.v1.SyncReport0\x01\x12\x43\n\x07GetSync\x12\x1d.orchestrrl.v1.GetSyncRequest\x1a\x19.orchestrrl.v1.SyncReport\x12G\n\tWatchSync\x12\x1d.orchestrrl.v1.GetSyncRequest\x1a\x19.orchestrrl.v1.SyncReport0\x01\x12N\n\tListSyncs\x12\x1f.orchestrrl.v1.ListSyncsRequest\x1a .orchestrrl.v1.ListSyncsResponse\x12L\n\nGetWeights\x12 .orchestrrl.v1.GetWeightsRequest\x1a\x1c.orchestrrl.v1.WeightsStatus\x12G\n\tAbortSync\x12\x1f.orchestrrl.v1.AbortSyncRequest\x1a\x19.orchestrrl.v1.SyncReport\x12K\n\x0bInstallSync\x12!.orchestrrl.v1.InstallSyncRequest\x1a\x19.orchestrrl.v1.SyncReport\x12W\n\x0cRelayToPlane\x12\".orchestrrl.v1.RelayToPlaneRequest\x1a#.orchestrrl.v1.RelayToPlaneResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,37 +34,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PEERMESSAGE']._serialized_start=46
   _globals['_PEERMESSAGE']._serialized_end=120
   _globals['_PEERORDER']._serialized_start=122
-  _globals['_PEERORDER']._serialized_end=153
-  _globals['_PUBLISHREQUEST']._serialized_start=155
-  _globals['_PUBLISHREQUEST']._serialized_end=197
-  _globals['_GETSYNCREQUEST']._serialized_start=199
-  _globals['_GETSYNCREQUEST']._serialized_end=266
-  _globals['_LISTSYNCSREQUEST']._serialized_start=268
-  _globals['_LISTSYNCSREQUEST']._serialized_end=301
-  _globals['_LISTSYNCSRESPONSE']._serialized_start=303
-  _globals['_LISTSYNCSRESPONSE']._serialized_end=364
-  _globals['_GETWEIGHTSREQUEST']._serialized_start=366
-  _globals['_GETWEIGHTSREQUEST']._serialized_end=385
-  _globals['_WEIGHTSSTATUS']._serialized_start=388
-  _globals['_WEIGHTSSTATUS']._serialized_end=589
-  _globals['_WEIGHTSPEER']._serialized_start=592
-  _globals['_WEIGHTSPEER']._serialized_end=761
-  _globals['_ABORTSYNCREQUEST']._serialized_start=763
-  _globals['_ABORTSYNCREQUEST']._serialized_end=814
-  _globals['_INSTALLSYNCREQUEST']._serialized_start=816
-  _globals['_INSTALLSYNCREQUEST']._serialized_end=869
-  _globals['_RELAYTOPLANEREQUEST']._serialized_start=871
-  _globals['_RELAYTOPLANEREQUEST']._serialized_end=972
-  _globals['_RELAYTOPLANERESPONSE']._serialized_start=974
-  _globals['_RELAYTOPLANERESPONSE']._serialized_end=1015
-  _globals['_SYNCREPORT']._serialized_start=1018
-  _globals['_SYNCREPORT']._serialized_end=1583
-  _globals['_SYNCPHASE']._serialized_start=1585
-  _globals['_SYNCPHASE']._serialized_end=1677
-  _globals['_ENGINESYNC']._serialized_start=1679
-  _globals['_ENGINESYNC']._serialized_end=1760
-  _globals['_SYNCEDGE']._serialized_start=1762
-  _globals['_SYNCEDGE']._serialized_end=1880
-  _globals['_WEIGHTS']._serialized_start=1883
-  _globals['_WEIGHTS']._serialized_end=2570
+  _globals['_PEERORDER']._serialized_end=172
+  _globals['_PUBLISHREQUEST']._serialized_start=174
+  _globals['_PUBLISHREQUEST']._serialized_end=216
+  _globals['_GETSYNCREQUEST']._serialized_start=218
+  _globals['_GETSYNCREQUEST']._serialized_end=285
+  _globals['_LISTSYNCSREQUEST']._serialized_start=287
+  _globals['_LISTSYNCSREQUEST']._serialized_end=320
+  _globals['_LISTSYNCSRESPONSE']._serialized_start=322
+  _globals['_LISTSYNCSRESPONSE']._serialized_end=383
+  _globals['_GETWEIGHTSREQUEST']._serialized_start=385
+  _globals['_GETWEIGHTSREQUEST']._serialized_end=404
+  _globals['_WEIGHTSSTATUS']._serialized_start=407
+  _globals['_WEIGHTSSTATUS']._serialized_end=608
+  _globals['_WEIGHTSPEER']._serialized_start=611
+  _globals['_WEIGHTSPEER']._serialized_end=780
+  _globals['_ABORTSYNCREQUEST']._serialized_start=782
+  _globals['_ABORTSYNCREQUEST']._serialized_end=833
+  _globals['_INSTALLSYNCREQUEST']._serialized_start=835
+  _globals['_INSTALLSYNCREQUEST']._serialized_end=888
+  _globals['_RELAYTOPLANEREQUEST']._serialized_start=890
+  _globals['_RELAYTOPLANEREQUEST']._serialized_end=991
+  _globals['_RELAYTOPLANERESPONSE']._serialized_start=993
+  _globals['_RELAYTOPLANERESPONSE']._serialized_end=1034
+  _globals['_SYNCREPORT']._serialized_start=1037
+  _globals['_SYNCREPORT']._serialized_end=1602
+  _globals['_SYNCPHASE']._serialized_start=1604
+  _globals['_SYNCPHASE']._serialized_end=1696
+  _globals['_ENGINESYNC']._serialized_start=1698
+  _globals['_ENGINESYNC']._serialized_end=1779
+  _globals['_SYNCEDGE']._serialized_start=1781
+  _globals['_SYNCEDGE']._serialized_end=1899
+  _globals['_WEIGHTS']._serialized_start=1902
+  _globals['_WEIGHTS']._serialized_end=2589
 # @@protoc_insertion_point(module_scope)

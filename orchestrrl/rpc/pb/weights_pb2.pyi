@@ -51,16 +51,20 @@ class PeerOrder(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ORDER_JSON_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
     order_json: _builtins.str
     """See orchestrrl/weights/orders.py."""
+    continues: _builtins.bool
+    """The text goes on in the next message."""
     def __init__(
         self,
         *,
         order_json: _builtins.str = ...,
+        continues: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["order_json", b"order_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "order_json", b"order_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,34 +3,50 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import grpc
 import pytest
 from fake_syncs import PEERS, FakePeers, FakeSyncs, carrying, done
+from pydantic import ValidationError
 
 from orchestrrl.clock import VirtualClock, WallClock
-from orchestrrl.rpc.channel import CHANNEL_OPTIONS, SERVER_OPTIONS
+from orchestrrl.rpc.channel import CHANNEL_OPTIONS, MESSAGE_BYTES, SERVER_OPTIONS
 from orchestrrl.rpc.convert_weights import report_from_pb, status_from_pb
+from orchestrrl.rpc.order_pieces import Joining, pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.weights_service import WeightsService
 from orchestrrl.sync_reports import SyncReport, SyncState
 from orchestrrl.weights.hub import PeerHub
-from orchestrrl.weights.model import Peer, PeerId, PeerRole, Place, ShardMap, TensorMeta, VersionMap
+from orchestrrl.weights.model import Part, Peer, PeerId, PeerRole, Place, ShardMap, TensorMeta, VersionMap
 from orchestrrl.weights.orders import (
     NEWS,
     ORDER,
     Arrived,
+    Carry,
     Check,
+    Edge,
     EdgeEvent,
     EdgeState,
+    EndEdges,
+    Install,
+    Keep,
+    Look,
     OpenVersion,
+    Order,
     Outcome,
     PeerNews,
     PeerOrder,
     PeerResult,
+    PlaneAct,
+    Probe,
+    Rest,
+    Serve,
+    SumShards,
 )
 from orchestrrl.weights.publication import PUBLICATION, Publication
+from planner.model import EngineId
 
 DEADLINE_S = 120.0
 PEER = Peer(PeerId("gen0"), PeerRole.ENGINE, "node1", Place(pod="gen0"), {"tcp": "node1:7300"})
@@ -82,8 +98,13 @@ class PlayedPeer:
 
     async def order(self) -> PeerOrder | None:
         """The next, None once there will be none."""
-        message = await self.call.read()
-        return None if message is grpc.aio.EOF else ORDER.validate_json(message.order_json)
+        joining, order = Joining(), None
+        while order is None:
+            message = await self.call.read()
+            if message is grpc.aio.EOF:
+                return None
+            order = joining.add(message)
+        return order
 
     async def _messages(self) -> AsyncIterator[pb.PeerMessage]:
         while (message := await self._outgoing.get()) is not None:
@@ -177,25 +198,55 @@ def opens(shards: int) -> OpenVersion:
     return OpenVersion(VersionMap(8, (), maps, 4096))
 
 
-async def test_orders_of_megabytes_go_through_and_larger_ones_are_told_to_have_failed(house: House) -> None:
+async def test_an_order_that_no_message_holds_comes_in_pieces_and_the_next_behind_it(house: House) -> None:
     peer = PlayedPeer(house.weights)
     peer.tell(news(PEER))
     await until(lambda: house.peers.lines)
     (line,) = house.peers.lines
-    large, too_large = PeerOrder("o1", 1, opens(8_000)), PeerOrder("o2", 1, opens(56_000))
-    assert len(ORDER.dump_json(large)) > 8 * 2**20
-    line.outgoing.put_nowait(large)
-    assert await peer.order() == large
-    line.outgoing.put_nowait(too_large)
-    line.outgoing.put_nowait(PeerOrder("o3", 1, Check(8)))
-    next_order = await peer.order()
-    assert next_order is not None
-    assert next_order.id == "o3"
-    (failed,) = line.heard
-    assert isinstance(failed, PeerResult)
-    assert (failed.id, failed.outcome) == ("o2", Outcome.FAILED)
-    assert "at most 64 MiB" in failed.detail
+    orders = [PeerOrder("o1", 1, opens(8_000)), PeerOrder("o2", 1, opens(56_000)), PeerOrder("o3", 1, Check(8))]
+    assert [len(ORDER.dump_json(each)) > MESSAGE_BYTES for each in orders] == [False, True, False]
+    for each in orders:
+        line.outgoing.put_nowait(each)
+    for each in orders:
+        assert await peer.order() == each
     peer.tell(None)
+
+
+def every_kind() -> list[PeerOrder]:
+    """One of each, and with what JSON has to say otherwise."""
+    box = ((0, 2), (0, 3))
+    map = VersionMap(1, (TensorMeta('a"\\\u00e9\U0001f600', "F32", (2, 3)),), (ShardMap("s", 1, ()),), 4096)
+    engine, edge = EngineId("e\n0"), Edge("x", "s", 0, 1, PeerId("a"), PeerId("b"), "tcp", "b:1")
+    orders: list[Order] = [
+        OpenVersion(map, (Part(0, {map.tensors[0].name: (box,)}),), ("s",)), SumShards(1, ("s",)), EndEdges(1),
+        Carry(1, (edge,), 4096, 1.0), Check(1), Install(1, engine, 1.5, True), Look(engine), Keep((1,), None),
+        Probe(engine, (1,), 1, 1.5), Rest(engine, True), PlaneAct("p", engine, "a", 1, "{}", True, 1.5),
+        Serve({engine: "http://e"}),
+    ]  # fmt: skip
+    assert {type(each) for each in orders} == set(get_args(Order))
+    return [PeerOrder(f'o"{number}', number, each) for number, each in enumerate(orders)]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_pieces_of_any_size_are_the_order_again(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrrl.rpc.order_pieces.PIECE_CHARACTERS", size)
+    joining = Joining()
+    for order in every_kind():
+        pieces = [pb.PeerOrder.FromString(piece.SerializeToString()) for piece in pieces_of(order)]
+        assert "".join(piece.order_json for piece in pieces) == ORDER.dump_json(order).decode()
+        assert all(len(piece.order_json) <= size for piece in pieces)
+        *before, last = (joining.add(piece) for piece in pieces)
+        assert last == order
+        assert not any(before)
+
+
+def test_pieces_that_make_no_order_do_not_spoil_the_next() -> None:
+    joining = Joining()
+    joining.add(pb.PeerOrder(order_json='{"id":', continues=True))
+    with pytest.raises(ValidationError):
+        joining.add(pb.PeerOrder(order_json="}"))
+    (piece,) = pieces_of(PeerOrder("o", 1, Check(1)))
+    assert joining.add(piece) == PeerOrder("o", 1, Check(1))
 
 
 # --- trainers
@@ -396,16 +447,25 @@ async def test_an_order_reaches_a_peer_that_went_away_and_came_back(
     assert await second.order() is None
 
 
-async def test_an_order_that_no_message_holds_has_failed_for_who_gave_it(
+async def test_what_sixteen_ranks_have_of_sixty_thousand_tensors_reaches_their_peer(
     served: tuple[PeerHub, "weights_pb2_grpc.WeightsAsyncStub"],
 ) -> None:
     hub, weights = served
     peer = PlayedPeer(weights)
     peer.tell(news(PEER))
     await until(lambda: PEER.id in hub.peers)
-    result = await hub.ask(PEER.id, opens(56_000), DEADLINE_S)
-    assert result.outcome is Outcome.FAILED
-    assert "at most 64 MiB" in result.detail
+    names = sorted(f"model.layers.{n // 1000}.mlp.experts.{n % 1000}.gate_up_proj.weight" for n in range(60_000))
+    tensors = tuple(TensorMeta(name, "BF16", (2048, 7168)) for name in names)
+    parts = tuple(
+        Part(rank, dict.fromkeys(names, (((rank * 128, rank * 128 + 128), (0, 7168)),))) for rank in range(16)
+    )
+    opening = OpenVersion(VersionMap(8, tensors, (ShardMap("s", 1, ()),), 4096), parts)
+    asked = asyncio.ensure_future(hub.ask(PEER.id, opening, DEADLINE_S))
+    order = await peer.order()
+    assert order is not None
+    assert order.order == opening
+    peer.tell(news(PeerResult(order.id, Outcome.DONE)))
+    assert (await asked).outcome is Outcome.DONE
     assert hub.peers[PEER.id].attached
     peer.tell(None)
     assert await peer.order() is None

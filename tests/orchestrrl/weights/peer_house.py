@@ -14,12 +14,12 @@ from typing import Any
 import grpc
 
 from orchestrrl.rpc.channel import SERVER_OPTIONS
+from orchestrrl.rpc.order_pieces import pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.weights.model import Peer, PeerId
 from orchestrrl.weights.orders import (
     NEWS,
-    ORDER,
     Carry,
     Edge,
     EdgeEvent,
@@ -70,7 +70,8 @@ class FakeDaemon(weights_pb2_grpc.WeightsServicer):
                 await asyncio.wait({giving, receiving}, return_when=asyncio.FIRST_COMPLETED)
                 if not giving.done():
                     return
-                yield pb.PeerOrder(order_json=ORDER.dump_json(giving.result()).decode())
+                for piece in pieces_of(giving.result()):
+                    yield piece
         finally:
             heard.is_attached = False
             receiving.cancel()

@@ -30,6 +30,7 @@ FAULTS = "fault"
 STAGE_COLOUR = {Stage.TRAIN: "c0", Stage.GEN: "c2", Stage.WEIGHT_SYNC: "c1"}
 DURING: Mapping[str, str] = {RESPONSE_STREAM: Stage.GEN}  # what has no time of its own, and goes on beside another
 FAULT_COLOUR = "c5"
+FAULT_LANES, FAULT_LETTERS = 6, 12  # at most: of their own, and of a name beside one
 LANE_HEIGHT, LANE_FILL = 30.0, 0.7
 MOST_SPANS = 600  # beyond that a time line shows its beginning
 ROW_HEIGHT = 15.0  # of a bar
@@ -38,6 +39,7 @@ LEAST_GBPS = 0.01  # what is less is next to nothing
 BARS_LEFT = 8.0  # names stand above them
 AT_END = 0.9  # of the width, for bars with a figure behind them
 PER_CHART = 8  # groups in one picture: as many as there are colours
+PER_PARTS = 24  # where colours are not those of groups
 
 
 def time_line(run: RlRun, until_s: float) -> str | None:
@@ -45,21 +47,31 @@ def time_line(run: RlRun, until_s: float) -> str | None:
     spans = sorted(run.spans, key=lambda span: (span.begin_s, span.lane, span.step))[:MOST_SPANS]
     if not spans:
         return None
-    lanes = sorted({span.lane for span in spans}, key=lambda lane: words.rank(words.LANES, lane))
+    lanes = _lanes(spans)
     chart = Chart("time line of stages", TOP + LANE_HEIGHT * len(lanes) + BOTTOM)
     x = rightwards(min(until_s, spans[-1].end_s) if len(spans) < len(run.spans) else until_s)
     chart.axes(x, None, "seconds")
-    for row, lane in enumerate(lanes):
+    for row, (name, inside) in enumerate(lanes.items()):
         top = TOP + LANE_HEIGHT * row
-        chart.text(LEFT - 6, top + LANE_HEIGHT * 0.6, words.known(words.LANES, lane), "end", "name")
-        for span in spans:
-            if span.lane == lane:
-                width = x.at(span.end_s) - x.at(span.begin_s)
-                y = top + LANE_HEIGHT * (1 - LANE_FILL) / 2
-                chart.bar(x.at(span.begin_s), y, width, LANE_HEIGHT * LANE_FILL, _colour(span), _told(span))
+        chart.text(LEFT - 6, top + LANE_HEIGHT * 0.6, name, "end", "name")
+        for span in inside:
+            width = x.at(span.end_s) - x.at(span.begin_s)
+            y = top + LANE_HEIGHT * (1 - LANE_FILL) / 2
+            chart.bar(x.at(span.begin_s), y, width, LANE_HEIGHT * LANE_FILL, _colour(span), _told(span))
     left_out = len(run.spans) - len(spans)
     caption = f"the first {len(spans)} stages; {left_out} more follow" if left_out else ""
     return figure(chart, caption)
+
+
+def _lanes(spans: Sequence[Span]) -> dict[str, list[Span]]:
+    """By name, from above. Faults may hold at the same time: each has a lane of its own, where they are few."""
+    labels = {span.label for span in spans if span.lane == FAULTS}
+    few = len(labels) <= FAULT_LANES and all(len(label) <= FAULT_LETTERS for label in labels)
+    lanes: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: words.rank(words.LANES, span.lane)):
+        own = span.label if span.lane == FAULTS and few else ""
+        lanes.setdefault(own or words.known(words.LANES, span.lane), []).append(span)
+    return lanes
 
 
 def _colour(span: Span) -> str:

@@ -144,7 +144,7 @@ def _stages(groups: Sequence[Group]) -> str:
     body = tables.stages(groups)
     for title, about, of in PARTS:
         having = [group for group in groups if of(group)]
-        pictures = [charts.parts(title, [of(group) for group in some], some) for some in _cut(having)]
+        pictures = [charts.parts(title, [of(group) for group in some], some) for some in _cut(having, charts.PER_PARTS)]
         if any(pictures):
             told = f'<p class="note">{escape(about)}</p>' if about else ""
             body += f"<h3>{escape(title)}</h3>{told}" + "".join(filter(None, pictures))
@@ -158,10 +158,10 @@ def _pictures(groups: Sequence[Group], draw: Callable[[Sequence[Group]], str | N
     return "".join(picture for some in _cut(groups) if (picture := draw(some)))
 
 
-def _cut(groups: Sequence[Group]) -> list[list[Group]]:
+def _cut(groups: Sequence[Group], most: int = charts.PER_CHART) -> list[list[Group]]:
     cut: list[list[Group]] = []
     for group in groups:
-        if not cut or len(cut[-1]) == charts.PER_CHART or cut[-1][0].scenario != group.scenario:
+        if not cut or len(cut[-1]) == most or cut[-1][0].scenario != group.scenario:
             cut.append([])
         cut[-1].append(group)
     return cut

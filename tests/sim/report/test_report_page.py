@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from orchestrrl.errors import ProblemFaults
+from orchestrrl.sim.net.fabrics.base import Stage
 from orchestrrl.sim.report_page import page, words, write
 from orchestrrl.sim.report_page.groups import frontier, groups_of
 from orchestrrl.sim.report_page.page import SECTIONS
+from orchestrrl.sim.rl.model import Span
 from orchestrrl.sim.rl.results import Result
 from orchestrrl.sim.scenario import ARMS
 from tests.sim.report.results_builder import SCENARIO, bare, result, run, several
@@ -124,6 +126,16 @@ def test_the_time_line_has_every_stage_and_fault() -> None:
     assert "gen 1, with version 0: 100 to 210 s, 110 s" in found.titles["timeline"]
     assert found.shapes["timeline"].count("rect fill c5") == 1
     assert len(found.shapes["timeline"]) == len(run().spans)
+
+
+def test_faults_that_hold_together_have_lanes_of_their_own() -> None:
+    def lanes(faults: list[str]) -> list[str]:
+        spans = tuple(Span("fault", Stage.TRAIN, 0, 50.0, 70.0, label) for label in faults)
+        text = page([replace(result(), run=replace(run(), spans=spans))])
+        return re.findall(r'<text class="name" [^>]*text-anchor="end">([^<]*)<', text)
+
+    assert lanes(["nic 3", "engine 0, 1"]) == ["nic 3", "engine 0, 1"]
+    assert lanes([f"nic {number}" for number in range(9)]) == ["faults"]
 
 
 def test_bandwidth_is_bytes_over_what_the_stage_takes() -> None:

@@ -37,17 +37,30 @@ def above(network: Network, tor: int) -> float:
     return float(network.capacity_bytes_per_s[(network.ends[:, 0] == tor) & upward].sum())
 
 
+def transmitters(network: Network) -> float:
+    """Of NICs' rate: what can be sent over links that leave a server, or join switches."""
+    servers, ends = network.servers, network.ends
+    assert ends is not None
+    server = np.full(int(ends.max()) + 1, -1)
+    server[: servers.nics] = np.arange(servers.nics) // servers.nics_per_server
+    server[servers.nics : servers.nics + servers.count] = np.arange(servers.count)
+    one, other = server[ends].T
+    outside = (one != other) | (one < 0)
+    return float(network.capacity_bytes_per_s[outside].sum() / servers.nic_bytes_per_s)
+
+
 class FabricConformance:
     kind: str
     options: ClassVar[dict[str, object]] = {}
     uplinks = True  # it has ToRs and PoDs
     both_ways_alike = True
+    all_lit = True  # each transceiver always has a link
 
     def fabric(self, servers: Servers | None = None) -> Fabric:
         return build(self.kind, servers or Servers(8), **self.options)
 
-    def networks(self, fabric: Fabric) -> list[Network]:
-        demand = within(4).demand
+    def networks(self, fabric: Fabric, busy: int = 4) -> list[Network]:
+        demand = within(busy).demand
         return [fabric.network(), *(fabric.network(Period(f"p {stage}", stage, demand)) for stage in Stage)]
 
     def test_every_pair_of_gpus_has_a_sound_route_in_every_period(self) -> None:
@@ -170,6 +183,24 @@ class FabricConformance:
         check_routes(fabric.network(), *all_pairs(fabric.servers))
         assert fabric.inventory().nics == 8
 
+    @pytest.mark.parametrize("count", [2, 3, 5, 7, 8, 11])
+    def test_its_links_are_those_that_the_bill_counts(self, count: int) -> None:
+        """A transceiver for each end that sends, also where PoDs and ToRs are part-filled."""
+        fabric = self.fabric(Servers(count))
+        bought = fabric.inventory().transceivers
+        for network in self.networks(fabric, min(4, count)):
+            if self.all_lit:
+                assert transmitters(network) == pytest.approx(bought)
+            else:
+                assert transmitters(network) <= bought + 1e-6
+        assert transmitters(fabric.network()) >= 0.9 * bought
+
+    def test_every_server_is_in_a_pod(self) -> None:
+        for count in (1, 7, 8):
+            pods = self.fabric(Servers(count)).pods.of
+            assert len(pods) == count
+            assert sorted(set(pods.tolist())) == list(range(int(pods.max()) + 1))
+
     def test_it_says_who_it_is(self) -> None:
         fabric = self.fabric()
         assert fabric.name == self.kind
@@ -182,6 +213,11 @@ class TestFatTree(FabricConformance):
     options: ClassVar[dict[str, object]] = {"servers_per_pod": 4, "radix": 32}
 
 
+class TestFatTreeOfSmallTors(FabricConformance):
+    kind = "fat_tree"
+    options: ClassVar[dict[str, object]] = {"servers_per_pod": 4, "servers_per_tor": 1}
+
+
 class TestFatTreeOfTwoTiers(FabricConformance):
     kind = "fat_tree"
     options: ClassVar[dict[str, object]] = {"tiers": 2, "radix": 16}
@@ -192,9 +228,19 @@ class TestOversubscribed(FabricConformance):
     options: ClassVar[dict[str, object]] = {"servers_per_pod": 4, "radix": 32}
 
 
+class TestOversubscribedOfSmallTors(FabricConformance):
+    kind = "oversubscribed"
+    options: ClassVar[dict[str, object]] = {"servers_per_pod": 4, "servers_per_tor": 2}
+
+
 class TestRailOptimized(FabricConformance):
     kind = "rail_optimized"
     options: ClassVar[dict[str, object]] = {"servers_per_pod": 4}
+
+
+class TestRailOptimizedOfSmallTors(FabricConformance):
+    kind = "rail_optimized"
+    options: ClassVar[dict[str, object]] = {"servers_per_pod": 4, "servers_per_tor": 2}
 
 
 class TestRailOptimizedOverTheSpine(FabricConformance):
@@ -220,16 +266,25 @@ class TestTopoOptOfADemand(FabricConformance):
 
 class TestMixNet(FabricConformance):
     kind = "mixnet"
+    all_lit = False
     options: ClassVar[dict[str, object]] = {"servers_per_region": 4, "servers_per_pod": 4}
+
+
+class TestMixNetOfSmallTors(FabricConformance):
+    kind = "mixnet"
+    all_lit = False
+    options: ClassVar[dict[str, object]] = {"servers_per_region": 4, "servers_per_pod": 4, "servers_per_tor": 1}
 
 
 class TestRFabric(FabricConformance):
     kind = "rfabric"
+    all_lit = False
     options: ClassVar[dict[str, object]] = {"servers_per_pod": 4}
 
 
 class TestRFabricWithRoles(FabricConformance):
     kind = "rfabric"
+    all_lit = False
 
     def fabric(self, servers: Servers | None = None) -> Fabric:
         servers = servers or Servers(8)
@@ -238,6 +293,7 @@ class TestRFabricWithRoles(FabricConformance):
 
 class TestRFabricOfTwoTorsToARail(FabricConformance):
     kind = "rfabric"
+    all_lit = False
     options: ClassVar[dict[str, object]] = {"servers_per_pod": 8, "servers_per_tor": 4, "allocation": "uniform"}
 
 

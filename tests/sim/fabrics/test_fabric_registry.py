@@ -21,7 +21,7 @@ def test_an_unknown_kind_lists_the_known_ones() -> None:
 
 
 def test_unknown_options_are_all_named_and_the_known_ones_listed() -> None:
-    with pytest.raises(Impossible, match="radix, servers_per_pod, tiers") as caught:
+    with pytest.raises(Impossible, match="radix, servers_per_pod, servers_per_tor, tiers") as caught:
         build("fat_tree", Servers(8), radius=3, tears=2)
     assert [each.parameter for each in caught.value.faults] == ["radius", "tears"]
 
@@ -66,5 +66,11 @@ def test_options_that_cannot_be_are_told_together() -> None:
         ("core_lanes", 2.5),
         ("tor_uplinks", 0),
     ]
+    for kind, most in (("fat_tree", 4), ("oversubscribed", 6), ("rail_optimized", 32), ("mixnet", 16)):
+        assert build(kind, Servers(8), servers_per_tor=most).servers.count == 8
+        assert faults(kind, servers_per_tor=most + 1) == [("servers_per_tor", most + 1)]
+        assert faults(kind, servers_per_tor=0) == [("servers_per_tor", 0)]
+    assert faults("topoopt", servers_per_tor=4) == [("servers_per_tor", 4)]
+    assert faults("fat_tree", Servers(65), tiers=2, servers_per_tor=1) == [("tiers", 2)]
     assert faults("rfabric", core_lanes=0) == [("core_lanes", 0)]
     assert faults("rfabric", train_servers=9) == [("train_servers", 9)]

@@ -75,6 +75,25 @@ def test_latency_counts_links_and_switches() -> None:
         assert routes.latency_s[0] == pytest.approx(links * 1e-6 + switches * 0.8e-6)
 
 
+def test_small_tors_have_fewer_servers_below() -> None:
+    servers = Servers(16)
+    agg, nic = Tier.AGG, Tier.NIC
+    for kind in ("fat_tree", "oversubscribed"):
+        usual, small = (build(kind, servers, servers_per_tor=each).network() for each in (None, 2))
+        assert tiers_of(usual, 0, 24) == tiers_of(small, 0, 8) == [nic, nic]
+        assert tiers_of(small, 0, 16) == [nic, agg, agg, nic]
+    rails = build("rail_optimized", servers, servers_per_tor=8).network()
+    assert tiers_of(rails, 0, 56) == [nic, nic]
+    assert tiers_of(rails, 0, 64) == [nic, agg, agg, nic]
+
+
+def test_uplinks_are_whole() -> None:
+    """3 to 1 of two servers' 16 NICs is six links, not five and a third."""
+    servers = Servers(8)
+    network = build("oversubscribed", servers, servers_per_tor=2).network()
+    assert tier_sum(network, Tier.AGG) == pytest.approx(2 * 4 * 6 * servers.nic_bytes_per_s)
+
+
 def test_a_rail_is_one_switch_away_in_a_pod() -> None:
     network = build("rail_optimized", Servers(64)).network()
     nvlink, nic, agg, core = Tier.NVLINK, Tier.NIC, Tier.AGG, Tier.CORE

@@ -6,7 +6,7 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import Protocol
 
-from orchestrrl.sim.net.model import Flows, Network, Servers
+from orchestrrl.sim.net.model import Flows, Ints, Network, Servers
 
 
 class Stage(StrEnum):
@@ -55,6 +55,15 @@ class Inventory:
         return Inventory(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
+class Pods:
+    """Which servers lie close together. `apart`: there is less room between two PoDs than inside one, so that what
+    exchanges much had better stay in one; otherwise a way out of it is longer, and no narrower."""
+
+    of: Ints  # [server], numbered from 0
+    apart: bool
+
+
 class Fabric(Protocol):
     """One that is built. Fabrics that never change give the same network for every period."""
 
@@ -63,6 +72,9 @@ class Fabric(Protocol):
 
     @property
     def servers(self) -> Servers: ...
+
+    @property
+    def pods(self) -> Pods: ...
 
     @property
     def reconfigures_s(self) -> float:

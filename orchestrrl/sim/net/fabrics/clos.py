@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period
+from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
 from orchestrrl.sim.net.fabrics.hosts import Hosts, Legs, joined, left
 from orchestrrl.sim.net.fabrics.wiring import Rows, Wiring
 from orchestrrl.sim.net.model import Floats, Ints, Network, Routes, Servers, Tier
@@ -18,7 +18,8 @@ from orchestrrl.sim.net.model import Floats, Ints, Network, Routes, Servers, Tie
 @dataclass(frozen=True, eq=False)
 class Tree:
     """Where NICs are cabled to. `tor_ratio`: what a ToR's NICs can send over what its uplinks carry; 1: non-blocking.
-    The core is as wide as what the ToRs have below it."""
+    The core is as wide as what the ToRs have below it. Uplinks are whole: a ratio that does not come out is a little
+    better than said."""
 
     tor_of: Ints  # [nic]; -1: it is not of this tree
     pod_of: Ints  # [tor]
@@ -33,12 +34,22 @@ class Tree:
     def pods(self) -> int:
         return int(self.pod_of.max(initial=-1)) + 1
 
+    @cached_property
+    def tor_uplinks(self) -> Ints:
+        """[tor], links of a NIC's rate. A ToR alone has none."""
+        wanted = np.ceil(self.nics / self.tor_ratio - 1e-9).astype(np.int64)
+        return wanted if len(self.pod_of) > 1 else np.zeros_like(wanted)
+
+    @cached_property
+    def pod_uplinks(self) -> Ints:
+        """[pod], as many as its ToRs have. A PoD alone has none."""
+        wanted = np.bincount(self.pod_of, self.tor_uplinks, minlength=self.pods).astype(np.int64)
+        return wanted if self.pods > 1 else np.zeros_like(wanted)
+
     def inventory(self) -> Inventory:
         """Each link is a fibre with a transceiver at either end; those of NICs end at one port, others at two. Without
-        the NICs themselves. A ToR alone has no uplinks, a PoD alone no core."""
-        access = int(self.nics.sum())
-        above = int(np.ceil(self.nics / self.tor_ratio - 1e-9).sum())
-        uplinks = above * ((len(self.pod_of) > 1) + (self.pods > 1))
+        the NICs themselves."""
+        access, uplinks = int(self.nics.sum()), int(self.tor_uplinks.sum() + self.pod_uplinks.sum())
         return Inventory(
             transceivers=2 * (access + uplinks), electrical_ports=access + 2 * uplinks, fibers=access + uplinks
         )
@@ -60,9 +71,8 @@ class TreeLinks:
         """ToRs are nodes from `first_node` on, then PoDs, then the core."""
         tors, pods = first_node + np.arange(len(tree.pod_of)), first_node + len(tree.pod_of) + np.arange(tree.pods)
         core = first_node + len(tors) + len(pods)
-        wide = tree.nics * servers.nic_bytes_per_s / tree.tor_ratio
-        of_pod = np.bincount(tree.pod_of, wide, minlength=tree.pods) * left(failed.pod_uplinks, tree.pods)
-        of_tor = wide * left(failed.tor_uplinks, len(tors))
+        of_tor = tree.tor_uplinks * servers.nic_bytes_per_s * left(failed.tor_uplinks, len(tors))
+        of_pod = tree.pod_uplinks * servers.nic_bytes_per_s * left(failed.pod_uplinks, tree.pods)
         return cls(
             tree,
             servers,
@@ -98,6 +108,12 @@ class Clos:
     rails: bool = False  # see Hosts
     failed: Failures = NOTHING
     reconfigures_s: float = 0.0
+
+    @property
+    def pods(self) -> Pods:
+        """The core is as wide as what leaves the ToRs."""
+        first = self.tree.tor_of[:: self.servers.nics_per_server]
+        return Pods(self.tree.pod_of[first], apart=False)
 
     def network(self, period: Period | None = None) -> Network:
         return self._network

@@ -4,6 +4,12 @@ which is reconfigured for each period; the rest are on a non-blocking fat tree o
 Circuits follow the demand inside a region, one by one to the pair of servers that would take longest. Traffic between
 two servers with a circuit takes it, from whichever GPU over NVLink; all other traffic goes over the tree. The optical
 switch's own delay counts, as for RFabric; that its authors saw NICs take seconds to come up again does not.
+
+How large a region is, the OrchestrRL paper does not say. MixNet's authors make it what holds one group of experts: in
+their simulator (mixnet-htsim, datacenter/mixnet.cpp) EP degree times TP degree GPUs, so that it goes by the job. One
+job of several stages, dense ones among them, has no such size: regions here are as large as the PoDs of the trees,
+which holds all groups of the paper's appendix C (16 GPUs) and of engines (40), and takes a third of the ports of the
+optical switch that section 7.2 has. Larger ones would keep more of the gradients' traffic on circuits.
 """
 
 from dataclasses import dataclass, field, replace
@@ -11,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period
+from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
 from orchestrrl.sim.net.fabrics.circuits import CircuitLinks
 from orchestrrl.sim.net.fabrics.clos import Tree, TreeLinks, passable
 from orchestrrl.sim.net.fabrics.fat_tree import RADIX, SERVERS_PER_POD, blocked_tree, tree_faults
@@ -25,15 +31,18 @@ from planner.fabric.model import EndpointId
 from planner.fabric.shape import Fault
 from planner.fabric.topology import DEVICES
 
+SERVERS_PER_REGION = SERVERS_PER_POD
+
 
 def mixnet(
     servers: Servers,
     *,
     eps_nics: int = 2,
-    servers_per_region: int = 32,
+    servers_per_region: int = SERVERS_PER_REGION,
     device: str = "piezo_polatis",
     radix: int = RADIX,
     servers_per_pod: int = SERVERS_PER_POD,
+    servers_per_tor: int | None = None,
     tiers: int | None = 3,
 ) -> "MixNet":
     """`eps_nics` of each server are on the tree, the others at the OCS of its region."""
@@ -41,7 +50,7 @@ def mixnet(
         *at_least("eps_nics", eps_nics, 1),
         *at_least("servers_per_region", servers_per_region, 1),
         *one_of("device", device, tuple(DEVICES)),
-        *tree_faults(radix, servers_per_pod, tiers),
+        *tree_faults(radix, servers_per_pod, servers_per_tor, tiers),
     ]
     if not faults and eps_nics >= servers.nics_per_server:
         faults.append(Fault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))
@@ -51,7 +60,7 @@ def mixnet(
     if servers_per_region * optical > ports:
         message = f"{optical} NICs each need more than the {ports} ports of {device}"
         refuse(Fault("servers_per_region", message, servers_per_region))
-    tree = blocked_tree(_with_nics(servers, eps_nics), radix, servers_per_pod, tiers, 1.0)
+    tree = blocked_tree(_with_nics(servers, eps_nics), radix, servers_per_pod, servers_per_tor, tiers)
     tor_of = np.full((servers.count, servers.nics_per_server), -1)
     tor_of[:, optical:] = tree.tor_of.reshape(servers.count, eps_nics)
     return MixNet(servers, replace(tree, tor_of=tor_of.ravel()), optical, servers_per_region, device)
@@ -76,6 +85,11 @@ class MixNet:
     @property
     def reconfigures_s(self) -> float:
         return DEVICES[self.device].reconfiguration_s
+
+    @property
+    def pods(self) -> Pods:
+        """Its regions: what leaves one has the tree's NICs alone."""
+        return Pods(np.arange(self.servers.count) // self.servers_per_region, apart=True)
 
     def network(self, period: Period | None = None) -> Network:
         circuits = self.circuits(period)

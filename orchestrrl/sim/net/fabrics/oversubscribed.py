@@ -12,6 +12,8 @@ def oversubscribed(
     ratio: float = 3.0,
     radix: int = RADIX,
     servers_per_pod: int = SERVERS_PER_POD,
+    servers_per_tor: int | None = None,
     tiers: int | None = 3,
 ) -> Clos:
-    return Clos("oversubscribed", servers, blocked_tree(servers, radix, servers_per_pod, tiers, ratio))
+    tree = blocked_tree(servers, radix, servers_per_pod, servers_per_tor, tiers, ratio)
+    return Clos("oversubscribed", servers, tree)

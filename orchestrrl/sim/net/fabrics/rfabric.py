@@ -7,14 +7,12 @@ those at rest, which join all ToRs of a rail evenly. ToRs of PoDs with fewer tha
 all to reach all.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period
+from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
 from orchestrrl.sim.net.fabrics.circuits import CircuitLinks
 from orchestrrl.sim.net.fabrics.fat_tree import SERVERS_PER_POD
 from orchestrrl.sim.net.fabrics.hosts import Bools, Hosts, joined
@@ -22,13 +20,14 @@ from orchestrrl.sim.net.fabrics.multipath import distances
 from orchestrrl.sim.net.fabrics.options import at_least, one_of, refuse
 from orchestrrl.sim.net.fabrics.rails import Rails
 from orchestrrl.sim.net.fabrics.rfabric_circuits import Circuits
+from orchestrrl.sim.net.fabrics.rfabric_site import fitted, places
 from orchestrrl.sim.net.fabrics.wiring import Rows, Wiring
 from orchestrrl.sim.net.model import Floats, Flows, Ints, Network, Routes, Servers, Tier
 from planner.fabric.generate import regular_site
 from planner.fabric.intent import Stage
-from planner.fabric.model import EndpointId, PortPair
+from planner.fabric.model import PortPair
 from planner.fabric.shape import Fault, Shape
-from planner.fabric.topology import DEVICES, Server, Site
+from planner.fabric.topology import DEVICES, Site
 from planner.fabric.topology import Tier as SiteTier
 
 ALLOCATIONS = ("traffic", "uniform", "fixed")
@@ -45,10 +44,11 @@ def rfabric(
     device: str = "piezo_polatis",
     allocation: str = "traffic",
 ) -> "RFabric":
-    """The first `train_servers` are in Train PoDs, the others in Gen PoDs, and each stage touches those that its
-    template names; None: PoDs have no roles, and a period touches those that it has traffic in. `core_lanes` of a PoD
-    and `tor_uplinks` of a ToR: None for half as many as its ToRs have, and for as many as it has NICs (see Shape).
-    `allocation`: by the traffic of each period; `uniform` over the pairs that have any; `fixed`: as at rest."""
+    """The first `train_servers` are in Train PoDs, the others in Gen PoDs, evenly over as few as have room, and each
+    stage touches those that its template names; None: PoDs have no roles, and a period touches those that it has
+    traffic in. `core_lanes` of a PoD and `tor_uplinks` of a ToR, both full: None for half as many as its ToRs have, and
+    for as many as it has NICs (see Shape). `allocation`: by the traffic of each period; `uniform` over the pairs that
+    have any; `fixed`: as at rest."""
     train = servers.count if train_servers is None else train_servers
     counts = {"servers_per_tor": servers_per_tor, "core_lanes": core_lanes, "tor_uplinks": tor_uplinks}
     refuse(
@@ -78,8 +78,9 @@ def rfabric(
             core_device=DEVICES[device],
         )
     )
-    place = np.concatenate([np.arange(train), -(-train // per_pod) * per_pod + np.arange(servers.count - train)])
-    return RFabric(servers, site, place, train_servers is not None, allocation)
+    generating = -(-train // per_pod) * per_pod + places(servers.count - train, per_pod)
+    place = np.concatenate([places(train, per_pod), generating])
+    return RFabric(servers, fitted(site, place), place, train_servers is not None, allocation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +99,14 @@ class RFabric:
         return "rfabric"
 
     @property
+    def pods(self) -> Pods:
+        per_pod = len(self.site.servers) // len(self.site.pods)
+        return Pods(self.place // per_pod, apart=True)
+
+    @property
     def reconfigures_s(self) -> float:
-        return max(each.device.reconfiguration_s for each in self.site.switches) if self.site.switches else 0.0
+        used = (each for each in self.site.switches if any(each.ports.values()))
+        return max((each.device.reconfiguration_s for each in used), default=0.0)
 
     def network(self, period: Period | None = None) -> Network:
         cross_connects = self.cross_connects(period)
@@ -115,15 +122,9 @@ class RFabric:
 
     def inventory(self) -> Inventory:
         """A NIC's link has a transceiver at either end and a port at the ToR; a ToR's fibre one transceiver and port,
-        and a port of an OCS. A lane to the core is a fibre between two ports of OCSs. Of a PoD with empty places as
-        large a part of its fibres and lanes is counted as it has servers, rounded up; its circuits take them all."""
-        nics, site = self.servers.nics, self.site
-        here = [site.servers[place] for place in self.place.tolist()]
-        fibres = {tor.id: len(site.fibres[SiteTier.AGG][tor.id]) for tor in site.tors}
-        up = _filled(fibres, _by_tor(here), _by_tor(site.servers))
-        pods = {uplink.id: uplink.pod for uplink in site.uplinks}
-        of_pods = Counter(pods[lane.uplink] for lane in site.lanes)
-        lanes = _filled(of_pods, Counter(each.pod for each in here), Counter(each.pod for each in site.servers))
+        and a port of an OCS. A lane to the core is a fibre between two ports of OCSs."""
+        nics, lanes = self.servers.nics, len(self.site.lanes)
+        up = sum(map(len, self.site.fibres[SiteTier.AGG].values())) - lanes
         return Inventory(
             transceivers=2 * nics + up,
             nics=nics,
@@ -197,12 +198,3 @@ class RFabric:
             return hosts.routes(legs, first_up, between)
 
         return wiring.network(servers, router, self.name)
-
-
-def _by_tor(servers: Iterable[Server]) -> Counter[EndpointId]:
-    return Counter(tor for each in servers for tor in set(each.tors))
-
-
-def _filled(counts: Mapping[EndpointId, int], here: Counter[EndpointId], places: Counter[EndpointId]) -> int:
-    """Of what each has, as many as its share of places that have a server, rounded up."""
-    return sum(-(-count * here[each] // places[each]) for each, count in counts.items())

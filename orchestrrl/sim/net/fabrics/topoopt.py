@@ -18,7 +18,7 @@ from math import gcd
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period
+from orchestrrl.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
 from orchestrrl.sim.net.fabrics.circuits import CircuitLinks
 from orchestrrl.sim.net.fabrics.hosts import Hosts, joined
 from orchestrrl.sim.net.fabrics.multipath import Edges
@@ -112,6 +112,11 @@ class TopoOpt:
     failed: Failures = NOTHING
     name: str = "topoopt"
     reconfigures_s: float = 0.0  # it is patched before the job begins
+
+    @property
+    def pods(self) -> Pods:
+        """One: servers are as near as the patches make them."""
+        return Pods(np.zeros(self.servers.count, np.int64), apart=False)
 
     def network(self, period: Period | None = None) -> Network:
         return self._network

@@ -7,7 +7,6 @@ Runs as a script in vLLM's environment, where OrchestrRL is not installed:
 
 import argparse
 import random
-import sys
 from pathlib import Path
 
 VOCABULARY_SIZE = 512
@@ -82,7 +81,6 @@ def main() -> None:
     arguments.directory.mkdir(parents=True, exist_ok=True)
     start_id, end_id = make_tokenizer(arguments.directory, arguments.seed)
     make_model(arguments.directory, arguments.seed, start_id, end_id)
-    sys.stdout.write(f"{arguments.directory}\n")
 
 
 if __name__ == "__main__":

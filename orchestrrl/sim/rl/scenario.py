@@ -28,6 +28,7 @@ from planner.paper import paper_engine
 from planner.profile import Parallelism, Profile
 
 PAPER_ENGINE = "paper"
+SIZES = ("servers_per_tor", "servers_per_pod")  # of the cluster, that are options of fabrics
 _OF_THE_LOOP = ("steps", "warmup_steps", "gap_s")  # that a workload of `sim gen` has, and this one's loop says
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -287,9 +288,7 @@ class ClusterScenario(Section):
     def fabric_options(self, section: FabricSection) -> dict[str, Any]:
         """The section's, and of what it leaves out what the cluster says, as far as its kind has such options."""
         cluster = self.cluster
-        usual = {
-            "servers_per_tor": cluster.servers_per_tor,
-            "servers_per_pod": cluster.servers_per_pod,
+        usual = {name: getattr(cluster, name) for name in SIZES} | {
             "train_servers": None if cluster.shared else cluster.train_gpus // cluster.gpus_per_server,
         }
         known = options_of(section.kind) if section.kind in KINDS else ()

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from orchestrrl.documents import parse_yaml, read_text
 from orchestrrl.errors import ProblemFaults, faults_of, shorten
 from orchestrrl.profiles.store import read_profile
+from orchestrrl.sim.net.fabrics.registry import KINDS, options_of
 from orchestrrl.sim.rl.faults import Part
-from orchestrrl.sim.rl.scenario import ClusterScenario, layout_named
+from orchestrrl.sim.rl.scenario import SIZES, ClusterScenario, layout_named
 from orchestrrl.sim.scenario import daemon_faults
 from orchestrrl.sim.train.memory import fault_of
 from orchestrrl.sim.workload import mean_tokens
@@ -148,8 +149,25 @@ def _fabric_faults(scenario: ClusterScenario) -> Iterable[str]:
             scenario.fabric(section)
         except Impossible as error:
             for fault in error.faults:
-                path = "kind" if fault.parameter == "kind" else f"options.{fault.parameter}"
-                yield f"fabrics[{index}].{path}: {fault.message}, got {shorten(fault.value)}"
+                where, name = f"fabrics[{index}]", fault.parameter
+                said = f"{fault.message}, got {shorten(fault.value)}"
+                if name in SIZES and name not in section.options and getattr(scenario.cluster, name) is not None:
+                    yield f"cluster.{name}: of {where} ({section.kind}) {said}"
+                else:
+                    yield f"{where}.{name if name == 'kind' else f'options.{name}'}: {said}"
+
+
+def _tor_and_pod_faults(scenario: ClusterScenario) -> Iterable[str]:
+    """Sizes that the cluster gives to all fabrics, where one has nothing of that size."""
+    for name in SIZES:
+        without = [
+            f"fabrics[{index}] ({section.kind})"
+            for index, section in enumerate(scenario.fabrics)
+            if section.kind in KINDS and name not in options_of(section.kind)
+        ]
+        value = getattr(scenario.cluster, name)
+        if value is not None and without:
+            yield f"cluster.{name}: is nothing to {', '.join(without)}; give it in options of the others, got {value}"
 
 
 def _loop_faults(scenario: ClusterScenario) -> Iterable[str]:
@@ -176,6 +194,7 @@ _CHECKS: tuple[Callable[[ClusterScenario], Iterable[str]], ...] = (
     _memory_faults,
     _engine_layout_faults,
     _fabric_faults,
+    _tor_and_pod_faults,
     _loop_faults,
     _fault_faults,
 )

@@ -103,6 +103,27 @@ def test_faults_between_sections() -> None:
     )
 
 
+def test_sizes_of_the_cluster_reach_every_fabric() -> None:
+    kinds = ["fat_tree", "oversubscribed", "rail_optimized", "mixnet", "rfabric"]
+    fabrics = [*kinds, {"kind": "fat_tree", "name": "own", "options": {"servers_per_tor": 1}}]
+    scenario = scenario_of(document(cluster__servers_per_tor=2, cluster__servers_per_pod=4, fabrics=fabrics))
+    options = [scenario.fabric_options(section) for section in scenario.fabrics]
+    assert [each["servers_per_tor"] for each in options] == [2, 2, 2, 2, 2, 1]
+    assert [each["servers_per_pod"] for each in options] == [4] * 6
+
+
+def test_sizes_that_a_fabric_has_no_use_for_are_refused() -> None:
+    changed = document(cluster__servers_per_tor=2, cluster__servers_per_pod=4, fabrics=["fat_tree", "topoopt"])
+    assert faults_of(changed) == [
+        "cluster.servers_per_tor: is nothing to fabrics[1] (topoopt); give it in options of the others, got 2",
+        "cluster.servers_per_pod: is nothing to fabrics[1] (topoopt); give it in options of the others, got 4",
+    ]
+    (fault,) = faults_of(document(cluster__servers_per_tor=5))
+    assert fault.startswith("cluster.servers_per_tor: of fabrics[0] (fat_tree) a ToR of 64 ports has 32 down, for 4 ")
+    own = [{"kind": "fat_tree", "options": {"servers_per_tor": 5}}]
+    assert paths(document(fabrics=own)) == {"fabrics[0].options.servers_per_tor"}
+
+
 def test_training_that_cannot_fit_is_told() -> None:
     changed = document(model="qwen2.5-72b")
     (fault,) = faults_of(changed)

@@ -31,12 +31,20 @@ NAMES = {
 }
 # A ToR of this many ports has 8 down, to one server's NICs, and 3 up: what is near another server is near nothing.
 LONE_RADIX = 11
+
+
+def training_of(words: str) -> dict[str, Any]:
+    """A scenario's, from such as `tp8 pp2`; a word without a number is an option that is on."""
+    names = {word.rstrip("0123456789"): word for word in words.split()}
+    return {name: int(word[len(name) :]) if word != name else True for name, word in names.items()}
+
+
 TRAINING: Mapping[str, dict[str, Any]] = {
-    "qwen2.5-14b": {"tp": 8, "pp": 2},
-    "qwen2.5-32b": {"tp": 8},
-    "qwen2-57b-a14b": {"tp": 4, "ep": 16},
-    "qwen2.5-72b": {"tp": 8, "cp": 3, "pp": 2},
-    "qwen3-235b-a22b": {"tp": 4, "pp": 2, "ep": 16, "recompute": True},
+    "qwen2.5-14b": training_of(given.TRAIN_14B.value),
+    "qwen2.5-32b": training_of(given.TRAIN_32B.value),
+    "qwen2-57b-a14b": training_of(given.TRAIN_57B.value),
+    "qwen2.5-72b": training_of(given.TRAIN_72B.value),
+    "qwen3-235b-a22b": training_of(given.TRAIN_235B.value),
 }
 # GPUs that training takes a multiple of: a replica, or the ranks that experts are spread over.
 UNITS = {"qwen2-57b-a14b": 16, "qwen2.5-72b": 48, "qwen3-235b-a22b": 32}

@@ -47,7 +47,7 @@ TRAIN_32B = Constant("training of Qwen2.5-32B", "tp8", "", _OURS + "24 GPUs are 
 TRAIN_57B = Constant("training of Qwen2-57B-A14B", "tp4 ep16", "", _PAPER + "appendix C")
 TRAIN_72B = Constant("training of Qwen2.5-72B", "tp8 cp3 pp2", "", _PAPER + "appendix C")
 TRAIN_235B = Constant(
-    "training of Qwen3-235B-A22B", "tp4 pp2 ep16, recomputing activations", "", _OURS + "the paper gives none"
+    "training of Qwen3-235B-A22B", "tp4 pp2 ep16 recompute", "", _OURS + "the paper gives none; activations twice"
 )
 LOG_PROB_PASSES = Constant(
     "forward passes for log-probabilities, before an optimiser step on the whole batch",
@@ -80,6 +80,23 @@ PILOT_SHARE = Constant(
     "",
     _OURS + "stages are timed on it, then as many train as makes both equally long on a fat tree (StreamRL)",
 )
+SHARED_OUT_GPUS = Constant(
+    "GPUs that train where circuits are shared out by traffic and evenly",
+    (960, 1024),
+    "of Qwen2.5-72B, Qwen2-57B-A14B",
+    _OURS + "whole replicas, of more servers than a PoD's 32",
+)
+SHARED_OUT_STEP = Constant(
+    "sequences of a step there, tokens of each", (8192, 4096), "", _OURS + "tokens as a sample's"
+)
+DELAYS_GPUS = Constant(
+    "GPUs of 512 that train where delays of circuits are compared",
+    (96, 64),
+    "of Qwen2.5-72B, Qwen2-57B-A14B",
+    _OURS + "whole replicas, near an eighth",
+)
+SYNC_GPUS = Constant("GPUs that train where weight sync is compared", 64, "", _OURS + "an eighth of 512")
+FAILURES_GPUS = Constant("GPUs of 512 that train where parts of RFabric fail", 448, "", _OURS + "two PoDs")
 PHASE_GPUS = Constant(
     "GPUs of the case study's and the ablation's generation", (16, 24), "GPUs", _PAPER + "section 6.1"
 )

@@ -43,7 +43,7 @@ def _alone(problem: Problem, wanted: ConfigurationId) -> Problem:
 
 def weight_sync(quick: bool, report: Report) -> list[Row]:
     model = "qwen2-57b-a14b"
-    case = at_scale(model, 64, given.SCALES.value[0], MODELS[model])
+    case = at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[0], MODELS[model])
     rows = []
     for place, kind in enumerate(SYNC_FABRICS):
         report(NAMES[kind], place, len(SYNC_FABRICS))
@@ -101,7 +101,7 @@ def _rate(known: dict[tuple[int, str], float], stages: BoardStages, arm: str) ->
 def failures(quick: bool, report: Report) -> list[Row]:
     """Section 5.4: what is left of an iteration's speed when parts of RFabric are lost."""
     model, gpus = "qwen2-57b-a14b", given.SCALES.value[0]
-    scenario = at_scale(model, 448, gpus, MODELS[model]).scenario(["rfabric"])  # two PoDs train
+    scenario = at_scale(model, given.FAILURES_GPUS.value, gpus, MODELS[model]).scenario(["rfabric"])
     stages = stages_of(scenario, "rfabric")
     job = scenario.train_job(scenario.samples, given.LENGTH_MEDIAN.value)
     whole_s = stages.training(Failures(), job).seconds

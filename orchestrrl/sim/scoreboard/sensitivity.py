@@ -32,9 +32,8 @@ from planner.hardware import gpu_named
 from planner.models import model_named
 
 FIGURE = "Appendix I"
-# GPUs that train, whole replicas of each: more than a PoD of 32 servers.
-TRAIN_GPUS = {"qwen2.5-72b": 960, "qwen2-57b-a14b": 1024}
-SEQUENCES, TOKENS = 1024 * 8, 4096.0
+TRAIN_GPUS = dict(zip(MODELS, given.SHARED_OUT_GPUS.value, strict=True))
+DELAYS_GPUS = dict(zip(MODELS, given.DELAYS_GPUS.value, strict=True))
 KINDS = {
     "cp": "keys and values round a ring (CP)",
     "pp": "point to point (PP)",
@@ -47,12 +46,11 @@ TORS = {"ToRs by rail": None, "ToRs of 4 servers": 4}
 
 
 def delays(quick: bool, report: Report) -> list[Row]:
-    """At the smallest scale, with an eighth of the GPUs training."""
+    """At the smallest scale."""
     rows = []
     for model in ("qwen2.5-72b",) if quick else tuple(MODELS):
         gpus = given.SCALES.value[0]
-        unit = 96 if model == "qwen2.5-72b" else 64
-        scenario = at_scale(model, unit, gpus, MODELS[model]).scenario(["rfabric"])
+        scenario = at_scale(model, DELAYS_GPUS[model], gpus, MODELS[model]).scenario(["rfabric"])
         found = {}
         for place, device in enumerate(given.DEVICES.value):
             report(f"{TITLES[model]}, {device}", place, len(given.DEVICES.value))
@@ -131,12 +129,12 @@ def _job(model: str) -> TrainJob:
     part = TRAINING[model]
     without_dp = part["tp"] * part.get("cp", 1) * part.get("pp", 1)
     layout = TrainLayout(**part, dp=TRAIN_GPUS[model] // without_dp)
-    return TrainJob(model_named(model), gpu_named(given.GPU.value), layout, SEQUENCES, TOKENS)
+    return TrainJob(model_named(model), gpu_named(given.GPU.value), layout, *given.SHARED_OUT_STEP.value)
 
 
 def _sync_rows(report: Report) -> list[Row]:
     model = "qwen2-57b-a14b"
-    scenario = at_scale(model, 64, given.SCALES.value[1], MODELS[model]).scenario(["rfabric"])
+    scenario = at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[1], MODELS[model]).scenario(["rfabric"])
     report("weight sync", 0, 1)
     by_traffic, even = (
         measured(stages_of(scenario, "rfabric", allocation=each)).sync.seconds for each in ("traffic", "uniform")

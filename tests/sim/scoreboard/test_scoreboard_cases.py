@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrrl.sim.scoreboard.cases import Case, measured, retrained, stages_of
+from orchestrrl.sim.scoreboard.cases import Case, measured, retrained, stages_of, training_of
 from orchestrrl.sim.scoreboard.constants import BATCH, MAX_TOKENS, SAMPLES, TESTBED_LAYOUTS
 from orchestrrl.sim.scoreboard.generation import section_2, worker_skew
 
@@ -35,3 +35,11 @@ def test_where_answers_are_cut_workers_end_together() -> None:
     early, late = (worker_skew(section_2(BATCH.value // SAMPLES.value, cut)) for cut in MAX_TOKENS.value)
     assert early < 1.2
     assert late > 1.4
+
+
+def test_layouts_of_training_are_those_that_the_page_lists() -> None:
+    assert training_of("tp8 cp3 pp2") == {"tp": 8, "cp": 3, "pp": 2}
+    assert training_of("tp4 ep16 recompute") == {"tp": 4, "ep": 16, "recompute": True}
+    case = Case("qwen3-235b-a22b", 64, 64, 64, 2_000, ("tp8",))
+    layout = case.scenario(["fat_tree"]).train_layout
+    assert (layout.tp, layout.pp, layout.ep, layout.dp) == (4, 2, 16, 8)

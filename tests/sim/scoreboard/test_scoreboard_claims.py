@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrrl.sim.scoreboard import constants
 from orchestrrl.sim.scoreboard.claims import CLAIMS
 from orchestrrl.sim.scoreboard.constants import every
 from orchestrrl.sim.scoreboard.figures import FIGURES, NOT_HERE, chosen
-from orchestrrl.sim.scoreboard.model import Claim, Row
+from orchestrrl.sim.scoreboard.model import Claim, Constant, Row
 from orchestrrl.sim.scoreboard.rows import compared
 
 REFERENCE = Path(__file__).parents[4] / "shared" / "reference" / "paper.yaml"
@@ -80,10 +81,17 @@ def test_every_claim_is_made_somewhere_or_it_is_said_why_not() -> None:
 
 
 def test_constants_have_names_of_their_own_and_sources() -> None:
-    constants = every()
-    assert len({each.name for each in constants}) == len(constants)
-    for each in constants:
+    listed = every()
+    assert len({each.name for each in listed}) == len(listed)
+    for each in listed:
         assert each.source.strip(), each.name
+
+
+def test_constants_are_what_figures_are_made_from() -> None:
+    """None is listed that nothing reads."""
+    code = "".join(path.read_text() for path in Path(constants.__file__).parent.glob("*.py"))
+    names = [name for name, value in vars(constants).items() if isinstance(value, Constant)]
+    assert [name for name in names if f"given.{name}.value" not in code] == []
 
 
 def test_figures_are_found_by_number() -> None:

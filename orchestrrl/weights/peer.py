@@ -39,6 +39,8 @@ STAMP_S = 5.0  # the daemon is told so often what time it is here: clocks drift 
 
 async def run_peer(settings: PeerSettings, clock: Clock, rng: random.Random) -> None:
     """Until cancelled. Raises Permanent where the folder or all transports cannot be had."""
+    # Hashed before it attaches, though that may take a while: by what it says then that it holds it is decided what is
+    # carried to it. What it did not know of yet would be carried again.
     store = await asyncio.to_thread(Store, settings.folder)
     transports: dict[str, Transport] = {}
     try:

@@ -53,6 +53,11 @@ class Needs:
     version: tuple[int, ...]  # [generation step] that it needs at least
     trained: tuple[int, ...]  # [generation step] training steps that must have begun, for room in the buffer
 
+    @property
+    def carried(self) -> int:
+        """Versions that are made of samples before the last step, which takes the last of them."""
+        return bisect_right(self.taken, self.done[-2]) - 1
+
     @classmethod
     def of(cls, rules: Rules, batches: Sequence[Batch]) -> "Needs":
         done = (0, *accumulate(batch.finished for batch in batches))

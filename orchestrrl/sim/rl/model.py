@@ -59,7 +59,8 @@ class TrainStage:
 
 @dataclass(frozen=True, slots=True)
 class SyncStage:
-    """A weight version to every engine. `bound_s`: no plan is shorter on these links."""
+    """A weight version to every engine. `bound_s`: no plan is shorter on these links. `held_s`: what each of those who
+    send beside it is late by, if it does so all the while."""
 
     seconds: float
     phases_s: Mapping[str, float]  # e.g. circuits, phase A, phase B
@@ -67,6 +68,7 @@ class SyncStage:
     bound_s: float = 0.0
     tier_bytes: Mapping[str, float] = field(default_factory=dict)
     circuits: str = "keep"  # how they were used: see weight_sync.Course
+    held_s: Mapping[Stage, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class RlRun:
     steps: tuple[Mapping[str, float], ...]  # [step] seconds by stage, and what it waited for
     staleness: Mapping[int, int]  # samples by how many versions they were behind when they were trained on
     idle_share: Mapping[Stage, float]  # of the stage's GPUs, of the seconds measured
+    sync_beside: tuple[Stage, ...] = ()  # who was at work when the last weights set out, and went on
     # By stage and tier, of one step: train, gen, weight_sync and response_stream.
     tier_bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     windows: tuple[Window, ...] = ()  # of an optimiser step

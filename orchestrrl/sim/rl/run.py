@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.sim.controlled import CONTROLS
 from orchestrrl.sim.cost.power import TRANSCEIVER_W, network_power_w
 from orchestrrl.sim.cost.prices import PRICES_USD, network_cost_usd
 from orchestrrl.sim.net.fabrics.base import Failures, Stage
+from orchestrrl.sim.rl.generation_fleet import left_idle
 from orchestrrl.sim.rl.loop import run_loop
 from orchestrrl.sim.rl.model import RlRun, Span, SyncStage, TrainStage
 from orchestrrl.sim.rl.response_stream import RESPONSE_STREAM, Stream, response_stream
@@ -19,6 +21,7 @@ from orchestrrl.sim.rl.training import LOG_PROBS
 Point = TypeVar("Point")
 Report = Callable[[str, int, int], None]  # what is under way, done, in all
 
+NAMES = {Stage.TRAIN: "training", Stage.GEN: "generation"}
 MOST_POINTS = 1000  # of a curve that is kept for pictures
 
 
@@ -64,7 +67,7 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> Result:
             seed=seed,
         )
         job = times.job(scenario.loop.batch_samples or times.batches[-1].finished)
-        trained, synced = stages.training(Failures(), job), times.sync_stage(Failures())
+        trained, synced = stages.training(Failures(), job), times.sync_stage(Failures(), run.sync_beside)
     except ValueError as error:
         raise Permanent(f"{stages.section.title}, {arm}: {error}") from error
     last = times.healthy[-1]
@@ -139,6 +142,8 @@ def _notes(run: RlRun, trained: TrainStage, synced: SyncStage, times: ArmTimes) 
         notes.append(f"an optimiser step waits {trained.update.waits_s:.3f} s for circuits")
     if times.stages.fabric.reconfigures_s:
         notes.append(f"weight sync: circuits {synced.circuits.replace('_', ' ')}")
+    notes += _beside(run, synced, times)
+    notes += _idle(times)
     gbps = times.stages.scenario.cluster.nic_gbps
     if gbps not in PRICES_USD:
         notes.append(f"no prices are known of {gbps:g} Gbps")
@@ -146,6 +151,29 @@ def _notes(run: RlRun, trained: TrainStage, synced: SyncStage, times: ArmTimes) 
     if left:
         notes.append(f"{left} samples were begun and not trained on before the end")
     return notes
+
+
+def _beside(run: RlRun, synced: SyncStage, times: ArmTimes) -> list[str]:
+    """What weights on their way, and those who send beside them, cost each other."""
+    if not synced.held_s:
+        return []
+    alone_s, who = times.sync_stage(Failures()).seconds, " and ".join(NAMES[stage] for stage in synced.held_s)
+    train_s, gen_s = (sum(step[name] for step in run.steps) for name in ("train_held_s", "gen_held_s"))
+    return [
+        f"weight sync beside {who} takes {synced.seconds:.3f} s, {alone_s:.3f} s alone",
+        f"weights on their way held training up by {train_s:.3f} s, generation by {gen_s:.3f} s",
+    ]
+
+
+def _idle(times: ArmTimes) -> list[str]:
+    """Where engines that stay inside PoDs leave GPUs over."""
+    ready, where = times.stages.ready(Failures()), times.stages.job.where
+    planned = "; plans do not know of PoDs, and may use them" if times.arm in CONTROLS else ""
+    return [
+        f"{len(fleet)} x {name} stay inside PoDs, which leaves {idle} of {where.count} GPUs idle{planned}"
+        for name, fleet in ready.wide.items()
+        if (idle := left_idle(fleet, where))
+    ]
 
 
 def _streamed(stream: Stream) -> str:

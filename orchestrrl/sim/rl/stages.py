@@ -1,8 +1,9 @@
 """What each stage of a scenario takes on one fabric, by what of the network has failed. Each is worked out once.
 
-Training and generation have servers of their own and their traffic is taken not to meet. Weights are brought to the
-fleet that the tuned static baseline would have. An engine, or a server that generates, that has failed takes its share
-of the speed with it; of those that train another one takes the place (see faults.py).
+Training and generation have servers of their own and their traffic is taken not to meet; weights on their way meet that
+of both, where they go on. They are brought to the fleet that the tuned static baseline would have. An engine, or a
+server that generates, that has failed takes its share of the speed with it; of those that train another one takes the
+place (see faults.py).
 """
 
 import math
@@ -18,11 +19,13 @@ from orchestrrl.sim.rl.generation import GenJob, Prepared, generation_stages, pr
 from orchestrrl.sim.rl.generation_fleet import Fleet, GenGpus, deployed
 from orchestrrl.sim.rl.generation_profiles import Hardware
 from orchestrrl.sim.rl.loop import GenTime
+from orchestrrl.sim.rl.loop_held import SyncTime
 from orchestrrl.sim.rl.loop_rules import Batch
 from orchestrrl.sim.rl.model import GenStage, SyncStage, TrainStage
 from orchestrrl.sim.rl.scenario import ClusterScenario, FabricSection
 from orchestrrl.sim.rl.training import training_bytes, training_stage
 from orchestrrl.sim.rl.weight_sync import sync_stage
+from orchestrrl.sim.rl.weight_sync_beside import Beside, generation_beside, training_beside
 from orchestrrl.sim.train.constants import MEGATRON, TrainConstants
 from orchestrrl.sim.train.iteration import forward_s, iteration
 from orchestrrl.sim.train.model import Iteration, TrainJob
@@ -43,6 +46,7 @@ class FabricStages:
     _train: dict[Hashable, Iteration] = field(default_factory=dict)
     _training: dict[Hashable, TrainStage] = field(default_factory=dict)
     _sync: dict[Hashable, SyncStage] = field(default_factory=dict)
+    _beside: dict[Hashable, Beside] = field(default_factory=dict)
 
     @cached_property
     def fabric(self) -> Fabric:
@@ -98,12 +102,29 @@ class FabricStages:
             self._training[key] = training_stage(job, recipe, lambda share: self.train(failed, share), passes_s)
         return self._training[key]
 
-    def sync(self, failed: Failures, fleet: Fleet, job: TrainJob) -> SyncStage:
+    def sync(self, failed: Failures, fleet: Fleet, job: TrainJob, beside: tuple[Beside, ...] = ()) -> SyncStage:
         part = self.scenario.weight_sync
-        key = (_key(failed), fleet.parallelism, job)
+        key = (_key(failed), fleet.parallelism, job, beside)
         if key not in self._sync:
-            self._sync[key] = sync_stage(job, [fleet], self.without(failed), part.scheme, bits=part.bits)
+            fabric = self.without(failed)
+            self._sync[key] = sync_stage(job, [fleet], fabric, part.scheme, bits=part.bits, beside=beside)
         return self._sync[key]
+
+    def training_sends(self, job: TrainJob) -> Beside:
+        """A second, in the mean."""
+        if job not in self._beside:
+            seconds = self.training(Failures(), job).seconds
+            servers = self.fabric.servers
+            self._beside[job] = training_beside(job, self.scenario.recipe, seconds, servers, self.constants)
+        return self._beside[job]
+
+    def generation_sends(self, fleet: Fleet, tokens_per_s: float) -> Beside:
+        """A second, in the mean."""
+        key = (fleet.parallelism, tokens_per_s)
+        if key not in self._beside:
+            model = self.scenario.model_value
+            self._beside[key] = generation_beside(fleet, model, tokens_per_s, self.fabric.servers)
+        return self._beside[key]
 
     def tuned(self, seed: int) -> EngineProfile:
         """What the static baseline runs."""
@@ -147,7 +168,7 @@ class ArmTimes:
     def fleet(self) -> Fleet:
         """That takes weights."""
         tuned, fabric = self.stages.tuned(self.seed), self.stages.fabric
-        return deployed(tuned.parallelism, self.stages.job.where, fabric.servers)
+        return deployed(tuned.parallelism, self.stages.job.where, fabric.servers, fabric.pods)
 
     def job(self, samples: int) -> TrainJob:
         return self.stages.scenario.train_job(samples, self.tokens, self.length_cv)
@@ -169,15 +190,26 @@ class ArmTimes:
 
         return with_lost_work_s(self._schedule, begin_s, seconds, servers, scenario.training.recovery_s)
 
-    def sync(self, version: int, begin_s: float) -> float:
+    def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+        """What has failed lengthens it; those beside it lose the share of their time that they would lose otherwise."""
+
         def seconds(now_s: float) -> float:
             failed = self._schedule.network(now_s)
-            return _or_never(failed, lambda: self.sync_stage(failed).seconds)
+            return _or_never(failed, lambda: self.sync_stage(failed, beside).seconds)
 
-        return stretched_s(self._schedule, begin_s, seconds)
+        took_s, whole = stretched_s(self._schedule, begin_s, seconds), self.sync_stage(Failures(), beside)
+        return SyncTime(took_s, {stage: took_s / whole.seconds * each_s for stage, each_s in whole.held_s.items()})
 
-    def sync_stage(self, failed: Failures) -> SyncStage:
-        return self.stages.sync(failed, self.fleet, self.job(self.batches[-1].finished))
+    def sync_stage(self, failed: Failures, beside: tuple[Stage, ...] = ()) -> SyncStage:
+        """Beside what these stages send; alone, where none is named."""
+        job = self.job(self.batches[-1].finished)
+        return self.stages.sync(failed, self.fleet, job, tuple(self._sends(stage, job) for stage in beside))
+
+    def _sends(self, stage: Stage, job: TrainJob) -> Beside:
+        if stage is Stage.TRAIN:
+            return self.stages.training_sends(job)
+        last = self.healthy[-1]
+        return self.stages.generation_sends(self.fleet, last.samples * last.sample_tokens / last.seconds)
 
     @property
     def _schedule(self) -> Schedule:

@@ -6,17 +6,18 @@ before the step, for the engine's own differ, and under a reference model where 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from orchestrrl.sim.net.fabrics.base import Fabric
+from orchestrrl.sim.net.model import Flows, Servers
 from orchestrrl.sim.net.timing import tier_bytes
 from orchestrrl.sim.rl.model import TrainStage
 from orchestrrl.sim.train.constants import MEGATRON, TrainConstants
 from orchestrrl.sim.train.flops import forward_flops, step_flops
 from orchestrrl.sim.train.model import Iteration, TrainJob
 from orchestrrl.sim.train.periods import periods_of
-from orchestrrl.sim.train.traffic import FORWARD_BACKWARD, forward_times, traffic
+from orchestrrl.sim.train.traffic import FORWARD_BACKWARD, Exchange, forward_times, traffic
 
 LOG_PROBS = "log probs"  # of a stage's parts
 
@@ -74,29 +75,38 @@ def training_bytes(
 ) -> Mapping[str, float]:
     """By tier, over its links: what stays in a server goes over NVLink."""
     found: dict[str, float] = {}
-    for size, times in recipe.shares(job.sequences):
-        _add(found, replace(job, sequences=size), fabric, constants, times)
-    if recipe.log_prob_passes:
-        _add(found, job, fabric, constants, recipe.log_prob_passes, forward=True)
+    for share, exchanges, often in _sent(job, recipe, fabric.servers, constants):
+        passes, gradients = (fabric.network(period) for period in periods_of(share, exchanges))
+        for kind, times in often.items():
+            network = passes if kind in FORWARD_BACKWARD else gradients
+            for tier, size in tier_bytes(network, exchanges[kind].transfer.flows).items():
+                found[tier.value] = found.get(tier.value, 0.0) + times * size
     return found
 
 
-def _add(
-    found: dict[str, float],
-    job: TrainJob,
-    fabric: Fabric,
-    constants: TrainConstants,
-    times: int,
-    *,
-    forward: bool = False,
-) -> None:
-    """What so many optimiser steps send, or forward passes alone."""
-    exchanges = traffic(job, fabric.servers, constants)
-    passes, gradients = (fabric.network(period) for period in periods_of(job, exchanges))
-    for kind, exchange in exchanges.items():
-        if forward and kind not in FORWARD_BACKWARD:
-            continue
-        often = times * (forward_times(job, kind, exchange) if forward else exchange.times)
-        network = passes if kind in FORWARD_BACKWARD else gradients
-        for tier, size in tier_bytes(network, exchange.transfer.flows).items():
-            found[tier.value] = found.get(tier.value, 0.0) + often * size
+def training_flows(job: TrainJob, recipe: Recipe, servers: Servers, constants: TrainConstants = MEGATRON) -> Flows:
+    """Of a training step, those of groups that span servers."""
+    return Flows.joined(
+        [
+            exchanges[kind].transfer.flows.times(times)
+            for _, exchanges, often in _sent(job, recipe, servers, constants)
+            for kind, times in often.items()
+            if exchanges[kind].crosses
+        ]
+    )
+
+
+Sent = tuple[TrainJob, Mapping[str, Exchange], Mapping[str, float]]
+
+
+def _sent(job: TrainJob, recipe: Recipe, servers: Servers, constants: TrainConstants) -> Iterator[Sent]:
+    """Of optimiser steps that are alike, then of the passes before them: exchanges by kind, and how often each."""
+    for size, times in recipe.shares(job.sequences):
+        share = replace(job, sequences=size)
+        exchanges = traffic(share, servers, constants)
+        yield share, exchanges, {kind: times * each.times for kind, each in exchanges.items()}
+    if recipe.log_prob_passes:
+        exchanges = traffic(job, servers, constants)
+        forward = {kind: exchanges[kind] for kind in FORWARD_BACKWARD if kind in exchanges}
+        often = {kind: recipe.log_prob_passes * forward_times(job, kind, each) for kind, each in forward.items()}
+        yield job, exchanges, often

@@ -2,25 +2,27 @@
 
 The plan is the product's own (planner/sync_tree), over servers as its peers are; what it takes is the network's word,
 not the plan's estimate. Where the fabric has circuits, those that are there are kept, or they are set for all of the
-plan at once, or anew for each wave that wants others: whichever is sooner.
+plan at once, or anew for each wave that wants others: whichever is sooner. Others may send beside it: then whichever
+costs least, what those are late by included.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestrrl.sim.net.fabrics.base import Fabric, Period, Stage
-from orchestrrl.sim.net.fluid import finish_routed_s
-from orchestrrl.sim.net.model import Flows, Network, Servers
+from orchestrrl.sim.net.fluid import finish_beside, finish_routed_s
+from orchestrrl.sim.net.model import Floats, Flows, Network, Routes, Servers
 from orchestrrl.sim.net.problem import routes_of
 from orchestrrl.sim.net.timing import tier_bytes
 from orchestrrl.sim.rl.generation_bytes import summed
 from orchestrrl.sim.rl.generation_fleet import Fleet
 from orchestrrl.sim.rl.model import SyncStage
+from orchestrrl.sim.rl.weight_sync_beside import Beside
 from orchestrrl.sim.rl.weight_sync_flows import Step, naive_steps, tree_steps, two_stage_steps
 from orchestrrl.sim.rl.weight_sync_shards import ServerShard, shards_of
 from orchestrrl.sim.rl.weight_sync_site import Site, site_of
@@ -50,10 +52,30 @@ class Timed:
     crossing_s: float  # phase A: until the last bytes have come from other PoDs
     inside_s: float  # phase B, beyond that
     tier_bytes: Mapping[str, float]
+    held_s: Mapping[Stage, float]  # of those beside it; nobody sends while circuits change
 
     @property
     def seconds(self) -> float:
         return self.circuits_s + self.crossing_s + self.inside_s
+
+    @property
+    def cost_s(self) -> float:
+        return self.seconds + sum(self.held_s.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """What steps run on. `before`: what circuits are set for when they begin; `meanwhile_s`: no sync is shorter."""
+
+    fabric: Fabric
+    before: Period | None
+    beside: Sequence[Beside]
+    meanwhile_s: float
+
+    def period(self, flows: Flows, share: float = 1.0) -> Period:
+        """For these flows, and what others send in that share of the time."""
+        others = [each.flows.times(self.meanwhile_s * share) for each in self.beside]
+        return _period(Flows.joined([flows, *others]), self.fabric.servers)
 
 
 def sync_stage(
@@ -64,23 +86,28 @@ def sync_stage(
     *,
     bits: int = 16,
     before: Period | None = None,
+    beside: Sequence[Beside] = (),
 ) -> SyncStage:
     """To the engines of all `fleets`. `before`: what circuits are set for when it begins; None: as they are at rest.
-    Raises ValueError for a scheme that is not known, and where a layout cannot divide the model."""
+    `beside`: what others send all the while. Raises ValueError for a scheme that is not known, and where a layout
+    cannot divide the model."""
     if scheme not in SCHEMES:
         raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
     servers = fabric.servers
     shards = shards_of(job, fleets, servers.gpus_per_server, bits)
     site = site_of(fabric.network(None))
-    found = list(_courses(scheme, shards, site, fabric, before))
-    timed, steps = min(found, key=lambda each: each[0].seconds)  # of those that are alike, the one that changes least
+    least_s = bound_s(shards, site)
+    sending = [each for each in beside if len(each.flows)]
+    found = list(_courses(scheme, shards, site, _Ground(fabric, before, sending, least_s)))
+    timed, steps = min(found, key=lambda each: each[0].cost_s)  # of those that are alike, the one that changes least
     return SyncStage(
         seconds=timed.seconds,
         phases_s={"circuits": timed.circuits_s, "phase A": timed.crossing_s, "phase B": timed.inside_s},
         bytes=sum(float(step.flows.bytes[_outside(step.flows, servers)].sum()) for step in steps),
-        bound_s=bound_s(shards, site),
+        bound_s=least_s,
         tier_bytes=timed.tier_bytes,
         circuits=timed.course.value,
+        held_s=timed.held_s,
     )
 
 
@@ -137,54 +164,61 @@ def bound_s(shards: Sequence[ServerShard], site: Site) -> float:
 
 
 def _courses(
-    scheme: str, shards: Sequence[ServerShard], site: Site, fabric: Fabric, before: Period | None
+    scheme: str, shards: Sequence[ServerShard], site: Site, ground: _Ground
 ) -> Iterator[tuple[Timed, Sequence[Step]]]:
     """Waves cost nothing where circuits are kept: a plan for those may have more of them."""
+    fabric = ground.fabric
     steps = steps_of(scheme, shards, site, fabric.servers)
-    yield _kept(steps, fabric, before), steps
+    yield _kept(steps, ground), steps
     if not fabric.reconfigures_s:
         return
     if scheme == "tree":
         steps = steps_of(scheme, shards, site, fabric.servers, fabric.reconfigures_s)
-    yield _at_once(steps, fabric, before), steps
+    yield _at_once(steps, ground), steps
     if 1 < len(steps) <= MOST_WAVES:
-        yield _step_by_step(steps, fabric, before), steps
+        yield _step_by_step(steps, ground), steps
 
 
-def _kept(steps: Sequence[Step], fabric: Fabric, before: Period | None) -> Timed:
-    network = fabric.network(before)
+def _kept(steps: Sequence[Step], ground: _Ground) -> Timed:
+    network = ground.fabric.network(ground.before)
     try:
-        return _timed(Course.KEEP, 0.0, [_step_s(network, step) for step in steps])
+        return _timed(Course.KEEP, 0.0, [_step_s(network, step, ground.beside) for step in steps])
     except ValueError:  # circuits of another period may leave servers apart
-        if not fabric.reconfigures_s:
+        if not ground.fabric.reconfigures_s:
             raise
-        return Timed(Course.KEEP, 0.0, math.inf, 0.0, {})
+        return Timed(Course.KEEP, 0.0, math.inf, 0.0, {}, {})
 
 
-def _at_once(steps: Sequence[Step], fabric: Fabric, before: Period | None) -> Timed:
-    period = _period(Flows.joined([step.flows for step in steps]), fabric.servers)
+def _at_once(steps: Sequence[Step], ground: _Ground) -> Timed:
+    fabric = ground.fabric
+    period = ground.period(Flows.joined([step.flows for step in steps]))
     network = fabric.network(period)
-    circuits_s = fabric.reconfigures_s if fabric.changes(before, period) else 0.0
-    return _timed(Course.CHANGE, circuits_s, [_step_s(network, step) for step in steps])
+    circuits_s = fabric.reconfigures_s if fabric.changes(ground.before, period) else 0.0
+    return _timed(Course.CHANGE, circuits_s, [_step_s(network, step, ground.beside) for step in steps])
 
 
-def _step_by_step(steps: Sequence[Step], fabric: Fabric, before: Period | None) -> Timed:
+def _step_by_step(steps: Sequence[Step], ground: _Ground) -> Timed:
+    fabric, before = ground.fabric, ground.before
     circuits_s, times = 0.0, []
     for step in steps:
         if not _outside(step.flows, fabric.servers).any():
             network = fabric.network(before)
         else:
-            period = _period(step.flows, fabric.servers)
+            period = ground.period(step.flows, 1 / len(steps))
             circuits_s += fabric.reconfigures_s if fabric.changes(before, period) else 0.0
             network, before = fabric.network(period), period
-        times.append(_step_s(network, step))
+        times.append(_step_s(network, step, ground.beside))
     return _timed(Course.CHANGE_BY_WAVE, circuits_s, times)
 
 
 def _timed(course: Course, circuits_s: float, times: Sequence["_StepTime"]) -> Timed:
     crossing_s = sum(each.crossing_s for each in times)
     whole_s = sum(each.seconds for each in times)
-    return Timed(course, circuits_s, crossing_s, whole_s - crossing_s, summed([each.tier_bytes for each in times]))
+    held_s: dict[Stage, float] = {}
+    for stage, late_s in (pair for each in times for pair in each.held_s.items()):
+        held_s[stage] = held_s.get(stage, circuits_s) + late_s
+    sent = summed([each.tier_bytes for each in times])
+    return Timed(course, circuits_s, crossing_s, whole_s - crossing_s, sent, held_s)
 
 
 def _period(flows: Flows, servers: Servers) -> Period:
@@ -200,19 +234,33 @@ def _outside(flows: Flows, servers: Servers) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _StepTime:
-    crossing_s: float = 0.0  # until the last flow between PoDs is through
-    seconds: float = 0.0  # until all are
-    tier_bytes: Mapping[str, float] = field(default_factory=dict)
+    crossing_s: float  # until the last flow between PoDs is through
+    seconds: float  # until all are
+    tier_bytes: Mapping[str, float]
+    held_s: Mapping[Stage, float]
 
 
-def _step_s(network: Network, step: Step) -> _StepTime:
+def _step_s(network: Network, step: Step, beside: Sequence[Beside]) -> _StepTime:
     """Who is below others waits for a chunk and a hop of each above it."""
     flows = step.flows
     if not len(flows):
-        return _StepTime()
+        return _StepTime(0.0, 0.0, {}, {each.stage: 0.0 for each in beside})
     routes = routes_of(network, flows)
-    ends_s = finish_routed_s(network, flows, routes)
+    ends_s, late_s = _shared(network, flows, routes, [each for each in beside if each.has_way(network)])
     chunk_s = ends_s * np.minimum(1.0, CHUNK_BYTES / network.servers.gpus_per_server / flows.bytes)
     ends_s = ends_s + routes.latency_s + step.above * (chunk_s + routes.latency_s)
     sent = {tier.value: size for tier, size in tier_bytes(network, flows, routes).items()}
-    return _StepTime(float(ends_s[step.crosses].max(initial=0.0)), float(ends_s.max()), sent)
+    seconds = float(ends_s.max())
+    held_s = {each.stage: late_s.get(each.stage, seconds) for each in beside}  # without a way, all the while
+    return _StepTime(float(ends_s[step.crosses].max(initial=0.0)), seconds, sent, held_s)
+
+
+def _shared(
+    network: Network, flows: Flows, routes: Routes, beside: Sequence[Beside]
+) -> tuple[Floats, Mapping[Stage, float]]:
+    """When flows end, and how late they make those beside them."""
+    if not beside:
+        return finish_routed_s(network, flows, routes), {}
+    found = finish_beside(network, flows, routes, Flows.joined([each.flows for each in beside]))
+    parts = np.split(found.behind_s, np.cumsum([len(each.flows) for each in beside])[:-1])
+    return found.end_s, {each.stage: each.held_s(part) for each, part in zip(beside, parts, strict=True)}

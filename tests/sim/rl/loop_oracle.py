@@ -92,7 +92,7 @@ class Oracle:
             return None
         if sum(self._sizes()[:version]) > self._finished(len(self.batches) - 1):
             return None
-        seconds = self.times.sync(version, self.now)
+        seconds = self.times.sync(version, self.now, ()).seconds
         self._start("sync", version, seconds)
         self.carried.append(self.now + seconds)
         return "sync"
@@ -110,7 +110,7 @@ class Oracle:
             if self.rules.holds is Holds.BOTH and not self._free("train"):
                 return None
             lanes = ("gen", "train") if self.rules.holds is Holds.BOTH else ("gen",)
-            self._start("sync", version, self.times.sync(version, self.now), *lanes)
+            self._start("sync", version, self.times.sync(version, self.now, ()).seconds, *lanes)
             self.installed, self.brought = version, step
             return "sync"
         if self.brought == step:  # what became newer meanwhile is for the next step

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.sim.net.fabrics.base import Stage
 from orchestrrl.sim.rl.loop import GenTime, Given, run_loop
+from orchestrrl.sim.rl.loop_held import Slowed, SyncTime
 from orchestrrl.sim.rl.loop_rules import Batch, Needs, Rules
 from orchestrrl.sim.rl.model import Holds, LoopMode, RlRun
 from tests.sim.rl.loop_oracle import Oracle
@@ -133,6 +134,93 @@ def test_what_could_never_begin_is_told() -> None:
         Needs.of(Rules(ONE_STEP), [Batch(5, 6)])
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Weights on their way hold up those beside them for a share of their time."""
+
+    given: Given
+    of_train: float = 0.0
+    of_gen: float = 0.0
+
+    def gen(self, step: int, begin_s: float) -> GenTime:
+        return self.given.gen(step, begin_s)
+
+    def train(self, step: int, samples: int, begin_s: float) -> float:
+        return self.given.train(step, samples, begin_s)
+
+    def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+        took_s, shares = self.given.sync_s[version - 1], {Stage.TRAIN: self.of_train, Stage.GEN: self.of_gen}
+        return SyncTime(took_s, {stage: shares[stage] * took_s for stage in beside})
+
+
+def held(rules: Rules, gen_s: float, train_s: float, sync_s: float, steps: int = 4) -> RlRun:
+    return run_loop(rules, [Batch(10, 10)] * steps, Holding(even(steps, gen_s, train_s, sync_s), 0.5, 0.25))
+
+
+def test_a_sync_that_engines_wait_for_holds_training_up() -> None:
+    run = held(Rules(ONE_STEP), 6.0, 3.0, 1.0)
+    assert lanes(run)[3:6] == [("sync", 1, 12.0, 13.0), ("train", 1, 12.0, 15.5), ("gen", 2, 13.0, 19.0)]
+    assert run.sync_beside == (Stage.TRAIN,)
+    assert [(row["train_held_s"], row["gen_held_s"]) for row in run.steps] == [(0, 0), (0.5, 0), (0.5, 0), (0, 0)]
+
+
+def test_training_that_is_under_way_is_held_up_from_then_on() -> None:
+    """The sync of version 1 sets out as engines come free, 2 s before the second training step would end, and is 6 s on
+    its way: of the first 4 of them training gets half."""
+    times = Holding(Given([2.0, 3.0, 5.0, 5.0], [2.0, 3.0, 1.0, 1.0], [6.0] * 4), of_train=0.5)
+    run = run_loop(Rules(BOUNDED, staleness=1, buffer_samples=20), [Batch(10, 10)] * 4, times)
+    assert lanes(run)[:4] == [
+        ("gen", 0, 0.0, 2.0),
+        ("gen", 1, 2.0, 5.0),
+        ("train", 0, 2.0, 4.0),
+        ("sync", 1, 5.0, 11.0),
+    ]
+    assert lanes(run)[4] == ("train", 1, 5.0, 11.0)
+
+
+def test_a_sync_that_nobody_waits_for_holds_generation_up() -> None:
+    run = held(Rules(ONE_STEP, holds=Holds.NOBODY), 6.0, 3.0, 1.0)
+    assert lanes(run)[:5] == [
+        ("gen", 0, 0.0, 6.0),
+        ("gen", 1, 6.0, 12.25),
+        ("train", 0, 6.0, 9.0),
+        ("sync", 1, 9.0, 10.0),
+        ("gen", 2, 12.25, 18.5),
+    ]
+    assert run.sync_beside == (Stage.GEN,)
+    slow = held(Rules(ONE_STEP, holds=Holds.NOBODY), 3.0, 6.0, 1.0)
+    assert [row["gen_held_s"] for row in slow.steps] == [0.0] * 4  # engines wait for those weights
+    assert slow.steps[1]["train_held_s"] == 0.5
+
+
+@pytest.mark.parametrize("rules", [Rules(SYNCHRONOUS), Rules(ONE_STEP, holds=Holds.BOTH)])
+def test_where_all_wait_nobody_is_held_up(rules: Rules) -> None:
+    run = held(rules, 6.0, 3.0, 1.0)
+    assert run.sync_beside == ()
+    assert run == ran(rules, 4, 6.0, 3.0, 1.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.sampled_from([0.25, 0.5, 1.0])), max_size=4),
+    st.integers(0, 20),
+    st.integers(1, 20),
+)
+def test_held_up_work_ends_when_small_steps_of_it_do(
+    stretches: list[tuple[int, int, float]], begin_s: int, work_s: int
+) -> None:
+    lane, lost, free_s = Slowed(), dict[int, float](), 0
+    for wait_s, long_s, share in stretches:
+        lane.add(free_s + wait_s, free_s + wait_s + long_s, share * long_s)
+        lost |= dict.fromkeys(range(free_s + wait_s, free_s + wait_s + long_s), share)
+        free_s += wait_s + long_s
+    now_s, left_s = float(begin_s), float(work_s)
+    while left_s > 1e-9:  # second by second
+        speed = 1 - lost.get(int(now_s), 0.0)
+        took_s = min(1.0, left_s / speed) if speed else 1.0
+        left_s, now_s = left_s - took_s * speed, now_s + took_s
+    assert begin_s + work_s + lane.held_s(begin_s, work_s) == pytest.approx(now_s)
+
+
 @dataclass
 class Drawn:
     """Whole seconds, so that what happens at once happens at once here and there."""
@@ -219,6 +307,24 @@ def test_no_mode_is_shorter_than_its_longest_stage_or_longer_than_all(case: Draw
     assert max(stages[0] + times.train_s[steps - 1], times.gen_s[0] + stages[1]) <= run.seconds <= sum(stages)
     if case.rules.mode is SYNCHRONOUS:
         assert run.seconds == sum(stages)
+
+
+@given(drawn(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.25]))
+def test_what_is_held_up_is_no_longer_than_weights_are_on_their_way(case: Drawn, train: float, gen: float) -> None:
+    assume(feasible(case))
+    times = case.times
+    run = run_loop(case.rules, case.batches, Holding(times, train, gen))
+    synced_s = sum(row["sync_s"] for row in run.steps)
+    assert 0 <= sum(row["train_held_s"] for row in run.steps) <= train * synced_s + 1e-9
+    assert 0 <= sum(row["gen_held_s"] for row in run.steps) <= gen * synced_s + 1e-9
+    for lane, free in (("train", "train_held_s"), ("gen", "gen_held_s")):
+        spans = [span for span in run.spans if span.lane == lane]
+        alone_s = times.train_s if lane == "train" else times.gen_s
+        worked_s = sum(alone_s[span.step] for span in spans) + sum(row[free] for row in run.steps)
+        assert sum(span.end_s - span.begin_s for span in spans) == pytest.approx(worked_s)
+        assert all(sooner.end_s <= later.begin_s + 1e-9 for sooner, later in pairwise(spans))
+    if not train and not gen:
+        assert lanes(run) == lanes(run_loop(case.rules, case.batches, times))
 
 
 @given(drawn(simple=True), st.integers(0, 2), st.integers(0, 5), st.floats(0, 9))

@@ -268,12 +268,10 @@ def _lock(folder: Path) -> int:
 def _read_state(folder: Path) -> _State | None:
     """None where there is none that this release can read."""
     try:
-        text = (folder / STATE_FILE).read_bytes()
-        if json.loads(text).get("schema") != SCHEMA:
-            return None
-        return _STATE.validate_json(text)
-    except (OSError, ValidationError, ValueError, AttributeError):
+        state = _STATE.validate_json((folder / STATE_FILE).read_bytes())
+    except (OSError, ValidationError):
         return None
+    return state if state.schema == SCHEMA else None
 
 
 def _write(path: Path, content: bytes) -> None:

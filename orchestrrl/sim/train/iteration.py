@@ -14,7 +14,7 @@ from orchestrrl.sim.train.kernels import Kernels
 from orchestrrl.sim.train.model import Iteration, TrainJob
 from orchestrrl.sim.train.networks import OnFabric, on_fabric
 from orchestrrl.sim.train.passes import WAITS
-from orchestrrl.sim.train.pipeline import Stages, run
+from orchestrrl.sim.train.pipeline import Stages, forward_only, run
 from orchestrrl.sim.train.stages import Loaded, without_network
 from orchestrrl.sim.train.timeline import boundaries, windows
 from orchestrrl.sim.train.traffic import FORWARD_BACKWARD, Exchange, traffic
@@ -37,15 +37,9 @@ def iteration(job: TrainJob, fabric: Fabric, *, constants: TrainConstants = MEGA
 
 
 def forward_s(job: TrainJob, fabric: Fabric, *, constants: TrainConstants = MEGATRON) -> float:
-    """The batch's forward passes alone, as for probabilities under the policy or a reference: stages follow each other
-    as on an assembly line."""
+    """The batch's forward passes alone, as for probabilities under the policy or a reference."""
     given = on_fabric(job, fabric, traffic(job, fabric.servers, constants), constants).given
-    each_s = given.stages.forward_s.copy()
-    each_s[:-1] += given.stages.send_s if given.stages.blocks else 0.0  # the last one sends nothing
-    by_rank = [each_s[rank :: job.layout.pp].sum() for rank in range(job.layout.pp)]
-    return float(given.stages.forward_s.sum() + (job.micro_batches - 1) * max(by_rank)) + (
-        (job.layout.stages - 1) * given.stages.send_s
-    )
+    return run(forward_only(given.ops), given.stages, job.micro_batches).seconds
 
 
 def _told(found: OnFabric, taken: Taken, free: Taken, step_s: float, exchanges: Mapping[str, Exchange]) -> Iteration:

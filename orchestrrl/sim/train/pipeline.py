@@ -61,6 +61,11 @@ def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Op, ..
     return tuple(_of_rank(rank, ranks, chunks, turns) for rank in range(ranks))
 
 
+def forward_only(ops: tuple[tuple[Op, ...], ...]) -> tuple[tuple[Op, ...], ...]:
+    """[rank] without backward passes, in the same turns."""
+    return tuple(tuple(op for op in of_rank if not op.backward) for of_rank in ops)
+
+
 def _of_rank(rank: int, ranks: int, chunks: int, turns: list[tuple[int, int]]) -> tuple[Op, ...]:
     forward = [Op(chunk * ranks + rank, micro, False) for chunk, micro in turns]
     backward = [Op((chunks - 1 - chunk) * ranks + rank, micro, True) for chunk, micro in turns]
@@ -96,8 +101,8 @@ def run(ops: tuple[tuple[Op, ...], ...], stages: Stages, micro_batches: int) -> 
 
 
 def _table(of: dict[Key, float], stages: int, micro_batches: int) -> Floats:
-    """[2, stage, micro]"""
-    found = np.empty((2, stages, micro_batches))
+    """[2, stage, micro], 0 where there is none."""
+    found = np.zeros((2, stages, micro_batches))
     at = np.array(list(of), np.int64)
     found[at[:, 0], at[:, 1], at[:, 2]] = list(of.values())
     return found

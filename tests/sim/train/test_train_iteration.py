@@ -202,8 +202,9 @@ def test_forward_passes_alone() -> None:
 @given(layouts)
 @settings(max_examples=20, deadline=None)
 def test_forward_passes_are_a_good_part_of_an_iteration(model_layout: tuple[Model, TrainLayout]) -> None:
+    """Where the head is small: beside it interleaved stages of one layer are so uneven that they stand still."""
     model, layout = model_layout
-    of = job(layout, model=model)
+    of = job(layout, model=replace(model, vocab=4000))
     assert 0.2 < forward_s(of, static(TWO)) / on(TWO, of).seconds < 0.5
 
 

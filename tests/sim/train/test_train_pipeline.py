@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.sim.train.pipeline import Op, Schedule, Stages, order, run
+from orchestrrl.sim.train.pipeline import Op, Schedule, Stages, forward_only, order, run
 
 ranks = st.integers(1, 6)
 seconds = st.floats(0.01, 2.0)
@@ -81,3 +81,12 @@ def test_a_first_forward_waits_for_its_parameters() -> None:
 def test_interleaving_needs_whole_groups() -> None:
     with pytest.raises(ValueError, match="must be a multiple of 4 ranks, got 6"):
         order(4, 6, 2)
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(1, 1, 4), (4, 1, 6), (4, 2, 8), (2, 4, 6)])
+def test_forward_passes_alone_are_filled_once(ranks: int, chunks: int, micro_batches: int) -> None:
+    """By a stage less than there are ranks: interleaved, a stage is so much shorter."""
+    stages = np.ones(ranks * chunks)
+    found = run(forward_only(order(ranks, micro_batches, chunks)), Stages(stages, stages), micro_batches)
+    assert found.seconds == micro_batches * chunks + ranks - 1
+    assert found.end_s[1].max() == 0

@@ -128,6 +128,11 @@ def test_forward_passes_alone_are_a_pipeline_without_a_way_back(tp: int, pp: int
     assert forward_s(of.job, static(FOUR)) == pytest.approx(run(ops, of.stages, sequences).end_s[0].max())
 
 
+def test_forward_passes_of_interleaved_stages_wait_less_for_the_first() -> None:
+    plain, interleaved = (job(TrainLayout(tp=8, pp=4, vpp=each), sequences=4, tokens=65536) for each in (1, 2))
+    assert forward_s(interleaved, static(FOUR)) < 0.9 * forward_s(plain, static(FOUR))
+
+
 def test_windows_lie_behind_whatever_ends_last() -> None:
     """Of two collectives that overlap the longer one, though it began first."""
     found = (

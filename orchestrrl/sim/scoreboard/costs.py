@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from orchestrrl.sim.cost.prices import gpus_cost_usd, network_cost_usd
 from orchestrrl.sim.net.fabrics.registry import build
+from orchestrrl.sim.net.fabrics.rfabric import rfabric
 from orchestrrl.sim.net.model import Servers
 from orchestrrl.sim.rl.summary import pareto
 from orchestrrl.sim.scoreboard import constants as given
@@ -49,8 +50,7 @@ def costs(quick: bool, report: Report) -> list[Row]:
 
 
 def _lanes(servers: Servers) -> int:
-    fabric = build("rfabric", servers)
-    return len(fabric.site.lanes) if hasattr(fabric, "site") else 0
+    return len(rfabric(servers).site.lanes)
 
 
 def frontier(quick: bool, report: Report) -> list[Row]:

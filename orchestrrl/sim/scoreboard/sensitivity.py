@@ -82,7 +82,7 @@ def allocation(quick: bool, report: Report) -> list[Row]:
                 by_traffic_s, senders_s, all_s = times_s
                 what = f"{KINDS[kind]}, even over all pairs against by traffic, {TITLES[model]}, {tors}"
                 senders = f"even over the pairs that send {senders_s / by_traffic_s:.2f}"
-                why = f"{by_traffic_s * 1e3:.3g} ms by traffic; {senders}"
+                why = f"{by_traffic_s * 1e3:.4g} ms by traffic; {senders}"
                 rows.append(beyond(what, all_s / by_traffic_s, figure=FIGURE, why=why))
     return rows if quick else [*rows, *_sync_rows(report)]
 

@@ -9,10 +9,12 @@ import yaml
 from orchestrrl.sim.scoreboard import constants
 from orchestrrl.sim.scoreboard.claims import CLAIMS
 from orchestrrl.sim.scoreboard.constants import every
+from orchestrrl.sim.scoreboard.fidelity import HELD
 from orchestrrl.sim.scoreboard.figures import FIGURES, NOT_HERE, chosen
 from orchestrrl.sim.scoreboard.model import Claim, Constant, Row
 from orchestrrl.sim.scoreboard.rows import compared
 
+FIDELITY = Path(__file__).parents[3] / "docs" / "fidelity.md"
 REFERENCE = Path(__file__).parents[4] / "shared" / "reference" / "paper.yaml"
 
 
@@ -92,6 +94,12 @@ def test_constants_are_what_figures_are_made_from() -> None:
     code = "".join(path.read_text() for path in Path(constants.__file__).parent.glob("*.py"))
     names = [name for name, value in vars(constants).items() if isinstance(value, Constant)]
     assert [name for name in names if f"given.{name}.value" not in code] == []
+
+
+def test_what_other_tests_hold_is_what_their_page_says() -> None:
+    rows = [line for line in FIDELITY.read_text().splitlines() if line.startswith("| ")]
+    for name, (ours, _) in HELD.items():
+        assert any(f"| {ours * 100:.1f} %" in row for row in rows), name
 
 
 def test_figures_are_found_by_number() -> None:

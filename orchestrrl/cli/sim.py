@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, TypeVar
 
 import typer
@@ -58,9 +59,12 @@ def gen(
         loaded = or_faults(faults, lambda: with_steps(load_scenario(scenario or EXAMPLE), steps))
         names = or_faults(faults, lambda: chosen_arms(parts_of(arms)))
         numbers = or_faults(faults, lambda: seeds_of(seeds))
-        or_faults(faults, lambda: _make_folder(plot))
+        if plot is not None:
+            or_faults(faults, lambda: check_folder(plot, "--plot"))
         if loaded is None or faults:
             raise ProblemFaults(faults)
+        if plot is not None:
+            make_folder(plot, "--plot")
         chosen = names or chosen_arms(loaded.arms)
         outcome = with_progress(lambda report: run_scenario(loaded, chosen, numbers or loaded.seeds, report))
         pictures = draw(outcome, plot) if plot else []
@@ -93,13 +97,26 @@ def or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
         return None
 
 
-def _make_folder(plot: Path | None) -> None:
-    """Before a long run, not after it."""
+def check_folder(folder: Path, option: str) -> None:
+    """That files can be written to it, or to what it is made in: found out before a long run, not after it. Makes
+    nothing. Raises ProblemFaults."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise ProblemFaults([f"{option}: must be a folder, got the file {str(there)!r}"])
     try:
-        if plot is not None:
-            plot.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=there):
+            pass
     except OSError as error:
-        raise ProblemFaults([f"--plot: {error.strerror}, got {str(plot)!r}"]) from None
+        raise ProblemFaults([f"{option}: cannot be written to: {error.strerror}, got {str(folder)!r}"]) from None
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Raises ProblemFaults."""
+    check_folder(folder, option)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProblemFaults([f"{option}: cannot be made: {error.strerror}, got {str(folder)!r}"]) from None
 
 
 def parts_of(text: str) -> list[str]:

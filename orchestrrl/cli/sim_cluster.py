@@ -2,7 +2,7 @@
 
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +11,13 @@ import typer
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.cli.sim import HELP, or_faults, parts_of, seeds_of, with_progress
-from orchestrrl.errors import ProblemFaults
+from orchestrrl.cli.sim import HELP, check_folder, or_faults, parts_of, seeds_of, with_progress
+from orchestrrl.cli.sim_cells import STAGES, notes_of, rate_of, stages_of, total_of, usd_of, worth_of
+from orchestrrl.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
     from orchestrrl.sim.rl.results import Result
     from orchestrrl.sim.rl.scenario import ClusterScenario
-    from orchestrrl.sim.rl.summary import Row
 
 Cluster = Annotated[
     str, typer.Argument(metavar="SCENARIO.yaml", help="A cluster scenario's file, or the name of a built-in one.")
@@ -58,10 +58,12 @@ def run(
     from orchestrrl.sim.rl.summary import rows
 
     columns = ("fabric", "arm", *STAGES, "samples/s", "network", "per M$", "with GPUs")
-    found = rows(results)
-    cells = [(row.fabric, row.arm, *_stages(row), _rate(row), _usd(row), _worth(row), _total(row)) for row in found]
+    cells = [
+        (row.fabric, row.arm, *stages_of(row), rate_of(row), usd_of(row), worth_of(row), total_of(row))
+        for row in rows(results)
+    ]
     print_table(chosen.name, columns, cells, optional=("with GPUs",), left=("arm",))
-    print_lines(_notes(results, out))
+    print_lines(notes_of(results, out))
 
 
 def compare(
@@ -89,18 +91,18 @@ def compare(
         (
             row.fabric,
             row.arm,
-            _rate(row),
+            rate_of(row),
             f"{row.gain:.2f}x",
-            _usd(row),
-            _worth(row),
+            usd_of(row),
+            worth_of(row),
             f"{row.gain_per_usd:.2f}x" if row.network_usd else None,
-            "*" if row.pareto else None,
-            *_stages(row),
+            "*" if row.pareto and row.network_usd else None,
+            *stages_of(row),
         )
         for row in rows(results)
     ]
     print_table(chosen.name, columns, cells, left=("arm",))
-    print_lines(_notes(results, out))
+    print_lines(notes_of(results, out))
 
 
 def report(
@@ -117,11 +119,7 @@ def report(
 
     with reporting_errors():
         found = read(results)
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            write(found, out, command=shlex.join(["orchestrrl", "sim", "report", str(results), "-o", str(out)]))
-        except OSError as error:
-            raise ProblemFaults([f"--out: {error.strerror}, got {str(out)!r}"]) from None
+        write(found, out, command=shlex.join(["orchestrrl", "sim", "report", str(results), "-o", str(out)]))
     if json:
         print_json({"wrote": str(out), "results": len(found)})
     else:
@@ -144,6 +142,8 @@ def daemon_config(
     from orchestrrl.sim.rl.scenario_file import load_cluster_scenario
 
     with reporting_errors():
+        if out.is_dir():
+            raise ProblemFaults([f"--out: must be a file, got the folder {str(out)!r}"])
         written = write_daemon(load_cluster_scenario(scenario), fabric, out)
     if json:
         print_json({"wrote": [str(path) for path in written]})
@@ -163,17 +163,25 @@ def _ran(source: str, fabrics: str, arms: str, seeds: str, out: Path | None) -> 
         loaded = or_faults(faults, lambda: load_cluster_scenario(source))
         known = [section.title for section in loaded.fabrics] if loaded is not None else []
         wanted = or_faults(faults, lambda: chosen(parts_of(fabrics), known, "--fabrics")) if loaded else None
-        named = or_faults(faults, lambda: chosen(parts_of(arms), ARMS, "--arms") if arms else [])
+        named = or_faults(faults, lambda: chosen(parts_of(arms), ARMS, "--arms") if parts_of(arms) else [])
         numbers = or_faults(faults, lambda: seeds_of(seeds))
         if out is not None:
-            or_faults(faults, lambda: _make_folder(out))
+            or_faults(faults, lambda: check_folder(out, "--out"))
         if loaded is None or faults:
             raise ProblemFaults(faults)
         scenario = _narrowed(loaded, wanted or known, named or list(loaded.generation.arms), numbers or loaded.seeds)
         results = with_progress(lambda report: run_cluster(scenario, report))
         if out is not None:
-            write(out, scenario.document(), results)
+            _keep(lambda: write(out, scenario.document(), results), out)
     return results, scenario
+
+
+def _keep(write: Callable[[], object], out: Path) -> None:
+    """What could be written to before the run may be full after it."""
+    try:
+        write()
+    except OSError as error:
+        raise Permanent(f"--out: results cannot be written to {out}: {error.strerror}") from None
 
 
 def _narrowed(
@@ -187,56 +195,6 @@ def _narrowed(
             "seeds": tuple(seeds),
         }
     )
-
-
-def _make_folder(out: Path) -> None:
-    """Before a long run, not after it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ProblemFaults([f"--out: {error.strerror}, got {str(out)!r}"]) from None
-
-
-# --- what is printed
-
-STAGES = ("gen", "train", "sync", "waits", "idle gen", "idle train", "staleness")
-
-
-def _stages(row: "Row") -> tuple[str, ...]:
-    seconds = (f"{value:.1f} s" for value in (row.gen_s, row.train_s))
-    finer = (f"{value:.2f} s" for value in (row.sync_s, row.waits_s))
-    return (*seconds, *finer, f"{row.idle_gen:.0%}", f"{row.idle_train:.0%}", f"{row.staleness:.2f}")
-
-
-def _rate(row: "Row") -> str:
-    return f"{row.samples_per_s:.3g}"
-
-
-def _usd(row: "Row") -> str | None:
-    return f"{row.network_usd / 1e6:.2f} M$" if row.network_usd else None
-
-
-def _worth(row: "Row") -> str | None:
-    return f"{row.samples_per_s_per_musd:.3g}" if row.network_usd else None
-
-
-def _total(row: "Row") -> str | None:
-    return None if row.total_usd is None else f"{row.total_usd / 1e6:.2f} M$"
-
-
-def _notes(results: "Sequence[Result]", out: Path | None) -> list[str]:
-    lines = [
-        "gen, train, sync: of a step, in the mean; waits: engines for weights or room; per M$: samples/s by the"
-        " network's price"
-    ]
-    told: dict[str, str] = {}
-    for result in results:
-        for note in result.run.notes:
-            told.setdefault(note, f"{result.run.fabric}, {result.run.arm}: {note}")
-    lines += told.values()
-    if out is not None:
-        lines.append(f"wrote results to {out}; `orchestrrl sim report {out}` makes a page of them")
-    return lines
 
 
 def _print_json(scenario: "ClusterScenario", results: "Sequence[Result]") -> None:

@@ -8,7 +8,7 @@ import typer
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.cli.sim import HELP, parts_of, with_progress
+from orchestrrl.cli.sim import HELP, make_folder, parts_of, with_progress
 from orchestrrl.errors import ProblemFaults
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def paper(
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
     with reporting_errors():
         wanted = chosen(parts_of(figures))
-        _make_folder(out)
+        make_folder(out, "--out")
         made = with_progress(lambda report: make(wanted, quick, out, report, processes=processes or None))
         if write_docs is not None:
             _write(write_docs, page(made))
@@ -51,14 +51,6 @@ def paper(
         print_json({"quick": quick, "figures": [as_json(each) for each in made]})
         return
     _print(made, [f"wrote {write_docs}"] if write_docs is not None else [])
-
-
-def _make_folder(out: Path) -> None:
-    """Before a long run, not after it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ProblemFaults([f"--out: {error.strerror}, got {str(out)!r}"]) from None
 
 
 def _write(path: Path, text: str) -> None:

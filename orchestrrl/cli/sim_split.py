@@ -8,7 +8,8 @@ import typer
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.cli.sim import HELP, with_progress
+from orchestrrl.cli.sim import HELP, or_faults, with_progress
+from orchestrrl.cli.sim_cells import digits
 from orchestrrl.cli.sim_cluster import Cluster
 from orchestrrl.errors import ProblemFaults
 
@@ -32,11 +33,17 @@ def split(
     """
     from orchestrrl.sim.rl.scenario_file import load_cluster_scenario
     from orchestrrl.sim.rl.split import best, faults_of, splits
+    from orchestrrl.sim.scenario import ARMS
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
     with reporting_errors():
-        loaded = load_cluster_scenario(scenario)
-        if faults := faults_of(loaded, fabric, arm):
+        faults: list[str] = []
+        loaded = or_faults(faults, lambda: load_cluster_scenario(scenario))
+        if loaded is not None:
+            faults += faults_of(loaded, fabric, arm)
+        elif arm not in ARMS:
+            faults.append(f"--arm: must be one of {', '.join(ARMS)}, got {arm!r}")
+        if loaded is None or faults:
             raise ProblemFaults(faults)
         found = with_progress(lambda report: splits(loaded, fabric, arm, report))
     top = best(found)
@@ -52,7 +59,7 @@ def split(
             f"{each.train_s:.1f} s",
             f"{each.sync_s:.2f} s",
             f"{each.gen_over_train:.2f}",
-            f"{each.samples_per_s:.3g}",
+            digits(each.samples_per_s),
             "*" if each is top else None,
         )
         for each in found

@@ -8,7 +8,8 @@ import typer
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
-from orchestrrl.cli.sim import HELP, with_progress
+from orchestrrl.cli.sim import HELP, check_folder, make_folder, or_faults, with_progress
+from orchestrrl.cli.sim_cells import rate_of, usd_of
 from orchestrrl.errors import ProblemFaults
 
 if TYPE_CHECKING:
@@ -45,13 +46,18 @@ def sweep(
     with reporting_errors():
         if ray is not None and workers is not None:
             raise ProblemFaults([f"--workers: is not for --ray, got {workers}"])
-        points = sweeps.load_sweep(file)
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ProblemFaults([f"--out: {error.strerror}, got {str(out)!r}"]) from None
+        faults: list[str] = []
+        points = or_faults(faults, lambda: sweeps.load_sweep(file))
+        or_faults(faults, lambda: check_folder(out, "--out"))
+        if points is None or faults:
+            raise ProblemFaults(faults)
+        make_folder(out, "--out")
         runner = OnRay(ray) if ray is not None else Processes(workers)
-        swept = with_progress(lambda report: sweeps.sweep(points, out, runner, report, again=again))
+        try:
+            swept = with_progress(lambda report: sweeps.sweep(points, out, runner, report, again=again))
+        except KeyboardInterrupt:
+            stderr.print(f"interrupted: points that are done are in {out}, and the same command goes on from there")
+            raise
     found = [
         (point, row)
         for point in swept.done
@@ -85,10 +91,7 @@ def _document(found: "list[tuple[Point, Row]]", swept: "Swept") -> dict[str, Any
 
 
 def _print(found: "list[tuple[Point, Row]]", swept: "Swept", points: int, out: Path) -> None:
-    cells = [
-        (point.title, row.fabric, row.arm, f"{row.samples_per_s:.3g}", f"{row.network_usd / 1e6:.2f} M$")
-        for point, row in found
-    ]
+    cells = [(point.title, row.fabric, row.arm, rate_of(row), usd_of(row)) for point, row in found]
     columns = ("point", "fabric", "arm", "samples/s", "network")
     print_table(f"{len(swept.done)} of {points} points", columns, cells, left=("fabric", "arm"))
     there = [f"{swept.found} were there already"] if swept.found else []

@@ -71,7 +71,7 @@ def test_faults_between_fields() -> None:
         (["--example", "--arms", "x"], r"--arms\[0\]: must be one of .*, got 'x'"),
         (["--example", "--seeds", "1,x"], r"--seeds\[1\]: must be a whole number, got 'x'"),
         (["nothing", "--arms", "x", "--seeds", "x"], r"(?s)got 'nothing'.*--arms\[0\].*--seeds\[0\]"),
-        (["--example", "--plot", "/dev/null/pictures"], r"--plot: Not a directory, got '/dev/null/pictures'"),
+        (["--example", "--plot", "/dev/null/pictures"], r"--plot: must be a folder, got the file '/dev/null'"),
         (["--example", "--steps", "1"], r"--steps: must be more than the scenario's warmup_steps \(1\), got 1"),
     ],
 )

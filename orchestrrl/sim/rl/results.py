@@ -7,12 +7,11 @@ what it has. Reading gives back what was written.
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
@@ -90,13 +89,12 @@ def write(folder: Path, scenario: Mapping[str, Any], results: Sequence[Result]) 
     """Under the scenario's digest; the file is there whole, or as it was before."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{digest_of(scenario)}{SUFFIX}"
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
+    temporary = folder / f".{uuid4().hex}.part"  # as open to others as any file of ours
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(as_text(scenario, results))
-        os.replace(temporary, path)
+        temporary.write_text(as_text(scenario, results), encoding="utf-8")
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 

@@ -15,11 +15,13 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """A configuration as the simulator runs it. `nic_gbps`: what it sends over each node's NICs while it decodes."""
+    """A configuration as the simulator runs it. `nic_gbps`: what it sends over each node's NICs while it decodes.
+    `most`: engines that a fleet of it has at most, whatever its GPUs have room for."""
 
     profile: EngineProfile
     nic_gbps: float = 0.0
     prefix_caching: bool = False
+    most: int | None = None
 
     @property
     def id(self) -> ConfigurationId:
@@ -133,7 +135,7 @@ def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> list[Placem
     starts = [start for start in starts if start + size <= gpus_count]
     return [
         Placement(EngineId(f"e{index}"), tuple(GpuId(gpu) for gpu in range(start, start + size)))
-        for index, start in enumerate(starts)
+        for index, start in enumerate(starts[: kind.most])
     ]
 
 

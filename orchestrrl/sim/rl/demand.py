@@ -32,7 +32,7 @@ def fabric_for(scenario: ClusterScenario, section: FabricSection, constants: Tra
 
 def job_demand(scenario: ClusterScenario, plain: Fabric, constants: TrainConstants = MEGATRON) -> Flows:
     """Of one step. `plain`: the fabric as it would be without, for the sync's plan."""
-    job, fleet = _job(scenario), _fleet(scenario)
+    job, fleet = _job(scenario), _fleet(scenario, plain)
     parts = _training(scenario, job, constants)
     if fleet is not None:
         parts += [_weights(scenario, job, fleet, plain), gen_period(fleet, scenario.servers, "expected").demand]
@@ -54,12 +54,12 @@ def _training(scenario: ClusterScenario, job: TrainJob, constants: TrainConstant
     ]
 
 
-def _fleet(scenario: ClusterScenario) -> Fleet | None:
+def _fleet(scenario: ClusterScenario, plain: Fabric) -> Fleet | None:
     """Of the last layout that there is room for: which of them will run is known once the fabric is."""
     cluster = scenario.cluster
     where = GenGpus(cluster.first_generating, cluster.generating)
     for parallelism in reversed(scenario.engine_layouts):
-        fleet = deployed(parallelism, where, scenario.servers)
+        fleet = deployed(parallelism, where, scenario.servers, plain.pods)
         if len(fleet):
             return fleet
     return None

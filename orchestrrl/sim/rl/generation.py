@@ -18,7 +18,7 @@ from orchestrrl.sim.net.fabrics.base import Fabric
 from orchestrrl.sim.rl.generation_bytes import Exchanged, summed
 from orchestrrl.sim.rl.generation_exchange import Exchange
 from orchestrrl.sim.rl.generation_fast import FastStep, run_fast
-from orchestrrl.sim.rl.generation_fleet import GenGpus
+from orchestrrl.sim.rl.generation_fleet import Fleet, GenGpus, deployed
 from orchestrrl.sim.rl.generation_kv import OverFabric
 from orchestrrl.sim.rl.generation_profiles import Hardware, on_fabric
 from orchestrrl.sim.rl.model import GenStage
@@ -73,6 +73,24 @@ class Prepared:
         """What its engines put on the network."""
         return Exchanged(self.fabric, self.job.where, self.job.hardware.model)
 
+    @cached_property
+    def wide(self) -> Mapping[ConfigurationId, Fleet]:
+        """Fleets of the configurations that span servers."""
+        servers, each = self.fabric.servers, self.fabric.servers.gpus_per_server
+        layouts = {configuration.id: configuration.parallelism for configuration in self.profile.configurations}
+        return {
+            name: deployed(layout, self.job.where, servers, self.fabric.pods)
+            for name, layout in layouts.items()
+            if layout.gpus > each and layout.gpus % each == 0
+        }
+
+    def kinds(self, scenario: Scenario) -> dict[ConfigurationId, EngineKind]:
+        """With no more engines of each than PoDs have room for."""
+        return {
+            name: replace(kind, most=len(self.wide[name])) if name in self.wide else kind
+            for name, kind in usable_kinds(scenario).items()
+        }
+
     def scenario(self, steps: int) -> Scenario:
         job, servers = self.job, self.fabric.servers
         slow = {"max_output_tokens": job.workload.max_tokens, **(job.daemon.get("slow") or {})}
@@ -110,7 +128,7 @@ def generation_stage(job: GenJob, fabric: Fabric, arm: str, seed: int = 1) -> Ge
 def generation_stages(ready: Prepared, arm: str, seed: int, steps: int) -> tuple[GenStage, ...]:
     """Of each of so many steps, one after another. Raises ProblemFaults where no engine holds the longest request."""
     scenario = ready.scenario(steps)
-    kinds, asked = usable_kinds(scenario), steps_of(scenario, seed)
+    kinds, asked = ready.kinds(scenario), steps_of(scenario, seed)
     if arm in CONTROLS:
         initial = ConfigurationId(ready.job.initial or _tuned(scenario, kinds, asked))
         network = OverFabric(ready.fabric, ready.job.where, scenario.engines.moved_bytes_per_token)

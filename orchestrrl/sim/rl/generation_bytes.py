@@ -73,7 +73,7 @@ class Exchanged:
         """Of so many tokens that pass engines of this configuration, generated or prefilled."""
         if configuration not in self._of_token:
             servers = self.fabric.servers
-            fleet = deployed(parallelism, self.where, servers)
+            fleet = deployed(parallelism, self.where, servers, self.fabric.pods)
             network = self.fabric.network(gen_period(fleet, servers, configuration))
             found = tier_bytes(network, token_flows(fleet, self.model, servers))
             self._of_token[configuration] = {tier.value: size for tier, size in found.items()}

@@ -44,7 +44,7 @@ def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: GenGpus
     configurations, exchanges = [], {}
     nominal = replace(hardware.gpu, nic_bytes_per_s=fabric.servers.nic_bytes_per_s)
     for parallelism in layouts:
-        fleet = deployed(parallelism, where, fabric.servers)
+        fleet = deployed(parallelism, where, fabric.servers, fabric.pods)
         if not len(fleet):
             continue
         gpu = nominal

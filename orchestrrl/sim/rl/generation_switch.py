@@ -63,7 +63,7 @@ def switched_stage(case: SwitchCase, fabric: Fabric) -> GenStage:
     if len(profile.configurations) < 2:
         raise ValueError(f"one of {case.first} and {case.then} does not fit")
     one, other = (EngineKind(each) for each in profile.configurations)
-    before, after = (deployed(each, case.where, fabric.servers) for each in (case.first, case.then))
+    before, after = (deployed(each, case.where, fabric.servers, fabric.pods) for each in (case.first, case.then))
     first_s, finish_s, left = _until_switch(case, one, len(before))
     targets = _dealt(left, before, after, case.near)
     moved = _moved(case, left, targets, before, after, other, fabric)

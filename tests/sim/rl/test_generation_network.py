@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 
-from orchestrrl.sim.net.fabrics.base import Fabric
+from orchestrrl.sim.engines import homogeneous
+from orchestrrl.sim.net.fabrics.base import Fabric, Pods
 from orchestrrl.sim.net.fabrics.registry import build
 from orchestrrl.sim.net.model import Servers
+from orchestrrl.sim.rl.generation import GenJob, prepared
 from orchestrrl.sim.rl.generation_exchange import SENT_BYTES, exchange, pattern
-from orchestrrl.sim.rl.generation_fleet import GenGpus, deployed
+from orchestrrl.sim.rl.generation_fleet import GenGpus, deployed, left_idle
 from orchestrrl.sim.rl.generation_profiles import Hardware, on_fabric
+from orchestrrl.sim.scenario import WorkloadSection
 from planner.engines import engine_named
 from planner.hardware import gpu_named
 from planner.models import model_named
@@ -19,6 +22,11 @@ WHERE = GenGpus(0, 128)
 EP16 = Parallelism(tp=1, dp=16, ep=16)
 AFD = Parallelism(attention_gpus=16, ffn_gpus=8, micro_batches=3)
 MOE = Hardware(model_named("qwen3-235b-a22b"), gpu_named("h800"), engine_named("vllm"))
+
+
+WORKLOAD = WorkloadSection.model_validate(
+    {"prompts": 4, "max_tokens": 100, "lengths": {"kind": "lognormal", "median_tokens": 50, "sigma": 0.5}}
+)
 
 
 def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> Fabric:
@@ -38,6 +46,58 @@ def test_instances_stay_inside_servers_or_take_whole_ones() -> None:
     assert afd.ffn[0].tolist() == list(range(16, 24))
     with pytest.raises(ValueError, match="whole ones"):
         deployed(Parallelism(tp=12), WHERE, SERVERS)
+
+
+def servers_of(parallelism: Parallelism, where: GenGpus, pods: Pods) -> list[list[int]]:
+    fleet = deployed(parallelism, where, SERVERS, pods)
+    assert len(np.unique(fleet.gpus)) == fleet.gpus.size
+    return [sorted(set((gpus // 8).tolist())) for gpus in fleet.gpus]
+
+
+def test_instances_that_fit_into_a_pod_stay_inside_one() -> None:
+    """Eleven servers of PoDs of four, the first of which another stage has a server of."""
+    where, wide = GenGpus(8, 88), Parallelism(tp=24)
+    apart, together = (Pods(np.arange(16) // 4, apart=each) for each in (True, False))
+    inside = [[1, 2, 3], [4, 5, 6], [8, 9, 10]]
+    assert servers_of(wide, where, apart) == inside
+    assert left_idle(deployed(wide, where, SERVERS, apart), where) == 0
+    assert servers_of(Parallelism(tp=16), where, apart) == [[1, 2], [4, 5], [6, 7], [8, 9], [10, 11]]
+    more = GenGpus(8, 96)  # twelve: the fourth would lie in three PoDs
+    assert servers_of(wide, more, apart) == inside
+    assert left_idle(deployed(wide, more, SERVERS, apart), more) == 24
+    assert servers_of(wide, more, together) == [[1, 2, 3], [4, 5, 6], [7, 11, 12], [8, 9, 10]]
+    assert left_idle(deployed(wide, more, SERVERS, together), more) == 0
+
+
+def test_instances_that_fit_into_no_pod_go_over_several() -> None:
+    pods = Pods(np.arange(16) // 4, apart=True)
+    assert servers_of(Parallelism(tp=40), WHERE, pods) == [list(range(first, first + 5)) for first in (0, 5, 10)]
+
+
+def test_rfabric_and_mixnet_have_less_room_between_pods() -> None:
+    """An instance that spans two gets less than the others."""
+    for kind, options in (("rfabric", {"train_servers": 0}), ("mixnet", {"servers_per_region": 4})):
+        found = build(kind, SERVERS, servers_per_pod=4, **options)
+        wide = Parallelism(tp=1, dp=24, ep=24)
+        inside, across = (exchange(deployed(wide, WHERE, SERVERS, pods), found, "ep24") for pods in (found.pods, None))
+        assert found.pods.apart
+        assert inside.slowest_bytes_per_s > 1.2 * across.slowest_bytes_per_s
+    assert not any(build(kind, SERVERS).pods.apart for kind in ("fat_tree", "oversubscribed", "rail_optimized"))
+
+
+def test_a_fleet_has_no_more_engines_than_pods_have_room_for() -> None:
+    """Sixteen servers in PoDs of four: four engines of three servers, where five would go without PoDs."""
+    wide = Parallelism(tp=1, dp=24, ep=8)
+    job = GenJob(MOE, WHERE, WORKLOAD, layouts=(Parallelism(tp=8), wide))
+    counts = {}
+    for kind in ("rfabric", "fat_tree"):
+        ready = prepared(job, build(kind, SERVERS, servers_per_pod=4))
+        kinds = ready.kinds(ready.scenario(1))
+        counts[kind] = {str(name): len(homogeneous(each, 128, 8)) for name, each in kinds.items()}
+    assert counts == {
+        "rfabric": {"tp8": 16, "tp1dp24ep8": 4},
+        "fat_tree": {"tp8": 16, "tp1dp24ep8": 5},
+    }
 
 
 @pytest.mark.parametrize("parallelism", [EP16, AFD, Parallelism(tp=16)])

@@ -20,7 +20,7 @@ from orchestrrl.sim.net.fabrics.multipath import distances
 from orchestrrl.sim.net.fabrics.options import at_least, one_of, refuse
 from orchestrrl.sim.net.fabrics.rails import Rails
 from orchestrrl.sim.net.fabrics.rfabric_circuits import Circuits
-from orchestrrl.sim.net.fabrics.rfabric_site import fitted, places
+from orchestrrl.sim.net.fabrics.rfabric_site import evenly, fitted
 from orchestrrl.sim.net.fabrics.wiring import Rows, Wiring
 from orchestrrl.sim.net.model import Floats, Flows, Ints, Network, Routes, Servers, Tier
 from planner.fabric.generate import regular_site
@@ -44,11 +44,11 @@ def rfabric(
     device: str = "piezo_polatis",
     allocation: str = "traffic",
 ) -> "RFabric":
-    """The first `train_servers` are in Train PoDs, the others in Gen PoDs, evenly over as few as have room, and each
-    stage touches those that its template names; None: PoDs have no roles, and a period touches those that it has
-    traffic in. `core_lanes` of a PoD and `tor_uplinks` of a ToR, both full: None for half as many as its ToRs have, and
-    for as many as it has NICs (see Shape). `allocation`: by the traffic of each period; `uniform` over the pairs that
-    have any; `fixed`: as at rest."""
+    """The first `train_servers` are in Train PoDs, evenly over as few as have room, the others in Gen PoDs, which are
+    full but for the last; each stage touches those that its template names. None: PoDs have no roles, and a period
+    touches those that it has traffic in. `core_lanes` of a PoD and `tor_uplinks` of a ToR, both full: None for half as
+    many as its ToRs have, and for as many as it has NICs (see Shape). `allocation`: by the traffic of each period;
+    `uniform` over the pairs that have any; `fixed`: as at rest."""
     train = servers.count if train_servers is None else train_servers
     counts = {"servers_per_tor": servers_per_tor, "core_lanes": core_lanes, "tor_uplinks": tor_uplinks}
     refuse(
@@ -78,8 +78,8 @@ def rfabric(
             core_device=DEVICES[device],
         )
     )
-    generating = -(-train // per_pod) * per_pod + places(servers.count - train, per_pod)
-    place = np.concatenate([places(train, per_pod), generating])
+    generating = -(-train // per_pod) * per_pod + np.arange(servers.count - train)
+    place = np.concatenate([evenly(train, per_pod), generating])
     return RFabric(servers, fitted(site, place), place, train_servers is not None, allocation)
 
 

@@ -17,9 +17,9 @@ from planner.fabric.model import EndpointId
 from planner.fabric.topology import Server, Site, Switch, Tier
 
 
-def places(count: int, per_pod: int) -> Ints:
-    """[server], over as few PoDs as have room, evenly: so that what is divided evenly over servers (stages of a
-    pipeline) is divided as PoDs are."""
+def evenly(count: int, per_pod: int) -> Ints:
+    """[server], its place in as few PoDs as have room: so that what is divided evenly over servers, as stages of a
+    pipeline are, is divided as PoDs are."""
     pods = -(-count // per_pod)
     pod = np.arange(count) * pods // max(1, count)
     first = np.searchsorted(pod, pod)

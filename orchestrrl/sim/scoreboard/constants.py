@@ -7,6 +7,7 @@ components are like stands in the files that `ELSEWHERE` names, with their sourc
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrrl.sim.net.fabrics.mixnet import SERVERS_PER_REGION
 from orchestrrl.sim.scoreboard.model import Constant
 
 _PAPER = "arXiv 2601.01209, "
@@ -17,6 +18,13 @@ NIC_GBPS = Constant("rate of a NIC", 200.0, "Gbps", _PAPER + "section 7.2")
 LINK_RATES_GBPS = Constant("link rates of the frontier", (100.0, 200.0, 400.0, 800.0), "Gbps", _PAPER + "figure 16")
 COST_RATES_GBPS = Constant("link rates of the costs", (200, 400), "Gbps", _PAPER + "figure 15")
 OVERSUBSCRIPTION = Constant("oversubscription", 3.0, "down to up", _PAPER + "section 7.2")
+MIXNET_REGION = Constant(
+    "region of MixNet",
+    SERVERS_PER_REGION,
+    "servers",
+    _OURS
+    + "as large as a PoD of the trees; MixNet's authors take EP times TP degree GPUs, by the job, in their simulator",
+)
 DEVICES = Constant(
     "optical switches of the sensitivity",
     ("rotornet_infocus", "mems_3d_calient", "piezo_polatis", "liquid_crystal_coherent", "robotic_telescent"),

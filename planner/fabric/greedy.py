@@ -17,7 +17,7 @@ class Demanded:
     """The pairs that may get circuits and have something to send, in sorted order."""
 
     pairs: Sequence[Pair]
-    ends: Sequence[tuple[int, int]]  # [pair], endpoints
+    ends: Sequence[tuple[int, ...]]  # [pair], its endpoints, and what else a circuit of it takes one of
     larger_bytes: Sequence[float]  # [pair], of its two directions: what its circuits take time for
     total_bytes: Sequence[float]  # [pair], both directions: what it counts for
     ports: Sequence[int]  # [endpoint], those that are usable
@@ -52,16 +52,15 @@ def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
     larger = demanded.larger_bytes
     slowest = []  # bytes a circuit, bytes, pair; ports never come back, so what lacks them now is left out
     for pair in circuits:
-        a, b = demanded.ends[pair]
-        if free[a] and free[b]:
+        if all(map(free.__getitem__, demanded.ends[pair])):
             slowest.append((-larger[pair], -larger[pair], pair))
     heapify(slowest)
     while slowest:
         pair = slowest[0][2]
-        a, b = demanded.ends[pair]
-        if free[a] and free[b]:
-            free[a] -= 1
-            free[b] -= 1
+        ends = demanded.ends[pair]
+        if all(map(free.__getitem__, ends)):
+            for end in ends:
+                free[end] -= 1
             circuits[pair] += 1
             heapreplace(slowest, (-larger[pair] / circuits[pair], -larger[pair], pair))
         else:

@@ -2,16 +2,17 @@
 
 Nothing switches packets between two ToRs that a circuit of the core joins, so its two lanes are chosen together: for
 the pair of ToRs that has the most to say to each other and the least to say it over. ToRs keep to what the allocator
-gave them as long as ports allow.
+gave them as long as that serves a pair; what is left goes to pairs whose ports allow it, and to any ToRs last of all.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from planner.fabric.ground import AggRoom
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, OcsId, Pair, PortPair, pair_of
+from planner.fabric.sizing import Tors
 from planner.fabric.topology import Lane
 
 Due = tuple[OcsId, EndpointId]  # a ToR on a switch
@@ -22,6 +23,7 @@ class Lifted:
     core: list[PortPair] = field(default_factory=list)  # that are carried at both ends
     lifts: list[PortPair] = field(default_factory=list)
     not_carried: Counter[EndpointId] = field(default_factory=Counter)  # circuits of the core, by the PoD that cannot
+    circuits: Counter[Tors] = field(default_factory=Counter)
 
 
 def lift_all(
@@ -30,18 +32,23 @@ def lift_all(
     rooms: Mapping[EndpointId, AggRoom],
     pod_of: Mapping[EndpointId, EndpointId],
     budget: Mapping[Due, int],
-    between: Mapping[Pair, Mapping[tuple[EndpointId, EndpointId], float]],
+    between: Mapping[Pair, Mapping[Tors, float]],
+    most: Mapping[Tors, int],
 ) -> Lifted:
-    """Takes ports of the rooms. `budget`: lifts due. `between`: bytes of ToRs, the smaller PoD's first."""
-    work = _Lifting(rooms, dict(budget), between)
+    """Takes ports of the rooms. `budget`: lifts due. `between`: what ToRs have to say, the smaller PoD's first. `most`:
+    circuits of these pairs; others have as many as come."""
+    work = _Lifting(rooms, dict(budget), between, most)
     todo = []
     for core in sorted(cross_connects):
         one, other = (lane_at[core.switch, port] for port in core.ports)
         if pod_of[one.uplink] > pod_of[other.uplink]:
             one, other = other, one
         todo.append((core, (pod_of[one.uplink], one), (pod_of[other.uplink], other)))
-    for change in [each for each in todo if not work.keep(*each)]:
-        work.lift(*change)
+    todo = [each for each in todo if not work.keep(*each)]
+    todo = [each for each in todo if not work.lift(*each, work.may)]
+    todo = [each for each in todo if not work.lift(*each, work.can)]
+    for each in todo:
+        work.lift_anywhere(*each)
     return work.result
 
 
@@ -53,12 +60,13 @@ class _Lifting:
         self,
         rooms: Mapping[EndpointId, AggRoom],
         budget: dict[Due, int],
-        between: Mapping[Pair, Mapping[tuple[EndpointId, EndpointId], float]],
+        between: Mapping[Pair, Mapping[Tors, float]],
+        most: Mapping[Tors, int],
     ) -> None:
         self._rooms = rooms
         self._budget = budget
-        self._between = {pair: sorted(flows.items()) for pair, flows in between.items()}
-        self._circuits: Counter[tuple[EndpointId, EndpointId]] = Counter()  # of ToRs, as in `between`
+        self._between = {pair: dict(sorted(flows.items())) for pair, flows in between.items()}
+        self._most = most
         self.result = Lifted()
 
     def keep(self, core: PortPair, one: _End, other: _End) -> bool:
@@ -66,38 +74,53 @@ class _Lifting:
         tors = self._rooms[one[0]].up_to(one[1]), self._rooms[other[0]].up_to(other[1])
         if tors[0] is None or tors[1] is None or not (self._due(one, tors[0]) and self._due(other, tors[1])):
             return False
-        if (tors[0], tors[1]) not in self._wanted(one[0], other[0]):
+        if (tors[0], tors[1]) not in self._between.get(pair_of(one[0], other[0]), {}):
+            return False
+        if self._has_all((tors[0], tors[1])):
             return False
         self._take(core, (one, tors[0]), (other, tors[1]))
         return True
 
-    def lift(self, core: PortPair, one: _End, other: _End) -> None:
+    def lift(self, core: PortPair, one: _End, other: _End, allowed: Callable[[_End, EndpointId], bool]) -> bool:
+        """To the ToRs that need it most, of those that are allowed."""
         best, most = None, (0.0, 0)
-        for (first, second), sent_bytes in self._between.get(pair_of(one[0], other[0]), ()):
-            share = sent_bytes / (self._circuits[first, second] + 1)
-            if share < most[0] or not (self._may(one, first) and self._may(other, second)):
+        for (first, second), sent_bytes in self._between.get(pair_of(one[0], other[0]), {}).items():
+            share = sent_bytes / (self.result.circuits[first, second] + 1)
+            if (
+                share < most[0]
+                or self._has_all((first, second))
+                or not (allowed(one, first) and allowed(other, second))
+            ):
                 continue
             # Of those alike, the ToRs with the most ports on these switches: so that those of one ToR that are left are
             # not all on one switch, and those of another on another.
             left = self._rooms[one[0]].left(one[1], first) + self._rooms[other[0]].left(other[1], second)
             if (share, left) > most:
                 best, most = (first, second), (share, left)
-        first_tor, second_tor = best or (self._any(one), self._any(other))
+        if best is not None:
+            self._take(core, (one, best[0]), (other, best[1]))
+        return best is not None
+
+    def lift_anywhere(self, core: PortPair, one: _End, other: _End) -> None:
+        first_tor, second_tor = self._any(one), self._any(other)
         if first_tor is None or second_tor is None:
             self.result.not_carried[one[0]] += first_tor is None
             self.result.not_carried[other[0]] += second_tor is None
             return
         self._take(core, (one, first_tor), (other, second_tor))
 
-    def _wanted(self, one: EndpointId, other: EndpointId) -> frozenset[tuple[EndpointId, EndpointId]]:
-        return frozenset(tors for tors, _ in self._between.get(pair_of(one, other), ()))
+    def _has_all(self, tors: Tors) -> bool:
+        return tors in self._most and self.result.circuits[tors] >= self._most[tors]
 
     def _due(self, end: _End, tor: EndpointId) -> int:
         """Lifts that the ToR is still to have on the switch where the lane ends."""
         return max(0, self._budget.get((end[1].agg, tor), 0))
 
-    def _may(self, end: _End, tor: EndpointId) -> bool:
-        return self._due(end, tor) > 0 and self._rooms[end[0]].left(end[1], tor) > 0
+    def may(self, end: _End, tor: EndpointId) -> bool:
+        return self._due(end, tor) > 0 and self.can(end, tor)
+
+    def can(self, end: _End, tor: EndpointId) -> bool:
+        return self._rooms[end[0]].left(end[1], tor) > 0
 
     def _any(self, end: _End) -> EndpointId | None:
         """The ToR that it is lifted to if that is due one, else the one with the most to go, else any with a port."""
@@ -113,4 +136,4 @@ class _Lifting:
         for (pod, lane), tor in ends:
             self.result.lifts.append(self._rooms[pod].lift(lane, tor))
             self._budget[lane.agg, tor] = self._budget.get((lane.agg, tor), 0) - 1
-        self._circuits[ends[0][1], ends[1][1]] += 1
+        self.result.circuits[ends[0][1], ends[1][1]] += 1

@@ -6,6 +6,7 @@ circuits of the core between two of those stay as well. `FabricPlan.cross_connec
 on ports: pins, the reserved slice, lanes of the core with their lifts, ToR to ToR, what is left over.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,20 +22,32 @@ from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
 from planner.fabric.place import PlacingProblem, place
 from planner.fabric.plan import Directed, FabricPlan, FabricState, TierPlan
 from planner.fabric.reserved_slice import Slice, lift_any, reserve
-from planner.fabric.sizing import Sizes, Wanted, size, spread, wanted_of
+from planner.fabric.sizing import Sizes, Wanted, size_with, spread, wanted_of
 from planner.fabric.templates import Spare, Template, template_of
 from planner.fabric.topology import RESPONSES, Site, Switch
 from planner.model import Hold
 
 
-def materialize(site: Site, intent: Intent, state: FabricState, template: Template | None = None) -> FabricPlan | Hold:
-    """`template` None: that of the intent. Holds: `nobody_placed`, `infeasible`."""
+def materialize(
+    site: Site,
+    intent: Intent,
+    state: FabricState,
+    template: Template | None = None,
+    bridges: frozenset[Pair] = frozenset(),
+) -> FabricPlan | Hold:
+    """`template` None: that of the intent. `bridges`: pairs of ToRs that have a circuit even if they send nothing;
+    their PoDs are touched. Holds: `nobody_placed`, `infeasible`."""
     template = template or template_of(intent)
     flows = flows_of(intent, site, state.failures)
-    touched = frozenset(pod for pod in flows.pods if site.pod[pod].role in template.touched)
+    pods = flows.pods | {site.pod_of[tor] for pair in bridges for tor in pair}
+    touched = frozenset(pod for pod in pods if site.pod[pod].role in template.touched)
     if not touched:
         return Hold("nobody_placed", f"{intent.period}: no rank is in a PoD that stage {intent.stage} touches")
-    plan = _Draft(site, intent, state, template, flows, touched).plan()
+    draft = _Draft(site, intent, state, template, flows, touched, bridges).plan(by_tors=True)
+    if draft.unserved_bytes > 0:  # ToRs are lifted to others wherever PoDs have something to send
+        other = _Draft(site, intent, state, template, flows, touched, bridges).plan(by_tors=False)
+        draft = min(draft, other, key=_Drafted.misses)
+    plan = draft.plan
     faults = validate(site, state, plan.cross_connects)
     return Hold("infeasible", "; ".join(faults)) if faults else plan
 
@@ -59,6 +72,17 @@ def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair])
     return (*sorted(faults), *check_coupling(site, wanted))
 
 
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    plan: FabricPlan
+    unserved_bytes: float  # between ToRs that no circuit joins
+    slowest_bytes: float  # of a pair of ToRs that some join, by circuit
+
+    def misses(self) -> tuple[int, float, float]:
+        """The fewer the better; first of all whom nothing serves in a PoD or in the core."""
+        return sum(len(tier.unserved) for tier in self.plan.tiers), self.unserved_bytes, self.slowest_bytes
+
+
 class _Draft:
     """One plan in the making: each step takes ports from the rooms of the PoDs."""
 
@@ -70,18 +94,20 @@ class _Draft:
         template: Template,
         flows: Flows,
         touched: frozenset[EndpointId],
+        bridges: frozenset[Pair],
     ) -> None:
         self._site = site
         self._intent = intent
         self._template = template
         self._flows = flows
         self._touched = touched
+        self._bridges = bridges
         self._ground = Ground(site, state, touched)
         self._state = state
         self._notes = list(flows.notes)
         self._rooms = {pod.id: AggRoom(self._ground, pod.id) for pod in site.pods}
 
-    def plan(self) -> FabricPlan:
+    def plan(self, *, by_tors: bool) -> "_Drafted":
         site, ground = self._site, self._ground
         eligible = self._template.core_pairs(site.pod[pod] for pod in self._touched)
         wanted = wanted_of(site, self._touched, eligible, self._flows.tors.get(GENERAL, {}))
@@ -91,12 +117,15 @@ class _Draft:
         self._notes += responses.notes
         lanes = {pod: own for pod, own in ground.lanes_for(None).items() if pod in self._touched}
         lanes_count = {pod: len(own) for pod, own in lanes.items()}
-        sizes = size(site, self._template, wanted, lanes_count, {pod: self._rooms[pod].ports() for pod in wanted.tors})
+        ports = {pod: self._rooms[pod].ports() for pod in wanted.tors}
+        sizes = size_with(self._bridges, site, self._template, wanted, lanes_count, ports, by_tors=by_tors)
         placed = place_in_core(ground, lanes, sizes.core)
         carrying = evened_out(placed, lanes, self._rooms)
         inside = {pod: self._in_pod(pod, sizes, carrying) for pod in wanted.tors}
         due = Counter(end for each in inside.values() for end in each.lifts)
-        lifted = lift_all(carrying, ground.lane_at, self._rooms, site.pod_of, due, wanted.between)
+        lifted = lift_all(
+            carrying, ground.lane_at, self._rooms, site.pod_of, due, between=sizes.between, most=sizes.most
+        )
         self._note_not_carried(lifted)
         spare = {pod: self._spare(pod) for pod in wanted.tors}
         cross_connects = frozenset(
@@ -110,7 +139,7 @@ class _Draft:
             *(self._agg_tier(pod, cross_connects, wanted, general[1], each.unplaced) for pod, each in inside.items()),
             self._core_tier(cross_connects, wanted, responses, general[0], placed.unplaced),
         )
-        return FabricPlan(
+        plan = FabricPlan(
             period=self._intent.period,
             stage=self._intent.stage,
             tiers=tiers,
@@ -119,6 +148,15 @@ class _Draft:
             completion_s=max(tier.completion_s for tier in tiers),
             notes=tuple(self._notes),
         )
+        joined = Counter({pair_of(*tors): count for tors, count in lifted.circuits.items()})
+        for tier in tiers:
+            joined.update({pair: count for pair, count in tier.circuits.items() if site.tor.keys() >= set(pair)})
+        return _Drafted(plan, *self._missed(wanted.larger_bytes, joined))
+
+    def _missed(self, larger_bytes: Mapping[Pair, float], joined: Mapping[Pair, int]) -> tuple[float, float]:
+        served = {pair: sent_bytes for pair, sent_bytes in larger_bytes.items() if joined.get(pair)}
+        slowest_bytes = max((sent_bytes / joined[pair] for pair, sent_bytes in served.items()), default=0.0)
+        return math.fsum(larger_bytes.values()) - math.fsum(served.values()), slowest_bytes
 
     def _what_stays_in_core(self) -> tuple[list[PortPair], tuple[PortPair, ...]]:
         """Of what stays there, that which both ends can carry, and its lifts."""

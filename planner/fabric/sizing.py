@@ -2,19 +2,22 @@
 
 To its PoD's allocator the boundary to the core is one more endpoint, with as many ports as the core has circuits there:
 all uplinks of a PoD are alike, and what a ToR needs is lanes. A PoD whose ToRs cannot lift as many as the core would
-like tells the core so, until both agree. Appendix D of the paper.
+like tells the core so, until both agree. Appendix D of the paper. The other way is to look at pairs of ToRs alone,
+wherever they are (direct.py).
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from planner.fabric.allocate import AllocationProblem, algorithm3, allocate
-from planner.fabric.model import EndpointId, Pair
+from planner.fabric.direct import direct
+from planner.fabric.model import EndpointId, Pair, pair_of
 from planner.fabric.plan import Directed
 from planner.fabric.templates import Template
 from planner.fabric.topology import Site
 
+Tors = tuple[EndpointId, EndpointId]  # that of the smaller PoD first
 ROUNDS = 16  # of the PoDs and the core coming to terms; each takes circuits away, two or three suffice
 
 
@@ -25,7 +28,8 @@ class Wanted:
     tors: Mapping[EndpointId, Directed]  # of each PoD, between its ToRs
     lifts: Mapping[EndpointId, Directed]
     core: Directed
-    between: Mapping[Pair, Mapping[tuple[EndpointId, EndpointId], float]]  # PoDs -> ToR of the first, ToR of the other
+    between: Mapping[Pair, Mapping[Tors, float]]  # PoDs -> their ToRs
+    larger_bytes: Mapping[Pair, float]  # of all these pairs of ToRs, the larger direction
     ineligible_bytes: float  # between PoDs that this stage gives no circuits
     elsewhere_bytes: float  # in or to PoDs that this stage does not touch
 
@@ -36,14 +40,16 @@ def wanted_of(site: Site, touched: frozenset[EndpointId], eligible: frozenset[Pa
         pod: defaultdict(float) for pod in sorted(touched)
     }
     core: dict[tuple[EndpointId, EndpointId], float] = defaultdict(float)
-    between: dict[Pair, dict[tuple[EndpointId, EndpointId], float]] = defaultdict(lambda: defaultdict(float))
+    between: dict[Pair, dict[Tors, float]] = defaultdict(lambda: defaultdict(float))
+    larger_bytes: dict[Pair, float] = {}
     ineligible_bytes = elsewhere_bytes = 0.0
     pod_of = site.pod_of
     for (source, destination), sent_bytes in flows.items():
         here, there = pod_of[source], pod_of[destination]
         if here not in touched or there not in touched:
             elsewhere_bytes += sent_bytes
-        elif here == there:
+            continue
+        if here == there:
             tors[here][source, destination] = sent_bytes
         elif (pair := (here, there) if here < there else (there, here)) in eligible:
             core[here, there] += sent_bytes
@@ -52,7 +58,10 @@ def wanted_of(site: Site, touched: frozenset[EndpointId], eligible: frozenset[Pa
             between[pair][(source, destination) if here < there else (destination, source)] += sent_bytes
         else:
             ineligible_bytes += sent_bytes
-    return Wanted(tors, lifts, core, between, ineligible_bytes, elsewhere_bytes)
+            continue
+        tors_of_pair = pair_of(source, destination)
+        larger_bytes[tors_of_pair] = max(larger_bytes.get(tors_of_pair, 0.0), sent_bytes)
+    return Wanted(tors, lifts, core, between, larger_bytes, ineligible_bytes, elsewhere_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,78 @@ class Sizes:
     core: Mapping[Pair, int]
     lifts: Mapping[EndpointId, int]  # of each ToR
     tors: Mapping[EndpointId, Mapping[Pair, int]]  # of each PoD
+    between: Mapping[Pair, Mapping[Tors, float]]  # PoDs -> their ToRs, which the core joins by these weights
+    most: Mapping[Tors, int]  # circuits that the core joins some of them by
+
+
+def size_with(
+    bridges: Iterable[Pair],
+    site: Site,
+    template: Template,
+    wanted: Wanted,
+    lanes: Mapping[EndpointId, int],
+    ports: Mapping[EndpointId, Mapping[EndpointId, int]],
+    *,
+    by_tors: bool,
+) -> Sizes:
+    """`by_tors`: by what they send each other, or by what PoDs do. `lanes` of each PoD and `ports` of its ToRs are what
+    may be used. Of `bridges`, those that there is room for have
+    a circuit before anything else, and no more unless they send."""
+    left, lanes_left = {pod: dict(of_pod) for pod, of_pod in ports.items()}, dict(lanes)
+    laid = []
+    for pair in sorted(bridges):
+        pods = [site.pod_of[tor] for tor in pair]
+        room = [left.get(pod, {}).get(tor, 0) for pod, tor in zip(pods, pair, strict=True)]
+        if pods[0] != pods[1]:
+            room += [lanes_left.get(pod, 0) for pod in pods]
+        if min(room) > 0:
+            laid.append(pair)
+            for pod, tor in zip(pods, pair, strict=True):
+                left[pod][tor] -= 1
+                lanes_left[pod] = lanes_left.get(pod, 0) - (pods[0] != pods[1])
+    sizes = size_directly(site, wanted, lanes_left, left) if by_tors else size(site, template, wanted, lanes_left, left)
+    return _beside(site, laid, sizes) if laid else sizes
+
+
+def _beside(site: Site, bridges: Iterable[Pair], sizes: Sizes) -> Sizes:
+    core, lifts, most = Counter(sizes.core), Counter(sizes.lifts), Counter(sizes.most)
+    tors = {pod: Counter(of_pod) for pod, of_pod in sizes.tors.items()}
+    between = {pods: dict(of_pods) for pods, of_pods in sizes.between.items()}
+    for pair in bridges:
+        (here, one), (there, other) = sorted((site.pod_of[tor], tor) for tor in pair)
+        if here == there:
+            tors[here][pair] += 1
+            continue
+        core[here, there] += 1
+        lifts.update(pair)
+        weights = between.setdefault((here, there), {})
+        if (one, other) not in weights or (one, other) in most:
+            most[one, other] += 1
+        weights[one, other] = 2 * max(weights.values(), default=1.0)
+    return Sizes(core, lifts, tors, between, most)
+
+
+def size_directly(
+    site: Site, wanted: Wanted, lanes: Mapping[EndpointId, int], ports: Mapping[EndpointId, Mapping[EndpointId, int]]
+) -> Sizes:
+    """By what ToRs send each other."""
+    room = {**lanes, **{tor: count for of_pod in ports.values() for tor, count in of_pod.items()}}
+    circuits = direct(wanted.larger_bytes, site.pod_of, room)
+    core: Counter[Pair] = Counter()
+    lifts: Counter[EndpointId] = Counter()
+    tors: dict[EndpointId, dict[Pair, int]] = {pod: {} for pod in wanted.tors}
+    between: dict[Pair, dict[Tors, float]] = defaultdict(dict)
+    most: dict[Tors, int] = {}
+    for pair, count in circuits.items():
+        (here, one), (there, other) = sorted((site.pod_of[tor], tor) for tor in pair)
+        if here == there:
+            tors[here][pair] = count
+            continue
+        core[here, there] += count
+        between[here, there][one, other] = most[one, other] = count
+        for tor in pair:
+            lifts[tor] += count
+    return Sizes(core, lifts, tors, between, most)
 
 
 def size(
@@ -69,7 +150,7 @@ def size(
     lanes: Mapping[EndpointId, int],
     ports: Mapping[EndpointId, Mapping[EndpointId, int]],
 ) -> Sizes:
-    """`lanes` of each PoD and `ports` of its ToRs are what may be used.
+    """By what PoDs send each other, whichever ToRs do.
 
     They come to terms by Algorithm 3; what serves more pairs or bytes is taken where it leaves the terms as they are.
     """
@@ -106,6 +187,8 @@ def size(
         tors={
             pod: {pair: count for pair, count in circuits.items() if pod not in pair} for pod, circuits in agg.items()
         },
+        between=wanted.between,
+        most={},
     )
 
 

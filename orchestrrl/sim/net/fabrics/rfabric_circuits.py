@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from orchestrrl.sim.net.model import Floats, Ints
 from planner.fabric.coupling import lanes_by_core_port, partners, port_owners
 from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 from planner.fabric.materialize import materialize
-from planner.fabric.model import EndpointId, OcsId, PortPair
+from planner.fabric.model import EndpointId, OcsId, Pair, PortPair, pair_of
 from planner.fabric.plan import FabricState
 from planner.fabric.plan import Failures as FailedPorts
 from planner.fabric.templates import Shape, Spare, Template, template_of
@@ -28,6 +27,7 @@ from planner.fabric.topology import Role, Site
 from planner.fabric.topology import Tier as SiteTier
 from planner.model import GpuId, Hold
 
+TRIES = 5  # of joining what a plan leaves apart; bridges take ports from what joined others by chance
 _EITHER = frozenset(Role)
 _ANY_TWO = frozenset((one, other) for one in Role for other in Role)
 
@@ -44,8 +44,7 @@ class Circuits:
     @cached_property
     def at_rest(self) -> frozenset[PortPair]:
         """All ToRs of a rail alike."""
-        rail = np.array([-1 if tor.rail is None else tor.rail for tor in self.site.tors])
-        demand = (rail[:, None] == rail[None, :]).astype(np.float64)
+        demand = (self._rail[:, None] == self._rail).astype(np.float64)
         np.fill_diagonal(demand, 0.0)
         intent = self._intent("rest", Stage.TRAIN, demand)
         plan = materialize(self.site, intent, FabricState(failures=self.failed_ports), _anywhere(intent))
@@ -55,21 +54,20 @@ class Circuits:
         """`demand` [tor, tor], bytes."""
         bare = Intent(period, stage, ())
         template = template_of(bare) if self.roles else _anywhere(bare)
-        demand, ring = np.where(self._eligible(template), demand, 0.0), self._ring(template)
+        eligible = self._eligible(template)
+        demand = np.where(eligible, demand, 0.0)
         state = FabricState(current=self.at_rest, failures=self.failed_ports)
         template = replace(template, core_roles=_ANY_TWO)
-        # What joins PoDs and blocks: nothing beside the period's own, if that is enough; else after it, else before it.
-        first = None
-        for weight in (0.0, 1e-6 * demand[demand > 0].min(initial=1.0), demand.max(initial=1.0)):
-            joined_up = demand.copy()
-            for one, other in ring:
-                joined_up[one, other] = max(joined_up[one, other], weight)
-            plan = materialize(self.site, self._intent(period, stage, joined_up), state, template)
-            found = self.at_rest if isinstance(plan, Hold) else plan.cross_connects
-            if self._leads(found):
-                return found
-            first = first or found
-        return self.at_rest if not first or self._leads(self.at_rest) else first
+        intent, bridges = self._intent(period, stage, demand), frozenset[tuple[int, int]]()
+        found = []
+        for further in reversed(range(TRIES)):
+            plan = materialize(self.site, intent, state, template, self._pairs(bridges))
+            found.append(self.at_rest if isinstance(plan, Hold) else plan.cross_connects)
+            if self._led(self._hops(found[-1])).all():
+                return found[-1]
+            kept = found[-1] if further > 1 else frozenset()  # at last bridges lead to all by themselves
+            bridges |= self._bridges(kept, eligible, demand > 0, bridges)
+        return max([self.at_rest, *found], key=lambda each: self._rank(each, demand > 0))
 
     def between_tors(self, cross_connects: frozenset[PortPair]) -> Ints:
         """[tor, tor], how many join the two: in a PoD over its own switches, else over lanes and the core."""
@@ -127,25 +125,87 @@ class Circuits:
         both = (joins | joins.T) & touched[:, None] & touched[None, :]
         return np.asarray(np.asarray(both)[self.pod_of[:, None], self.pod_of[None, :]])
 
-    def _ring(self, template: Template) -> list[tuple[int, int]]:
-        """Pairs of ToRs that join all that is touched: each PoD and the next, and in a PoD each block of servers and
-        the next; in turn on all rails."""
-        pods = [place for place, pod in enumerate(self.site.pods) if pod.role in template.touched]
-        pairs = []
-        for turn, (pod, following) in enumerate(zip(pods, pods[1:] + pods[:1], strict=True)):
-            one, other = np.flatnonzero(self.pod_of == pod), np.flatnonzero(self.pod_of == following)
-            if pod != following:
-                pairs.append((int(one[turn % len(one)]), int(other[turn % len(other)])))
-        for pod in pods:
-            blocks = self.blocks[self.pod_of[self.blocks[:, 0]] == pod]
-            for turn, (one, other) in enumerate(pairwise(blocks)):
-                pairs.append((int(one[turn % len(one)]), int(other[turn % len(other)])))
-        return pairs
+    def _bridges(
+        self, found: frozenset[PortPair], eligible: Bools, demanded: Bools, bridges: frozenset[tuple[int, int]]
+    ) -> frozenset[tuple[int, int]]:
+        """More pairs of ToRs, that lead all blocks of servers to the ToRs that most of them reach: few, where ToRs and
+        PoDs have room, of one PoD and rail."""
+        apart = np.asarray(self.pod_of[:, None] != self.pod_of, np.bool_)
+        joined = np.asarray(demanded | demanded.T, np.bool_)
+        laid = np.zeros_like(joined)
+        for one, other in bridges:
+            laid[one, other] = laid[other, one] = True
+        joined |= laid
+        # PoDs that are only touched by a bridge lose what joins them to those that are not.
+        idle = (joined.any(axis=1) @ self._in_pod == 0)[self.pod_of]
+        circuits = np.where(apart & (idle[:, None] | idle), 0, self.between_tors(found))
+        reach = np.asarray(distances(Edges.of(np.where(laid, 1.0, circuits))) < NO_WAY, np.bool_)
+        touches: Bools = np.asarray(reach[:, self.blocks].any(axis=2))  # [tor, block]
+        hub = int(np.argmax(touches.sum(axis=1)))
+        inside: Bools = reach[hub].copy()
+        missing: Bools = np.asarray(~touches[hub], np.bool_)
+        free = self._ports - laid.sum(axis=1)
+        ports, lanes = self._ports - joined.sum(axis=1), self._lanes - (joined & apart).sum(axis=1) @ self._in_pod
+        more = set()
+        for block, ends in enumerate(self.blocks):
+            may = eligible[ends] & inside & ~inside[ends, None] & (free[ends, None] > 0) & (free > 0)
+            if not missing[block] or not may.any():
+                continue
+            room = np.minimum(ports[ends, None], ports)
+            of_pod = lanes[self.pod_of]
+            room = np.where(apart[ends], np.minimum(room, np.minimum(of_pod[ends, None], of_pod)), room)
+            gain = (touches[ends] & missing).sum(axis=1)[:, None]
+            alike = self._rail[ends, None] == self._rail
+            row, other = _first(may, room > 0, gain, ~apart[ends], alike, room)
+            one = int(ends[row])
+            more.add((one, other))
+            inside |= reach[one]
+            missing &= ~touches[one]
+            ports[[one, other]] -= 1
+            free[[one, other]] -= 1
+            if apart[one, other]:
+                lanes[self.pod_of[[one, other]]] -= 1
+        return frozenset(more)
 
-    def _leads(self, cross_connects: frozenset[PortPair]) -> bool:
-        """Whether all servers can be reached from all, on whichever rail."""
-        hops = distances(Edges.of(self.between_tors(cross_connects).astype(np.float64)))
-        return all((hops[np.ix_(one, other)] < NO_WAY).any() for one in self.blocks for other in self.blocks)
+    def _pairs(self, bridges: frozenset[tuple[int, int]]) -> frozenset[Pair]:
+        return frozenset(pair_of(*(self.site.tors[tor].id for tor in bridge)) for bridge in bridges)
+
+    @cached_property
+    def _rail(self) -> Ints:
+        """[tor], -1: of none."""
+        return np.array([-1 if tor.rail is None else tor.rail for tor in self.site.tors])
+
+    @cached_property
+    def _ports(self) -> Ints:
+        """[tor], fibres that work."""
+        failed, fibres = self.failed_ports.ports, self.site.fibres[SiteTier.AGG]
+        return np.array([sum(end not in failed for end in fibres[tor.id]) for tor in self.site.tors], np.int64)
+
+    @cached_property
+    def _in_pod(self) -> Ints:
+        """[tor, pod], 1 where it is."""
+        return np.asarray(self.pod_of[:, None] == np.arange(len(self.site.pods)), np.int64)
+
+    @cached_property
+    def _lanes(self) -> Ints:
+        """[pod]"""
+        pods = {uplink.id: uplink.pod for uplink in self.site.uplinks}
+        counts = Counter(pods[lane.uplink] for lane in self.site.lanes)
+        return np.array([counts[pod.id] for pod in self.site.pods], np.int64)
+
+    def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:
+        return distances(Edges.of(self.between_tors(cross_connects).astype(np.float64)))
+
+    def _led(self, hops: Ints) -> Bools:
+        """[block of servers, block], whether there is a way, on whichever rail."""
+        blocks = self.blocks
+        return np.array([[(hops[np.ix_(one, other)] < NO_WAY).any() for other in blocks] for one in blocks], np.bool_)
+
+    def _rank(self, cross_connects: frozenset[PortPair], demanded: Bools) -> tuple[bool, bool]:
+        """Whether all are led to all, and whether those are that send."""
+        led = self._led(self._hops(cross_connects))
+        of_block = np.array([[tor in block for block in self.blocks] for tor in range(len(demanded))], np.int64)
+        return bool(led.all()), bool((led | (of_block.T @ demanded @ of_block == 0)).all())
 
     def _intent(self, period: str, stage: Stage, demand: Floats) -> Intent:
         traffic = tuple(
@@ -164,6 +224,14 @@ def _anywhere(intent: Intent) -> Template:
     """Of PoDs without roles: all may be touched and joined; ports that are left over as at its stage."""
     spare = Spare.KEEP if intent.stage is Stage.WEIGHT_SYNC else Spare.SPREAD
     return Template(intent.period, Shape.of(intent), _EITHER, _ANY_TWO, spare, bipartite=False)
+
+
+def _first(may: Bools, *marks: Bools | Ints) -> tuple[int, int]:
+    """Of those that may be, the one with the highest marks, the first mark counting most."""
+    rows, columns = np.nonzero(may)
+    marked = [np.broadcast_to(each, may.shape)[rows, columns] for each in marks]
+    best = int(np.lexsort([-np.arange(len(rows)), *marked[::-1]])[-1])
+    return int(rows[best]), int(columns[best])
 
 
 def _some(ends: Sequence[tuple[OcsId, int]], share: float) -> list[tuple[OcsId, int]]:

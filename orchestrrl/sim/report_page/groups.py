@@ -2,18 +2,15 @@
 Pure."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from orchestrrl.sim.net.fabrics.base import Stage
+from orchestrrl.sim.report_page.naming import in_order, scenario_names
 from orchestrrl.sim.rl.results import Result, digest_of
 
-LONGEST = 60  # letters by which scenarios of one name are told apart
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 _ALIKE = re.compile(r"^\d+ x (\S+)$")
-OF_GROUPS = ("seeds", "generation.arms")  # said by them already
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,76 +88,20 @@ def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(row.get(name, 0.0) for row in rows) / len(rows) if rows else 0.0
 
 
-def groups_of(results: Iterable[Result]) -> tuple[Group, ...]:
-    """Scenarios by name, numbers in it by their size; fabrics and arms as they first appear; seeds ascend."""
-    found: dict[tuple[str, str, str], list[Result]] = {}
+def groups_of(results: Sequence[Result]) -> tuple[Group, ...]:
+    """Scenarios by name, numbers in it by their size; fabrics and arms as they first appear; seeds ascend. Of a seed
+    that was run more than once the first run."""
+    names = scenario_names([result.scenario for result in results])
+    found: dict[tuple[str, str, str], dict[int, Result]] = {}
     for result in results:
-        key = (digest_of(result.scenario), result.run.fabric, result.run.arm)
-        found.setdefault(key, []).append(result)
-    names = scenario_names([held[0].scenario for held in found.values()])
+        key = (names[digest_of(result.scenario)], result.run.fabric, result.run.arm)
+        found.setdefault(key, {}).setdefault(result.run.seed, result)
+    is_alone = len(set(names.values())) == 1
     groups = [
-        Group(names[digest], fabric, arm, tuple(sorted(held, key=lambda result: result.run.seed)), len(names) == 1)
-        for (digest, fabric, arm), held in found.items()
+        Group(name, fabric, arm, tuple(of_seed[seed] for seed in sorted(of_seed)), is_alone)
+        for (name, fabric, arm), of_seed in found.items()
     ]
-    return tuple(sorted(groups, key=lambda group: _in_order(group.scenario)))
-
-
-def _in_order(name: str) -> list[tuple[float, str]]:
-    """Words and numbers by turns."""
-    parts = _NUMBER.split(name)
-    return [(float(part), "") if place % 2 else (0.0, part) for place, part in enumerate(parts)]
-
-
-def scenario_names(scenarios: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """By digest. Those of one name are told apart by the values in which they differ; where that says too much, or
-    nothing, by the beginnings of their digests. A name that all have goes without saying."""
-    by_name: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for scenario in scenarios:
-        by_name.setdefault(str(scenario.get("name") or "scenario"), {})[digest_of(scenario)] = scenario
-    return {
-        digest: f"{name} {told}".strip() if len(by_name) > 1 else told or name
-        for name, some in by_name.items()
-        for digest, told in _told_apart(some).items()
-    }
-
-
-def _told_apart(scenarios: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """By digest; nothing where there is one alone."""
-    if len(scenarios) == 1:
-        return dict.fromkeys(scenarios, "")
-    leaves = {digest: dict(_leaves(scenario, "")) for digest, scenario in scenarios.items()}
-    paths = list(dict.fromkeys(path for each in leaves.values() for path in each))
-    differ = [path for path in paths if len({each[path] for each in leaves.values() if path in each}) > 1]
-    last = [path.rpartition(".")[2] for path in differ]
-    short = {path: name if last.count(name) == 1 else path for path, name in zip(differ, last, strict=True)}
-    told = {
-        digest: ", ".join(f"{short[path]} {each[path]}" for path in differ if path in each)
-        for digest, each in leaves.items()
-    }
-    if len(set(told.values())) == len(told) and max(map(len, told.values())) <= LONGEST:
-        return told
-    return {digest: digest[:6] for digest in scenarios}
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """(path, value) of all that a scenario says, but for which fabrics, arms and seeds it has."""
-    if path in OF_GROUPS:
-        return
-    if path == "fabrics" and isinstance(value, list):
-        for each in value:
-            yield from _leaves(each.get("options", {}), str(each.get("name") or each.get("kind")))
-    elif isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _leaves(each, f"{path}.{name}".lstrip("."))
-    elif isinstance(value, list) and not all(isinstance(each, str | int | float) for each in value):
-        for index, each in enumerate(value):
-            yield from _leaves(each, f"{path}[{index}]")
-    else:
-        yield path, "-".join(map(_text, value)) if isinstance(value, list) else _text(value)
-
-
-def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return tuple(sorted(groups, key=lambda group: in_order(group.scenario)))
 
 
 def frontier(groups: Sequence[Group]) -> tuple[bool, ...]:

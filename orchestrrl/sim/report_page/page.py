@@ -8,7 +8,8 @@ from typing import Any
 
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.sim.report_page import charts, tables, words
-from orchestrrl.sim.report_page.groups import Group, groups_of, scenario_names
+from orchestrrl.sim.report_page.groups import Group, groups_of
+from orchestrrl.sim.report_page.naming import scenario_names
 from orchestrrl.sim.report_page.style import CSS
 from orchestrrl.sim.rl.results import Result, digest_of
 
@@ -105,7 +106,8 @@ def page(results: Sequence[Result], *, command: str = "") -> str:
 
 def _what(results: Sequence[Result], groups: Sequence[Group]) -> str:
     seeds = sorted({result.run.seed for result in results})
-    told = f"{len(results)} simulated run{'' if len(results) == 1 else 's'}: "
+    runs = sum(len(group.results) for group in groups)
+    told = f"{runs} simulated run{'' if runs == 1 else 's'}: "
     told += f"{_list('fabric', [group.fabric for group in groups])}; {_list('arm', [group.arm for group in groups])}; "
     return told + f"{_list('seed', [str(seed) for seed in seeds])}."
 

@@ -33,6 +33,8 @@ OF_A_STEP: Mapping[str, str] = {
     "sync_s": "weight sync",
     "train_s": "training",
     "train_log_probs_s": "of it log-probabilities",
+    "train_held_s": "training held up by weights on their way",
+    "gen_held_s": "generation held up by weights on their way",
     "train_waits_samples_s": "trainer waits for samples",
     "train_waits_sync_s": "trainer waits for weight sync",
 }

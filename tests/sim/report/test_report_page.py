@@ -225,10 +225,26 @@ def test_a_sweep_is_named_by_what_was_swept_in_order() -> None:
     assert groups_of(others)[1].scenario == "swept nic_gbps 100, ratio 2"
 
 
-def test_scenarios_that_differ_in_what_they_run_alone_go_by_their_digests() -> None:
-    """Results of two runs of one scenario, with other seeds and arms."""
-    first, second = groups_of([result(), result(scenario={**SCENARIO, "seeds": [3]}, seed=3)])
-    assert len({first.scenario, second.scenario}) == 2
+def test_runs_of_one_scenario_with_other_seeds_arms_and_fabrics_are_put_together() -> None:
+    """As the files of a folder that several commands have written to."""
+
+    def of(fabric: str, arm: str, seed: int) -> Result:
+        scenario = {**SCENARIO, "seeds": [seed], "generation": {"arms": [arm]}, "fabrics": [{"kind": fabric}]}
+        return result(scenario=scenario, fabric=fabric, arm=arm, seed=seed)
+
+    several = [of("rfabric", "both", 2), of("rfabric", "both", 1), of("rfabric", "both", 1), of("fat_tree", "both", 1)]
+    groups = groups_of([*several, of("fat_tree", "planning", 1)])
+    assert [(group.title, group.seeds) for group in groups] == [
+        ("rfabric · both", (1, 2)),
+        ("fat_tree · both", (1,)),
+        ("fat_tree · planning", (1,)),
+    ]
+    assert "4 simulated runs: " in page([*several, of("fat_tree", "planning", 1)])
+
+
+def test_scenarios_that_differ_in_too_much_go_by_their_digests() -> None:
+    long = {"model": "a model with a name that takes more room than there is beside its bar in a picture"}
+    first, second = groups_of([result(), result(scenario={**SCENARIO, **long})])
     assert {len(first.scenario), len(second.scenario)} == {6}
 
 

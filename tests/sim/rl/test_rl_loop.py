@@ -1,7 +1,7 @@
 """The RL loop: closed forms, a simulation of events as oracle, and what holds whatever the times."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
@@ -141,6 +141,7 @@ class Holding:
     given: Given
     of_train: float = 0.0
     of_gen: float = 0.0
+    told: list[tuple[float, tuple[Stage, ...]]] = field(default_factory=list)  # when a sync began, and beside whom
 
     def gen(self, step: int, begin_s: float) -> GenTime:
         return self.given.gen(step, begin_s)
@@ -149,6 +150,7 @@ class Holding:
         return self.given.train(step, samples, begin_s)
 
     def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+        self.told.append((begin_s, beside))
         took_s, shares = self.given.sync_s[version - 1], {Stage.TRAIN: self.of_train, Stage.GEN: self.of_gen}
         return SyncTime(took_s, {stage: shares[stage] * took_s for stage in beside})
 
@@ -325,6 +327,17 @@ def test_what_is_held_up_is_no_longer_than_weights_are_on_their_way(case: Drawn,
         assert all(sooner.end_s <= later.begin_s + 1e-9 for sooner, later in pairwise(spans))
     if not train and not gen:
         assert lanes(run) == lanes(run_loop(case.rules, case.batches, times))
+
+
+@settings(max_examples=100)
+@given(drawn(simple=True), st.sampled_from([0.0, 0.5, 1.0]))
+def test_weights_are_beside_those_who_are_at_work_as_they_set_out(case: Drawn, train: float) -> None:
+    """As the time line has it once it is complete."""
+    times = Holding(case.times, train)
+    run = run_loop(case.rules, case.batches, times)
+    for begin_s, beside in times.told:
+        at_work = {span.stage for span in run.spans if span.begin_s <= begin_s < span.end_s}
+        assert set(beside) == (at_work - {Stage.WEIGHT_SYNC} if case.rules.holds is not Holds.BOTH else set())
 
 
 @given(drawn(simple=True), st.integers(0, 2), st.integers(0, 5), st.floats(0, 9))

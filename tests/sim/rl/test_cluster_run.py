@@ -57,6 +57,30 @@ def test_a_synchronous_step_is_the_sum_of_its_stages(healthy: Result) -> None:
     assert run.samples_per_s < healthy.run.samples_per_s
 
 
+def test_gpus_that_pods_leave_idle_are_told() -> None:
+    """Engines of two servers, and PoDs of three for six that generate: a tree's cores let a third engine span two."""
+    results = run_cluster(
+        scenario_of(
+            document(
+                cluster={"train_gpus": 16, "gen_gpus": 24, "gpus_per_server": 4, "nics_per_server": 4},
+                cluster__servers_per_pod=3,
+                fabrics=["rfabric", "fat_tree"],
+                generation__layouts=["tp8"],
+                generation__arms=["verl_to", "both"],
+            )
+        )
+    )
+    notes = {(each.run.fabric, each.run.arm): [note for note in each.run.notes if "tp8" in note] for each in results}
+    idle = "2 x tp8 stay inside PoDs, which leaves 8 of 24 GPUs idle"
+    few, all_of_them = "weights are brought to 2 x tp8", "weights are brought to 3 x tp8"
+    assert notes == {
+        ("rfabric", "verl_to"): [few, idle],
+        ("rfabric", "both"): [few, f"{idle}; plans do not know of PoDs, and may use them"],
+        ("fat_tree", "verl_to"): [all_of_them],
+        ("fat_tree", "both"): [all_of_them],
+    }
+
+
 def test_the_same_gpus_may_train_and_generate() -> None:
     changed = document(loop__mode="synchronous", cluster__shared=True)
     del changed["cluster"]["gen_gpus"]

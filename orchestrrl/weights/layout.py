@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import struct
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,14 +245,14 @@ def _groups(tensor: TensorMeta, box: Box, offset: int, having: Sequence[Having])
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     *outer, rows, columns = cuts
     period = columns[-1] - columns[0]
-    at = offset
+    at, holders = offset, _holders(rows, [each[-2] for each in own])
     for corner in itertools.product(*(range(cut[0], cut[-1]) for cut in outer)):
         before = sum(place * stride for place, stride in zip(corner, strides, strict=False))
-        for row, next_row in itertools.pairwise(rows):
+        for (row, next_row), numbers in zip(itertools.pairwise(rows), holders, strict=True):
             found = []
             for column, next_column in itertools.pairwise(columns):
                 cell = (*corner, row, column)
-                holder = next((number for number, each in enumerate(own) if _has(each, cell)), None)
+                holder = next((number for number in numbers if _has(own[number], cell)), None)
                 if holder is None:
                     raise ValueError(f"{tensor.name}: some of {box} is not staged here")
                 file, base = files[holder]
@@ -260,6 +260,15 @@ def _groups(tensor: TensorMeta, box: Box, offset: int, having: Sequence[Having])
                 found.append((file, column - columns[0], start, next_column - column, strides[-2]))
             yield _Group(at, next_row - row, period, _together(found))
             at += (next_row - row) * period
+
+
+def _holders(rows: Sequence[int], own: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """For each step from row to row, who has it, in order: of ranks that share a tensor's rows most have none of it."""
+    found: list[list[int]] = [[] for _ in rows[1:]]
+    for number, (first, last) in enumerate(own):
+        for step in found[bisect_left(rows, first) : bisect_left(rows, last)]:
+            step.append(number)
+    return found
 
 
 def _flat(

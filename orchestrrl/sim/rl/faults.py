@@ -143,7 +143,8 @@ def stretched_s(schedule: Schedule, begin_s: float, seconds: Callable[[float], f
         if math.isinf(until_s):
             break
         left -= (until_s - from_s) / whole_s if whole_s > 0 else 0.0
-    raise NeverEnds(f"what begins at {begin_s:g} s never ends: what it needs does not come back")
+    gone = "; ".join(str(fault) for fault in schedule.faults if math.isinf(fault.back_s)) or "what it needs"
+    raise NeverEnds(f"what begins at {begin_s:g} s never ends: {gone} does not come back (back_after_s)")
 
 
 def with_lost_work_s(

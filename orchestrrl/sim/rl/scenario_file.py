@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from orchestrrl.documents import parse_yaml, read_text
 from orchestrrl.errors import ProblemFaults, faults_of, shorten
 from orchestrrl.profiles.store import read_profile
+from orchestrrl.sim.net.fabrics.base import NOTHING, Failures
 from orchestrrl.sim.net.fabrics.registry import KINDS, options_of
 from orchestrrl.sim.rl.faults import Part
-from orchestrrl.sim.rl.scenario import SIZES, ClusterScenario, layout_named
+from orchestrrl.sim.rl.scenario import SIZES, ClusterScenario, FaultSection, layout_named
 from orchestrrl.sim.scenario import daemon_faults
 from orchestrrl.sim.train.memory import fault_of
 from orchestrrl.sim.workload import mean_tokens
@@ -187,6 +188,25 @@ def _fault_faults(scenario: ClusterScenario) -> Iterable[str]:
             yield f"faults[{index}].of: must be less than {limit}, the number of {fault.fail}s, got {beyond[0]}"
         if fault.fail not in (Part.TOR_UPLINKS, Part.POD_UPLINKS) and fault.share != 1:
             yield f"faults[{index}].share: is of uplinks alone, got {fault.share:g}"
+        yield from (f"faults[{index}].of: {told}" for told in _uplink_faults(scenario, fault))
+
+
+def _uplink_faults(scenario: ClusterScenario, fault: FaultSection) -> Iterable[str]:
+    """Each fabric has ToRs and PoDs of its own: it is asked, with nothing lost of the highest number."""
+    none_lost = {max(fault.of): 0.0}
+    failures, parts = {
+        Part.TOR_UPLINKS: (Failures(tor_uplinks=none_lost), "ToRs"),
+        Part.POD_UPLINKS: (Failures(pod_uplinks=none_lost), "PoDs"),
+    }.get(fault.fail, (None, ""))
+    for index, section in enumerate(scenario.fabrics if failures is not None else ()):
+        try:
+            fabric = scenario.fabric(section)
+        except Impossible:
+            continue  # told of the fabric itself
+        try:
+            fabric.without(failures or NOTHING).network()
+        except ValueError:
+            yield f"fabrics[{index}] ({section.title}) has not so many {parts}, got {max(fault.of)}"
 
 
 _CHECKS: tuple[Callable[[ClusterScenario], Iterable[str]], ...] = (

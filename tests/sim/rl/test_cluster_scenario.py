@@ -124,6 +124,21 @@ def test_sizes_that_a_fabric_has_no_use_for_are_refused() -> None:
     assert paths(document(fabrics=own)) == {"fabrics[0].options.servers_per_tor"}
 
 
+def test_uplinks_that_a_fabric_does_not_have_are_told() -> None:
+    """TopoOpt has none at all, and nothing to lose."""
+    faults = [
+        {"at_s": 1, "fail": "tor_uplinks", "of": [0, 77], "share": 0.5},
+        {"at_s": 1, "fail": "pod_uplinks", "of": 1},
+    ]
+    changed = document(fabrics=["rfabric", "fat_tree", "topoopt"], faults=faults)
+    assert faults_of(changed) == [
+        "faults[0].of: fabrics[0] (rfabric) has not so many ToRs, got 77",
+        "faults[0].of: fabrics[1] (fat_tree) has not so many ToRs, got 77",
+        "faults[1].of: fabrics[1] (fat_tree) has not so many PoDs, got 1",
+    ]
+    assert len(scenario_of(document(fabrics=["rfabric"], faults=faults[1:])).faults) == 1
+
+
 def test_training_that_cannot_fit_is_told() -> None:
     changed = document(model="qwen2.5-72b")
     (fault,) = faults_of(changed)

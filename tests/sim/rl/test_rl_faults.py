@@ -37,7 +37,7 @@ def test_what_is_done_stays_done() -> None:
     # Half of it at full speed, ten seconds at half the speed, the rest at full speed again.
     assert stretched_s(slow, 0.0, lambda now_s: 40.0 if slow.holding(now_s, Part.NIC) else 20.0) == pytest.approx(25.0)
     assert stretched_s(slow, 0.0, lambda now_s: math.inf if slow.holding(now_s, Part.NIC) else 20.0) == 30.0
-    with pytest.raises(NeverEnds, match="does not come back"):
+    with pytest.raises(NeverEnds, match="never ends: nic 0 does not come back"):
         stretched_s(Schedule().at(5.0).fail_nic(0), 0.0, lambda now_s: math.inf if now_s >= 5 else 20.0)
 
 

@@ -26,7 +26,13 @@ FIGURES: tuple[Figure, ...] = (
         ("gen_vs_train_time", "worker_time_skew"),
     ),
     Figure("2-phases", "Section 2.1: phases of a step", phases.example, ("phase_example.",)),
-    Figure("4.1", "Section 4.1: forecast", decisions.forecast, ("headline.forecast_error",), "4 seeds of 20"),
+    Figure(
+        "4.1",
+        "Section 4.1: forecast",
+        decisions.forecast,
+        ("headline.forecast_error",),
+        "4 seeds of 20 in its first row",
+    ),
     Figure("5", "Figure 5: slack", slack.slack, ("slack.",)),
     Figure(
         "9",

@@ -115,7 +115,6 @@ def change_of_engines(quick: bool, report: Report) -> list[Row]:
     fewer = QUICK if quick else 1
     train_gpus, gen_gpus = (count // fewer for count in given.CODESIGN_GPUS.value)
     afd = layout_named(given.AFD.value)
-    generating = gen_gpus // afd.gpus * afd.gpus  # 35 instances
     servers = Servers(count=(train_gpus + gen_gpus) // 8, nic_gbps=given.NIC_GBPS.value)
     case = _case(fewer)
     workload = case.scenario([BASE]).generation.workload
@@ -128,7 +127,7 @@ def change_of_engines(quick: bool, report: Report) -> list[Row]:
 
     def run(fabric: Fabric, left_share: float) -> GenStage:
         hardware = Hardware(model_named(MODEL), gpu_named(given.GPU.value), paper_engine(model_named(MODEL)))
-        where = GenGpus(train_gpus, generating)
+        where = GenGpus(train_gpus, gen_gpus)
         return switched_stage(SwitchCase(hardware, where, afd, layout_named("tp8"), requests, left_share), fabric)
 
     shares = given.LEFT_SHARES.value[1:4] if quick else given.LEFT_SHARES.value

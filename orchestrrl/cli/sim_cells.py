@@ -54,9 +54,11 @@ def notes_of(results: "Sequence[Result]", out: Path | None) -> list[str]:
         for note in result.run.notes:
             told.setdefault(_FIGURE.sub("#", note), (f"{who}: {note}", set()))[1].add(who)
     lines = [LEGEND, *(f"{first}{_others(len(having) - 1)}" for first, having in told.values())]
-    if out is not None:
-        lines.append(f"wrote results to {out}; `orchestrrl sim report {out}` makes a page of them")
-    return lines
+    return [*lines, *kept_in(out)]
+
+
+def kept_in(out: Path | None) -> list[str]:
+    return [] if out is None else [f"wrote results to {out}; `orchestrrl sim report {out}` makes a page of them"]
 
 
 def _others(count: int) -> str:

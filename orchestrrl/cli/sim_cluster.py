@@ -2,7 +2,7 @@
 
 import logging
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,7 +37,10 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    scenario: Cluster,
+    scenario: Cluster = "",
+    print_example: Annotated[
+        bool, typer.Option("--print-example", help="Print a built-in scenario to begin with: SCENARIO's, or cluster64.")
+    ] = False,
     fabrics: Fabrics = "",
     arms: Arms = "",
     seeds: Seeds = "",
@@ -51,6 +54,9 @@ def run(
 
     Example: `orchestrrl sim run cluster64 --fabrics rfabric --arms both --out out/sim`
     """
+    if print_example:
+        _print_example(scenario)
+        return
     results, chosen = _ran(scenario, fabrics, arms, seeds, out)
     if json:
         _print_json(chosen, results)
@@ -152,7 +158,6 @@ def daemon_config(
 
 
 def _ran(source: str, fabrics: str, arms: str, seeds: str, out: Path | None) -> "tuple[list[Result], ClusterScenario]":
-    from orchestrrl.sim.rl.results import write
     from orchestrrl.sim.rl.run import chosen, run_cluster
     from orchestrrl.sim.rl.scenario_file import load_cluster_scenario
     from orchestrrl.sim.scenario import ARMS
@@ -172,14 +177,23 @@ def _ran(source: str, fabrics: str, arms: str, seeds: str, out: Path | None) -> 
         scenario = _narrowed(loaded, wanted or known, named or list(loaded.generation.arms), numbers or loaded.seeds)
         results = with_progress(lambda report: run_cluster(scenario, report))
         if out is not None:
-            _keep(lambda: write(out, scenario.document(), results), out)
+            keep(out, scenario.document(), results)
     return results, scenario
 
 
-def _keep(write: Callable[[], object], out: Path) -> None:
+def _print_example(name: str) -> None:
+    from orchestrrl.sim.rl.scenario_file import SMALLEST, cluster_text
+
+    with reporting_errors():
+        typer.echo(cluster_text(name or SMALLEST)[0], nl=False)
+
+
+def keep(out: Path, scenario: Mapping[str, Any], results: "Sequence[Result]") -> None:
     """What could be written to before the run may be full after it."""
+    from orchestrrl.sim.rl.results import write
+
     try:
-        write()
+        write(out, scenario, results)
     except OSError as error:
         raise Permanent(f"--out: results cannot be written to {out}: {error.strerror}") from None
 

@@ -2,16 +2,19 @@
 
 import logging
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.cli.sim import HELP, or_faults, with_progress
-from orchestrrl.cli.sim_cells import digits
-from orchestrrl.cli.sim_cluster import Cluster
+from orchestrrl.cli.sim import HELP, check_folder, or_faults, with_progress
+from orchestrrl.cli.sim_cells import digits, kept_in
+from orchestrrl.cli.sim_cluster import Cluster, Out, keep
 from orchestrrl.errors import ProblemFaults
+
+if TYPE_CHECKING:
+    from orchestrrl.sim.rl.results import Result
 
 
 def register(app: typer.Typer) -> None:
@@ -22,6 +25,7 @@ def split(
     scenario: Cluster,
     fabric: Annotated[str | None, typer.Option(help="On which fabric. Default: the scenario's first.")] = None,
     arm: Annotated[str, typer.Option(help="An arm of `sim gen`.")] = "verl_to",
+    out: Out = None,
     json: JsonFlag = False,
 ) -> None:
     """Try how a cluster's GPUs are best divided between training and generation: the most samples per second.
@@ -43,9 +47,15 @@ def split(
             faults += faults_of(loaded, fabric, arm)
         elif arm not in ARMS:
             faults.append(f"--arm: must be one of {', '.join(ARMS)}, got {arm!r}")
+        if out is not None:
+            or_faults(faults, lambda: check_folder(out, "--out"))
         if loaded is None or faults:
             raise ProblemFaults(faults)
-        found = with_progress(lambda report: splits(loaded, fabric, arm, report))
+        ran: list[Result] = []
+        found = with_progress(lambda report: splits(loaded, fabric, arm, report, ran.append))
+        if out is not None:
+            for result in ran:
+                keep(out, result.scenario, [result])
     top = best(found)
     if json:
         print_json({"best": asdict(top), "tried": [asdict(each) for each in found]})
@@ -65,4 +75,4 @@ def split(
         for each in found
     ]
     print_table(loaded.name, columns, cells)
-    print_lines([f"cluster: {{train_gpus: {top.train_gpus}, gen_gpus: {top.gen_gpus}}}"])
+    print_lines([f"cluster: {{train_gpus: {top.train_gpus}, gen_gpus: {top.gen_gpus}}}", *kept_in(out)])

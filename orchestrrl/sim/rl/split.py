@@ -12,6 +12,7 @@ from math import ceil, lcm
 from typing import TypeVar
 
 from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.sim.rl.results import Result
 from orchestrrl.sim.rl.run import Report, run_arm
 from orchestrrl.sim.rl.scenario import ClusterScenario
 from orchestrrl.sim.rl.scenario_file import faults_between_sections
@@ -49,9 +50,11 @@ def splits(
     fabric: str | None = None,
     arm: str = TUNED,
     report: Report = lambda what, done, total: None,
+    keep: Callable[[Result], object] = lambda result: None,
 ) -> list[Split]:
     """All that were tried, by GPUs that train: on one fabric (by default the first), under one arm, with the first
-    seed. Raises ProblemFaults where there is nothing to split, and where no split works."""
+    seed; `keep` gets the run of each. Raises ProblemFaults where there is nothing to split, and where no split
+    works."""
     faults = faults_of(scenario, fabric, arm)
     if faults:
         raise ProblemFaults(faults)
@@ -60,7 +63,7 @@ def splits(
     def tried(place: int) -> Split | None:
         report(f"{counts[place]} GPUs train", 0, 0)
         try:
-            return _tried(scenario, counts[place], title, arm)
+            return _tried(scenario, counts[place], title, arm, keep)
         except (ProblemFaults, Permanent) as error:
             faults.extend(error.faults if isinstance(error, ProblemFaults) else [str(error)])
             return None
@@ -122,13 +125,21 @@ def faults_of(scenario: ClusterScenario, fabric: str | None, arm: str) -> list[s
     return found
 
 
-def _tried(scenario: ClusterScenario, train_gpus: int, title: str, arm: str) -> Split:
+def _tried(scenario: ClusterScenario, train_gpus: int, title: str, arm: str, keep: Callable[[Result], object]) -> Split:
     changed = with_split(scenario, train_gpus)
-    changed = changed.model_copy(update={"fabrics": tuple(each for each in changed.fabrics if each.title == title)})
+    changed = changed.model_copy(
+        update={
+            "fabrics": tuple(each for each in changed.fabrics if each.title == title),
+            "generation": changed.generation.model_copy(update={"arms": (arm,)}),
+            "seeds": changed.seeds[:1],
+        }
+    )
     if faults := faults_between_sections(changed):
         raise ProblemFaults(faults)
-    result = run_arm(FabricStages(changed, changed.fabrics[0]), arm, changed.seeds[0])
-    (row,) = rows([replace(result, scenario=changed.document())])
+    run = run_arm(FabricStages(changed, changed.fabrics[0]), arm, changed.seeds[0])
+    result = replace(run, scenario=changed.document())
+    keep(result)
+    (row,) = rows([result])
     return Split(train_gpus, changed.cluster.generating, row.gen_s, row.train_s, row.sync_s, row.samples_per_s)
 
 

@@ -1,5 +1,6 @@
 """`orchestrrl sim run`, `compare`, `sweep`, `split`, `report` and `daemon-config` as a shell sees them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import Result as Ran
 from orchestrrl.cli.main import application
 from orchestrrl.cli.sim_cells import digits, notes_of
 from orchestrrl.sim.rl.results import read
+from orchestrrl.sim.rl.scenario_file import load_cluster_scenario
 from tests.sim.report.results_builder import result
 from tests.sim.rl.cluster_builders import TEXT, document
 
@@ -79,6 +81,24 @@ def test_results_of_a_comparison_make_a_page_that_says_its_command(tmp_path: Pat
     assert kept.stat().st_mode & 0o777 == page.stat().st_mode & 0o777
     (fault,) = faults_of("report", out, "-o", tmp_path)
     assert fault == f"{tmp_path}: cannot be written: Is a directory"
+
+
+def test_splits_that_were_tried_make_a_page(tmp_path: Path, scenario: Path) -> None:
+    out, page = tmp_path / "splits", tmp_path / "page.html"
+    ran = sim("split", scenario, "--out", out, "--json")
+    assert ran.exit_code == 0, ran.output
+    tried = [each["train_gpus"] for each in json.loads(ran.stdout)["tried"]]
+    assert sim("report", out, "-o", page).exit_code == 0
+    for gpus in tried:
+        assert f">train_gpus {gpus}, gen_gpus {32 - gpus} · fat_tree · verl_to<" in page.read_text()
+
+
+def test_the_example_to_begin_with_is_a_scenario(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(sim("run", "--print-example").stdout)
+    assert load_cluster_scenario(str(mine)) == load_cluster_scenario("cluster64")
+    assert sim("run", "cluster512", "--print-example").stdout.startswith("# 512 GPUs")
+    assert "cluster64, got 'none'" in faults_of("run", "none", "--print-example")[0]
 
 
 def test_where_no_price_is_known_there_is_no_frontier(tmp_path: Path) -> None:

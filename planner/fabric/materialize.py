@@ -44,7 +44,7 @@ def materialize(
     if not touched:
         return Hold("nobody_placed", f"{intent.period}: no rank is in a PoD that stage {intent.stage} touches")
     draft = _Draft(site, intent, state, template, flows, touched, bridges).plan(by_tors=True)
-    if draft.unserved_bytes > 0:  # ToRs are lifted to others wherever PoDs have something to send
+    if draft.unserved_bytes > 0 or not draft.as_sized:  # where it is as sized and all are served, nothing is better
         other = _Draft(site, intent, state, template, flows, touched, bridges).plan(by_tors=False)
         draft = min(draft, other, key=_Drafted.misses)
     plan = draft.plan
@@ -75,6 +75,7 @@ def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair])
 @dataclass(frozen=True, slots=True)
 class _Drafted:
     plan: FabricPlan
+    as_sized: bool  # placed and lifted as it was meant
     unserved_bytes: float  # between ToRs that no circuit joins
     slowest_bytes: float  # of a pair of ToRs that some join, by circuit
 
@@ -151,7 +152,9 @@ class _Draft:
         joined = Counter({pair_of(*tors): count for tors, count in lifted.circuits.items()})
         for tier in tiers:
             joined.update({pair: count for pair, count in tier.circuits.items() if site.tor.keys() >= set(pair)})
-        return _Drafted(plan, *self._missed(wanted.larger_bytes, joined))
+        as_sized = not any((placed.unplaced, *(each.unplaced for each in inside.values())))
+        as_sized &= all(lifted.circuits[tors] == count for tors, count in sizes.most.items())
+        return _Drafted(plan, as_sized, *self._missed(wanted.larger_bytes, joined))
 
     def _missed(self, larger_bytes: Mapping[Pair, float], joined: Mapping[Pair, int]) -> tuple[float, float]:
         served = {pair: sent_bytes for pair, sent_bytes in larger_bytes.items() if joined.get(pair)}

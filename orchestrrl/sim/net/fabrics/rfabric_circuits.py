@@ -2,7 +2,8 @@
 planner (planner/fabric/materialize.py). Pure.
 
 Templates are the stages' own. Beside a period's circuits all servers reach all, in few hops or many: connectivity is
-kept (section 5.4 of the OrchestrRL paper).
+kept (section 5.4 of the OrchestrRL paper). Where demand leaves servers apart, single circuits bridge them, as long as
+ports allow it; else at least those that send have a way, if any plan has one for them.
 """
 
 from collections import Counter
@@ -128,44 +129,42 @@ class Circuits:
     def _bridges(
         self, found: frozenset[PortPair], eligible: Bools, demanded: Bools, bridges: frozenset[tuple[int, int]]
     ) -> frozenset[tuple[int, int]]:
-        """More pairs of ToRs, that lead all blocks of servers to the ToRs that most of them reach: few, where ToRs and
-        PoDs have room, of one PoD and rail."""
-        apart = np.asarray(self.pod_of[:, None] != self.pod_of, np.bool_)
-        joined = np.asarray(demanded | demanded.T, np.bool_)
-        laid = np.zeros_like(joined)
+        """More pairs of ToRs, that lead all blocks of servers to the ToRs that most of them reach."""
+        laid = np.zeros(demanded.shape, np.bool_)
         for one, other in bridges:
             laid[one, other] = laid[other, one] = True
-        joined |= laid
+        joined = np.asarray(demanded | demanded.T | laid, np.bool_)
+        room = _Room(
+            self.pod_of,
+            free=self._ports - laid.sum(axis=1),
+            ports=self._ports - joined.sum(axis=1),
+            lanes=self._lanes - (joined & self._apart).sum(axis=1) @ self._in_pod,
+        )
         # PoDs that are only touched by a bridge lose what joins them to those that are not.
         idle = (joined.any(axis=1) @ self._in_pod == 0)[self.pod_of]
-        circuits = np.where(apart & (idle[:, None] | idle), 0, self.between_tors(found))
-        reach = np.asarray(distances(Edges.of(np.where(laid, 1.0, circuits))) < NO_WAY, np.bool_)
+        circuits = np.where(self._apart & (idle[:, None] | idle), 0, self.between_tors(found))
+        return self._joining(distances(Edges.of(np.where(laid, 1.0, circuits))) < NO_WAY, eligible, room)
+
+    def _joining(self, reach: Bools, eligible: Bools, room: "_Room") -> frozenset[tuple[int, int]]:
+        """Few, where ToRs and PoDs have room, of one PoD and rail. `reach` [tor, tor]."""
         touches: Bools = np.asarray(reach[:, self.blocks].any(axis=2))  # [tor, block]
         hub = int(np.argmax(touches.sum(axis=1)))
         inside: Bools = reach[hub].copy()
         missing: Bools = np.asarray(~touches[hub], np.bool_)
-        free = self._ports - laid.sum(axis=1)
-        ports, lanes = self._ports - joined.sum(axis=1), self._lanes - (joined & apart).sum(axis=1) @ self._in_pod
-        more = set()
+        found = set()
         for block, ends in enumerate(self.blocks):
-            may = eligible[ends] & inside & ~inside[ends, None] & (free[ends, None] > 0) & (free > 0)
+            may = eligible[ends] & inside & ~inside[ends, None] & room.may(ends)
             if not missing[block] or not may.any():
                 continue
-            room = np.minimum(ports[ends, None], ports)
-            of_pod = lanes[self.pod_of]
-            room = np.where(apart[ends], np.minimum(room, np.minimum(of_pod[ends, None], of_pod)), room)
             gain = (touches[ends] & missing).sum(axis=1)[:, None]
-            alike = self._rail[ends, None] == self._rail
-            row, other = _first(may, room > 0, gain, ~apart[ends], alike, room)
+            alike, left = self._rail[ends, None] == self._rail, room.left(ends)
+            row, other = _first(may, left > 0, gain, ~self._apart[ends], alike, left)
             one = int(ends[row])
-            more.add((one, other))
+            found.add((one, other))
             inside |= reach[one]
             missing &= ~touches[one]
-            ports[[one, other]] -= 1
-            free[[one, other]] -= 1
-            if apart[one, other]:
-                lanes[self.pod_of[[one, other]]] -= 1
-        return frozenset(more)
+            room.take(one, other)
+        return frozenset(found)
 
     def _pairs(self, bridges: frozenset[tuple[int, int]]) -> frozenset[Pair]:
         return frozenset(pair_of(*(self.site.tors[tor].id for tor in bridge)) for bridge in bridges)
@@ -180,6 +179,11 @@ class Circuits:
         """[tor], fibres that work."""
         failed, fibres = self.failed_ports.ports, self.site.fibres[SiteTier.AGG]
         return np.array([sum(end not in failed for end in fibres[tor.id]) for tor in self.site.tors], np.int64)
+
+    @cached_property
+    def _apart(self) -> Bools:
+        """[tor, tor], of two PoDs."""
+        return np.asarray(self.pod_of[:, None] != self.pod_of, np.bool_)
 
     @cached_property
     def _in_pod(self) -> Ints:
@@ -218,6 +222,32 @@ class Circuits:
             for one, other in np.argwhere(demand > 0).tolist()
         )
         return Intent(period, stage, traffic)
+
+
+@dataclass(slots=True)
+class _Room:
+    """What bridges may take. Beside what is demanded, it may be less than nothing."""
+
+    pod_of: Ints  # [tor]
+    free: Ints  # [tor], ports beside other bridges
+    ports: Ints  # [tor], beside what is demanded as well
+    lanes: Ints  # [pod], the same
+
+    def may(self, ends: Ints) -> Bools:
+        """[end, tor]"""
+        return np.asarray((self.free[ends, None] > 0) & (self.free > 0), np.bool_)
+
+    def left(self, ends: Ints) -> Ints:
+        """[end, tor], for bridges between the two."""
+        ports, lanes = np.minimum(self.ports[ends, None], self.ports), self.lanes[self.pod_of]
+        apart = self.pod_of[ends, None] != self.pod_of
+        return np.where(apart, np.minimum(ports, np.minimum(lanes[ends, None], lanes)), ports)
+
+    def take(self, one: int, other: int) -> None:
+        self.free[[one, other]] -= 1
+        self.ports[[one, other]] -= 1
+        if self.pod_of[one] != self.pod_of[other]:
+            self.lanes[self.pod_of[[one, other]]] -= 1
 
 
 def _anywhere(intent: Intent) -> Template:

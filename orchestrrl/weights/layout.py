@@ -245,12 +245,12 @@ def _groups(tensor: TensorMeta, box: Box, offset: int, having: Sequence[Having])
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     *outer, rows, columns = cuts
     period = columns[-1] - columns[0]
-    at, holders = offset, _holders(rows, [each[-2] for each in own])
+    at, holders = offset, _holders(columns, [each[-1] for each in own])
     for corner in itertools.product(*(range(cut[0], cut[-1]) for cut in outer)):
         before = sum(place * stride for place, stride in zip(corner, strides, strict=False))
-        for (row, next_row), numbers in zip(itertools.pairwise(rows), holders, strict=True):
+        for row, next_row in itertools.pairwise(rows):
             found = []
-            for column, next_column in itertools.pairwise(columns):
+            for (column, next_column), numbers in zip(itertools.pairwise(columns), holders, strict=True):
                 cell = (*corner, row, column)
                 holder = next((number for number in numbers if _has(own[number], cell)), None)
                 if holder is None:
@@ -262,11 +262,12 @@ def _groups(tensor: TensorMeta, box: Box, offset: int, having: Sequence[Having])
             at += (next_row - row) * period
 
 
-def _holders(rows: Sequence[int], own: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """For each step from row to row, who has it, in order: of ranks that share a tensor's rows most have none of it."""
-    found: list[list[int]] = [[] for _ in rows[1:]]
+def _holders(columns: Sequence[int], own: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """For each step from column to column who may have it, in order: of ranks that share a tensor most have none of it.
+    Rows that are whole count as columns of one."""
+    found: list[list[int]] = [[] for _ in columns[1:]]
     for number, (first, last) in enumerate(own):
-        for step in found[bisect_left(rows, first) : bisect_left(rows, last)]:
+        for step in found[bisect_left(columns, first) : bisect_left(columns, last)]:
             step.append(number)
     return found
 

@@ -29,6 +29,11 @@ class Group:
         return " · ".join(own if own and self.is_alone else [self.scenario, *own])
 
     @property
+    def family(self) -> str:
+        """Scenarios of one name, such as the points of a sweep, are compared with each other."""
+        return str(self.first.scenario.get("name") or "scenario")
+
+    @property
     def first(self) -> Result:
         return self.results[0]
 

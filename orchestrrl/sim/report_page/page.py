@@ -25,7 +25,7 @@ SECTIONS = {
     "cost": ("Cost", "Components of the network at list prices, and what they buy."),
     "timeline": (
         "Time line",
-        "What each part of the cluster does when, of the first seed. Those of one scenario have one scale.",
+        "What each part of the cluster does when, of the first seed. Scenarios of one name have one scale.",
     ),
     "stages": ("Stages", "Where the seconds of a step, of a training step and of a weight sync go."),
     "bandwidth": (
@@ -128,11 +128,11 @@ def _section(name: str, body: str) -> str:
 
 
 def _time_lines(groups: Sequence[Group]) -> str:
-    until_s: dict[str, float] = {}  # by scenario: arms and fabrics are compared by how far they come
+    until_s: dict[str, float] = {}  # what is compared is on one scale
     for group in groups:
         ends_s = [span.end_s for span in group.first.run.spans]
-        until_s[group.scenario] = max([until_s.get(group.scenario, 0.0), *ends_s])
-    drawn = [(group, charts.time_line(group.first.run, until_s[group.scenario])) for group in groups]
+        until_s[group.family] = max([until_s.get(group.family, 0.0), *ends_s])
+    drawn = [(group, charts.time_line(group.first.run, until_s[group.family])) for group in groups]
     shown = []
     for place, (group, picture) in enumerate((group, picture) for group, picture in drawn if picture):
         is_open = " open" if place < OPEN_TIME_LINES else ""
@@ -156,14 +156,14 @@ def _stages(groups: Sequence[Group]) -> str:
 
 
 def _pictures(groups: Sequence[Group], draw: Callable[[Sequence[Group]], str | None]) -> str:
-    """One for each scenario, or several, each with as many groups as can be told apart."""
+    """One for the scenarios of each name, or several, each with as many groups as can be told apart."""
     return "".join(picture for some in _cut(groups) if (picture := draw(some)))
 
 
 def _cut(groups: Sequence[Group], most: int = charts.PER_CHART) -> list[list[Group]]:
     cut: list[list[Group]] = []
     for group in groups:
-        if not cut or len(cut[-1]) == most or cut[-1][0].scenario != group.scenario:
+        if not cut or len(cut[-1]) == most or cut[-1][0].family != group.family:
             cut.append([])
         cut[-1].append(group)
     return cut

@@ -57,7 +57,7 @@ def _cell(value: Cell) -> str:
 
 
 def summary(groups: Sequence[Group]) -> str:
-    """Throughput beside that of the first arm of the scenario, and what the network costs."""
+    """Throughput beside that of the first of that name, and what the network costs."""
     columns = (
         "",
         "seeds",
@@ -72,11 +72,11 @@ def summary(groups: Sequence[Group]) -> str:
         "samples trained on",
     )
     first: dict[str, float] = {}
-    sizes = Counter(group.scenario for group in groups)
+    sizes = Counter(group.family for group in groups)
     rows: list[list[Cell]] = []
     for group in groups:
-        reference = first.setdefault(group.scenario, group.samples_per_s)
-        gain = group.samples_per_s / reference if reference > 0 and sizes[group.scenario] > 1 else None
+        reference = first.setdefault(group.family, group.samples_per_s)
+        gain = group.samples_per_s / reference if reference > 0 and sizes[group.family] > 1 else None
         idle = [group.idle_share(stage) for stage in (Stage.TRAIN, Stage.GEN)]
         spread = group.spread if len(group.seeds) > 1 else (None, None)
         usd = (group.network_usd / 1e6, group.samples_per_s_per_musd) if group.network_usd else (None, None)

@@ -242,6 +242,16 @@ def test_runs_of_one_scenario_with_other_seeds_arms_and_fabrics_are_put_together
     assert "4 simulated runs: " in page([*several, of("fat_tree", "planning", 1)])
 
 
+def test_points_of_a_sweep_are_in_one_picture_and_other_scenarios_are_not() -> None:
+    def point(gpus: int, name: str, rate: float) -> Result:
+        return result(scenario={**SCENARIO, "name": name, "cluster": {"train_gpus": gpus}}, rate=rate)
+
+    found = read([point(8, "one", 39.0), point(16, "one", 79.0), point(8, "other", 9.0)])
+    assert found.shapes["remaining"] == [f"polyline stroke {kind}" for kind in ("c0 d0", "c1 d1", "c0 d0")]
+    columns, *rows = found.rows["summary"]
+    assert [row[columns.index("times the first")] for row in rows] == ["1", "2", "–"]
+
+
 def test_scenarios_that_differ_in_too_much_go_by_their_digests() -> None:
     long = {"model": "a model with a name that takes more room than there is beside its bar in a picture"}
     first, second = groups_of([result(), result(scenario={**SCENARIO, **long})])

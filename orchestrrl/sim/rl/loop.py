@@ -78,9 +78,7 @@ class _Line:
     installed: int = 0
     laid_s: float = 0.0  # until then, what engines do is settled
     ready_s: list[float] = field(default_factory=list)  # [sample]
-    expected_s: list[float] = field(
-        default_factory=list
-    )  # [sample] of the step that is laid out next, if nothing holds it up
+    expected_s: list[float] = field(default_factory=list)  # [sample] of the next step, if nothing holds it up
     train_begin_s: list[float] = field(default_factory=list)  # [training step]
     train_end_s: list[float] = field(default_factory=list)
     sync_end_s: list[float] = field(default_factory=lambda: [0.0])  # [version], where nobody waits for it
@@ -129,7 +127,7 @@ class _Line:
                 self._train(train_s)
 
     def _next_training_s(self, samples: int) -> float:
-        """When a training step on one of the first `samples` could begin; inf: there are not enough."""
+        """When a training step on the first `samples` could begin; inf: there are not enough."""
         index = len(self.train_end_s)
         if index + 1 == len(self.needs.taken) or self.needs.taken[index + 1] > samples:
             return inf

@@ -74,6 +74,7 @@ class Case:
     kv_transfer: bool = True
     initial: str | None = None
     gate: bool = True  # otherwise engines change whenever that pays at all
+    updates: int = 1  # optimiser steps on a step's samples
 
     @property
     def gpus(self) -> int:
@@ -92,13 +93,17 @@ class Case:
                     "nic_gbps": self.nic_gbps,
                 },
                 "fabrics": list(fabrics),
-                "training": {**TRAINING[self.model], "log_prob_passes": given.LOG_PROB_PASSES.value},
+                "training": self._training(),
                 "generation": self._generation(),
                 "weight_sync": {"scheme": "tree", "holds": "engines"},
                 "loop": {"mode": "one_step_async", "steps": self.steps, "warmup_steps": 0},
                 "daemon": self._daemon(),
             }
         )
+
+    def _training(self) -> dict[str, Any]:
+        passes = given.LOG_PROB_PASSES.value
+        return {**TRAINING[self.model], "log_prob_passes": passes, "updates": self.updates}
 
     def _generation(self) -> dict[str, Any]:
         return {
@@ -176,7 +181,7 @@ def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> Measur
 
 
 def retrained(found: Measured, stages: BoardStages) -> Measured:
-    """Where other GPUs train, those of `stages`; generation and sync as they were found."""
+    """With the training of `stages`, on other GPUs or in other steps; generation and sync as they were found."""
     job = replace(found.job, layout=stages.scenario.train_layout)
     train = stages.training(Failures(), job)
     rate = _samples_per_s(stages.scenario, found.gen, train, found.sync)

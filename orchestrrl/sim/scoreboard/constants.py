@@ -34,6 +34,9 @@ DEVICES = Constant(
 
 # --- what is asked for
 BATCH = Constant("requests of a step on the testbed", 512, "requests", _PAPER + "section 2.1")
+STEP_SAMPLES = Constant(
+    "samples of an optimiser step, where a step's samples are divided", 512, "", _PAPER + "section 7.1, global batch"
+)
 REQUESTS_PER_GPU = Constant("requests of a step at scale", 16, "of each GPU that generates", _PAPER + "appendix F")
 SAMPLES = Constant("samples of a prompt", 8, "", _OURS + "GRPO's groups are 8 or 16 as a rule")
 PROMPT_TOKENS = Constant("tokens of a prompt", (64, 512), "from, to", _OURS + "problems of mathematics")

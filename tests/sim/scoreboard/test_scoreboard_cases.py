@@ -43,3 +43,11 @@ def test_layouts_of_training_are_those_that_the_page_lists() -> None:
     case = Case("qwen3-235b-a22b", 64, 64, 64, 2_000, ("tp8",))
     layout = case.scenario(["fat_tree"]).train_layout
     assert (layout.tp, layout.pp, layout.ep, layout.dp) == (4, 2, 16, 8)
+
+
+def test_gradients_are_exchanged_in_each_optimiser_step() -> None:
+    case = Case("qwen2.5-14b", 32, 16, 64, 2_000, ("tp8",))
+    once, often = (stages_of(replace(case, updates=each).scenario(["fat_tree"]), "fat_tree") for each in (1, 4))
+    found = measured(once)
+    assert [retrained(found, each).train.updates for each in (once, often)] == [1, 4]
+    assert retrained(found, often).train.parts_s["dp"] == pytest.approx(4 * found.train.parts_s["dp"], rel=0.05)

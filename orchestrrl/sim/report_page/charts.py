@@ -38,7 +38,7 @@ HEAD_HEIGHT = 21.0  # of a name above bars
 LEAST_GBPS = 0.01  # what is less is next to nothing
 BARS_LEFT = 8.0  # names stand above them
 AT_END = 0.9  # of the width, for bars with a figure behind them
-PER_CHART = 8  # groups in one picture: as many as there are colours
+PER_CHART = 8  # groups in one picture: as many as there are dashes
 PER_PARTS = 24  # where colours are not those of groups
 
 

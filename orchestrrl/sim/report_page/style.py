@@ -1,12 +1,16 @@
 """How a report looks: light and dark by the reader's wish, in one column that fits a phone."""
 
+from orchestrrl.sim.report_page.svg import COLOURS
+
 CSS = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2a33; --faint: #5d6b77; --rule: #d8dee4; --card: #f5f7f9;
   --c0: #2a6fbb; --c1: #c8501e; --c2: #2e8b57; --c3: #8048b5;
-  --c4: #9a7400; --c5: #c2316f; --c6: #4b5a66; --c7: #0f7f8c; }
+  --c4: #9a7400; --c5: #c2316f; --c6: #4b5a66; --c7: #0f7f8c;
+  --c8: #6b3f1d; --c9: #93a8bb; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14191e; --ink: #e6ebef; --faint: #9daab5; --rule: #35404a;
   --card: #1c232a; --c0: #6aaaf0; --c1: #f08a5d; --c2: #5fc48a; --c3: #bf94ee;
-  --c4: #e0b347; --c5: #f285b4; --c6: #a5b3bf; --c7: #4fc3d4; } }
+  --c4: #e0b347; --c5: #f285b4; --c6: #a5b3bf; --c7: #4fc3d4;
+  --c8: #d0a27a; --c9: #66788a; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
@@ -38,5 +42,5 @@ svg .d7 { stroke-dasharray: 6 2 1 2 1 2; } svg .edge { stroke-width: 1; stroke-d
 """ + "".join(
     f"svg .fill.c{n} {{ fill: var(--c{n}); }} svg .stroke.c{n} {{ stroke: var(--c{n}); }}"
     f" .key.c{n} {{ background: var(--c{n}); }}\n"
-    for n in range(8)
+    for n in range(COLOURS)
 )

@@ -8,7 +8,8 @@ from math import ceil, floor, isfinite, log10
 
 WIDTH, HEIGHT = 720.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 84.0, 28.0, 14.0, 46.0
-COLOURS = 8  # classes c0 ... of style.py
+COLOURS = 10  # classes c0 ... of style.py: as many as a training step has parts
+DASHES = 8  # classes d0 ...
 TICKS = 6
 GAP = 1.0  # between two bars in a row, where they are wide enough to lose it
 THINNEST = 1.5  # however short a bar is, it is seen
@@ -161,7 +162,7 @@ def colour(index: int) -> str:
 
 def stroke(index: int) -> str:
     """Of a line: a colour, and dashes by which lines are told apart where they lie on each other, or in grey."""
-    return f"{colour(index)} d{index % COLOURS}"
+    return f"{colour(index)} d{index % DASHES}"
 
 
 def legend(names: Sequence[tuple[str, str]]) -> str:

@@ -177,7 +177,7 @@ def _idle(times: ArmTimes) -> list[str]:
 
 
 def _streamed(stream: Stream) -> str:
-    size, at_once = f"{stream.bytes / 1e9:.2f} GB", f"{stream.seconds * 1e3:.2f} ms"
+    size, at_once = f"{stream.bytes / 1e6:,.2f} MB", f"{stream.seconds * 1e3:.2g} ms"
     return f"answers of a step are {size} on their way to training, {at_once} if all went at once"
 
 

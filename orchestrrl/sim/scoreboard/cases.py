@@ -3,13 +3,14 @@
 Beside what `orchestrrl sim run` does: part of TP's communication is hidden.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrrl.sim.cost.prices import network_cost_usd
-from orchestrrl.sim.net.fabrics.base import Failures
-from orchestrrl.sim.rl.loop import Given, run_loop
+from orchestrrl.sim.net.fabrics.base import Failures, Stage
+from orchestrrl.sim.rl.loop import GenTime, run_loop
+from orchestrrl.sim.rl.loop_held import SyncTime
 from orchestrrl.sim.rl.loop_rules import Batch
 from orchestrrl.sim.rl.model import GenStage, SyncStage, TrainStage
 from orchestrrl.sim.rl.scenario import ClusterScenario, FabricSection
@@ -176,22 +177,43 @@ def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> Measur
     gen, sync = times.healthy[-1], times.sync_stage(Failures())
     job = times.job(gen.samples)
     train = stages.training(Failures(), job)
-    rate = _samples_per_s(stages.scenario, gen, train, sync)
+    rate = _samples_per_s(stages.scenario, gen.samples, _Steady(gen.seconds, train.seconds, times.sync))
     return Measured(gen, train, sync, job, rate, network_usd(stages))
 
 
 def retrained(found: Measured, stages: BoardStages) -> Measured:
-    """With the training of `stages`, on other GPUs or in other steps; generation and sync as they were found."""
+    """With the training of `stages`, on other GPUs or in other steps; generation and sync as they were found, and the
+    sync alone on the network."""
     job = replace(found.job, layout=stages.scenario.train_layout)
     train = stages.training(Failures(), job)
-    rate = _samples_per_s(stages.scenario, found.gen, train, found.sync)
+    alone = SyncTime(found.sync.seconds)
+    rate = _samples_per_s(
+        stages.scenario, found.gen.samples, _Steady(found.gen.seconds, train.seconds, lambda *_: alone)
+    )
     return Measured(found.gen, train, found.sync, job, rate, network_usd(stages))
 
 
-def _samples_per_s(scenario: ClusterScenario, gen: GenStage, train: TrainStage, sync: SyncStage) -> float:
-    alike = Given([gen.seconds] * LOOPED, [train.seconds] * LOOPED, [sync.seconds] * LOOPED)
-    batches = [Batch(gen.samples, gen.samples)] * LOOPED
-    return run_loop(scenario.rules(), batches, alike, warmup_steps=LOOPED // 2).samples_per_s
+@dataclass(frozen=True, slots=True)
+class _Steady:
+    """Stages that take the same each time; a sync as long as it does beside whoever is at work."""
+
+    gen_s: float
+    train_s: float
+    syncing: Callable[[int, float, tuple[Stage, ...]], SyncTime]
+
+    def gen(self, step: int, begin_s: float) -> GenTime:
+        return GenTime(self.gen_s)
+
+    def train(self, step: int, samples: int, begin_s: float) -> float:
+        return self.train_s
+
+    def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+        return self.syncing(version, begin_s, beside)
+
+
+def _samples_per_s(scenario: ClusterScenario, samples: int, steady: _Steady) -> float:
+    batches = [Batch(samples, samples)] * LOOPED
+    return run_loop(scenario.rules(), batches, steady, warmup_steps=LOOPED // 2).samples_per_s
 
 
 def network_usd(stages: BoardStages) -> float:

@@ -7,6 +7,7 @@ from tempfile import TemporaryFile
 from typing import Annotated, TypeVar
 
 import typer
+from rich.markup import escape
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
@@ -71,14 +72,19 @@ def gen(
     if json:
         print_json(as_json(outcome))
         return
-    print_table(loaded.name, COLUMNS, rows(outcome), optional=OPTIONAL_COLUMNS)
-    print_lines([LEGEND, *marks(outcome), *(f"wrote {path}" for path in pictures)])
+    print_table(escape(loaded.name), COLUMNS, rows(outcome), optional=OPTIONAL_COLUMNS)
+    print_lines([LEGEND, *marks(outcome), *(escape(f"wrote {path}") for path in pictures)])
 
 
 def with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> Result:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:40}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=stderr, transient=True) as bars:
         task = bars.add_task("", total=None)
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
+
 if TYPE_CHECKING:
     from orchestrrl.sim.rl.results import Result
     from orchestrrl.sim.rl.summary import Row
@@ -47,18 +49,20 @@ def digits(value: float) -> str:
 
 
 def notes_of(results: "Sequence[Result]", out: Path | None) -> list[str]:
-    """Each note once, with who has it first; those that differ from it in figures alone are counted."""
+    """For rich: each note once, with who has it first; those that differ from it in figures alone are counted."""
     told: dict[str, tuple[str, set[str]]] = {}
     for result in results:
         who = f"{result.run.fabric}, {result.run.arm}"
         for note in result.run.notes:
             told.setdefault(_FIGURE.sub("#", note), (f"{who}: {note}", set()))[1].add(who)
-    lines = [LEGEND, *(f"{first}{_others(len(having) - 1)}" for first, having in told.values())]
+    lines = [LEGEND, *(escape(f"{first}{_others(len(having) - 1)}") for first, having in told.values())]
     return [*lines, *kept_in(out)]
 
 
 def kept_in(out: Path | None) -> list[str]:
-    return [] if out is None else [f"wrote results to {out}; `orchestrrl sim report {out}` makes a page of them"]
+    return (
+        [] if out is None else [escape(f"wrote results to {out}; `orchestrrl sim report {out}` makes a page of them")]
+    )
 
 
 def _others(count: int) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
@@ -68,7 +69,7 @@ def run(
         (row.fabric, row.arm, *stages_of(row), rate_of(row), usd_of(row), worth_of(row), total_of(row))
         for row in rows(results)
     ]
-    print_table(chosen.name, columns, cells, optional=("with GPUs",), left=("arm",))
+    print_table(escape(chosen.name), columns, cells, optional=("with GPUs",), left=("arm",))
     print_lines(notes_of(results, out))
 
 
@@ -107,7 +108,7 @@ def compare(
         )
         for row in rows(results)
     ]
-    print_table(chosen.name, columns, cells, left=("arm",))
+    print_table(escape(chosen.name), columns, cells, left=("arm",))
     print_lines(notes_of(results, out))
 
 
@@ -129,7 +130,7 @@ def report(
     if json:
         print_json({"wrote": str(out), "results": len(found)})
     else:
-        print_lines([f"wrote {out}"])
+        print_lines([escape(f"wrote {out}")])
 
 
 def daemon_config(
@@ -154,7 +155,7 @@ def daemon_config(
     if json:
         print_json({"wrote": [str(path) for path in written]})
     else:
-        print_lines(f"wrote {path}" for path in written)
+        print_lines(escape(f"wrote {path}") for path in written)
 
 
 def _ran(source: str, fabrics: str, arms: str, seeds: str, out: Path | None) -> "tuple[list[Result], ClusterScenario]":

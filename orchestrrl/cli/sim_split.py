@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
@@ -74,5 +75,5 @@ def split(
         )
         for each in found
     ]
-    print_table(loaded.name, columns, cells)
+    print_table(escape(loaded.name), columns, cells)
     print_lines([f"cluster: {{train_gpus: {top.train_gpus}, gen_gpus: {top.gen_gpus}}}", *kept_in(out)])

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
@@ -56,7 +57,11 @@ def sweep(
         try:
             swept = with_progress(lambda report: sweeps.sweep(points, out, runner, report, again=again))
         except KeyboardInterrupt:
-            stderr.print(f"interrupted: points that are done are in {out}, and the same command goes on from there")
+            stderr.print(
+                f"interrupted: points that are done are in {out}, and the same command goes on from there",
+                markup=False,
+                soft_wrap=True,
+            )
             raise
     found = [
         (point, row)
@@ -95,4 +100,4 @@ def _print(found: "list[tuple[Point, Row]]", swept: "Swept", points: int, out: P
     columns = ("point", "fabric", "arm", "samples/s", "network")
     print_table(f"{len(swept.done)} of {points} points", columns, cells, left=("fabric", "arm"))
     there = [f"{swept.found} were there already"] if swept.found else []
-    print_lines([*there, f"results are in {out}"])
+    print_lines([*there, escape(f"results are in {out}")])

@@ -101,6 +101,18 @@ def test_the_example_to_begin_with_is_a_scenario(tmp_path: Path) -> None:
     assert "cluster64, got 'none'" in faults_of("run", "none", "--print-example")[0]
 
 
+def test_names_are_text_never_markup(tmp_path: Path) -> None:
+    named, out = tmp_path / "named.yaml", tmp_path / "out[/u]"
+    fabric = {"kind": "fat_tree", "name": "x[/y]"}
+    named.write_text(yaml.safe_dump(document(name="m[/z]", fabrics=[fabric])))
+    for command in (("compare",), ("run",), ("split",)):
+        ran = sim(*command, named, "--out", out)
+        assert ran.exit_code == 0, ran.output
+        assert "m[/z]" in ran.output
+        assert f"wrote results to {out};" in ran.output
+    assert f"wrote {out}.html" in sim("report", out, "-o", f"{out}.html").output
+
+
 def test_where_no_price_is_known_there_is_no_frontier(tmp_path: Path) -> None:
     odd = tmp_path / "odd.yaml"
     odd.write_text(yaml.safe_dump(document(cluster__nic_gbps=123)))

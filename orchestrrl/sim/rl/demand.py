@@ -9,7 +9,8 @@ from dataclasses import replace
 from orchestrrl.sim.net.fabrics.base import Fabric
 from orchestrrl.sim.net.fabrics.registry import options_of
 from orchestrrl.sim.net.model import Flows
-from orchestrrl.sim.rl.generation_exchange import gen_period
+from orchestrrl.sim.rl.generation_bytes import token_flows
+from orchestrrl.sim.rl.generation_exchange import leaves_servers
 from orchestrrl.sim.rl.generation_fleet import Fleet, GenGpus, deployed
 from orchestrrl.sim.rl.scenario import ClusterScenario, FabricSection
 from orchestrrl.sim.rl.weight_sync import steps_of
@@ -35,7 +36,7 @@ def job_demand(scenario: ClusterScenario, plain: Fabric, constants: TrainConstan
     job, fleet = _job(scenario), _fleet(scenario, plain)
     parts = _training(scenario, job, constants)
     if fleet is not None:
-        parts += [_weights(scenario, job, fleet, plain), gen_period(fleet, scenario.servers, "expected").demand]
+        parts += [_weights(scenario, job, fleet, plain), _exchanges(scenario, fleet)]
     return Flows.joined(parts)
 
 
@@ -63,6 +64,14 @@ def _fleet(scenario: ClusterScenario, plain: Fabric) -> Fleet | None:
         if len(fleet):
             return fleet
     return None
+
+
+def _exchanges(scenario: ClusterScenario, fleet: Fleet) -> Flows:
+    """Of engines that span servers, for all tokens of a step."""
+    if not leaves_servers(fleet, scenario.servers):
+        return Flows.none()
+    tokens = scenario.samples * mean_tokens(scenario.generation.workload)
+    return token_flows(fleet, scenario.model_value, scenario.servers).times(tokens)
 
 
 def _weights(scenario: ClusterScenario, job: TrainJob, fleet: Fleet, plain: Fabric) -> Flows:

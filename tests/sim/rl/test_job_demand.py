@@ -1,6 +1,7 @@
 """What a fabric that is built for one job is told of the job."""
 
 import numpy as np
+import pytest
 
 from orchestrrl.sim.net.fabrics.base import Failures
 from orchestrrl.sim.net.fabrics.topoopt import TopoOpt
@@ -13,6 +14,12 @@ from tests.sim.rl.cluster_builders import document
 
 def scenario(**changes: object) -> ClusterScenario:
     return scenario_of(document(fabrics=["topoopt"], cluster__gen_gpus=32, **changes))
+
+
+def mixture(layouts: list[str], **changes: object) -> ClusterScenario:
+    """Of experts: tokens of a wide engine are sent to them."""
+    wide = {"generation__layouts": layouts, "generation__initial": None, **changes}
+    return scenario(model="qwen2-57b-a14b", training={"tp": 4, "ep": 16}, **wide)
 
 
 def between_servers(made: ClusterScenario) -> np.ndarray:
@@ -39,9 +46,19 @@ def test_each_optimiser_step_counts() -> None:
 
 
 def test_exchanges_of_engines_are_in_it_where_they_span_servers() -> None:
-    inside, wide = (between_servers(scenario(generation__layouts=layouts)) for layouts in (["tp4"], ["tp4", "tp8dp2"]))
+    inside, wide = (between_servers(mixture(layouts)) for layouts in (["tp4"], ["tp4", "tp1dp16ep16"]))
     assert not inside[3, 2]
     assert wide[3, 2] > 0
+
+
+def test_exchanges_are_those_of_all_tokens() -> None:
+    """Beside collectives and weights, which are whole steps', too."""
+    found = [
+        between_servers(mixture(["tp1dp16ep16"], generation__workload__prompts=prompts)) for prompts in (8, 16, 24)
+    ]
+    first, then = found[1][3, 2] - found[0][3, 2], found[2][3, 2] - found[1][3, 2]
+    assert first > 0
+    assert then == pytest.approx(first)
 
 
 def test_what_a_run_takes_is_made_for_the_job() -> None:

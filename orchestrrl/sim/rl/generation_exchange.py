@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orchestrrl.sim.net.collectives import m2n
 from orchestrrl.sim.net.fabrics.base import Fabric, Period, Stage
 from orchestrrl.sim.net.fluid import finish_routed_s
 from orchestrrl.sim.net.model import Flows, Ints, Network, Servers
@@ -36,17 +37,24 @@ def pattern(fleet: Fleet, sent_bytes: float, servers: Servers) -> tuple[Flows, I
     is."""
     p = fleet.parallelism
     if p.afd:
-        src, dst = _pairs(fleet.attention, fleet.ffn)
-        there = sent_bytes * min(p.attention_gpus, p.ffn_gpus) / (p.attention_gpus * p.ffn_gpus)
-        src, dst, each = np.hstack([src, dst]), np.hstack([dst, src]), there
+        each = sent_bytes * min(p.attention_gpus, p.ffn_gpus) / (p.attention_gpus * p.ffn_gpus)
+        both_ways = [
+            m2n(src, dst, each, servers).flows
+            for attention, ffn in zip(fleet.attention, fleet.ffn, strict=True)
+            for src, dst in ((attention, ffn), (ffn, attention))
+        ]
+        flows = Flows.joined(both_ways)
     elif p.dp > 1:
-        src, dst = _pairs(fleet.gpus, fleet.gpus)
+        src, dst = np.repeat(fleet.gpus, p.gpus, axis=1), np.tile(fleet.gpus, (1, p.gpus))
         other = src[0] != dst[0]  # the same places in each instance
-        src, dst, each = src[:, other], dst[:, other], sent_bytes / (p.gpus - 1)
+        flows = _alike(src[:, other], dst[:, other], sent_bytes / (p.gpus - 1))
     else:
-        src, dst, each = fleet.gpus, np.roll(fleet.gpus, -servers.gpus_per_server, axis=1), sent_bytes
-    instance = np.repeat(np.arange(len(fleet)), src.shape[1])
-    return Flows(src.reshape(-1), dst.reshape(-1), np.full(src.size, each)), instance
+        flows = _alike(fleet.gpus, np.roll(fleet.gpus, -servers.gpus_per_server, axis=1), sent_bytes)
+    return flows, np.repeat(np.arange(len(fleet)), len(flows) // max(1, len(fleet)))
+
+
+def _alike(src: Ints, dst: Ints, bytes: float) -> Flows:
+    return Flows(src.reshape(-1), dst.reshape(-1), np.full(src.size, bytes))
 
 
 def gen_period(fleet: Fleet, servers: Servers, name: str) -> Period:
@@ -72,10 +80,3 @@ def exchange_on(network: Network, fleet: Fleet) -> Exchange:
         SENT_BYTES / float(wire_s.max()),
         max(0.0, float(latency_s.max()) - nearest_s),
     )
-
-
-def _pairs(sources: Ints, destinations: Ints) -> tuple[Ints, Ints]:
-    """[instance, pair]: each source with each destination of its instance."""
-    src = np.repeat(sources, destinations.shape[1], axis=1)
-    dst = np.tile(destinations, (1, sources.shape[1]))
-    return src, dst

@@ -79,13 +79,15 @@ def test_generation(tmp_path: Path) -> None:
 
 def test_a_cluster_and_its_page(tmp_path: Path) -> None:
     """What is printed, the file of results, and the page that is made of it."""
-    (tmp_path / "same.yaml").write_text(CLUSTER)
     found = []
     for hash_seed in HASH_SEEDS:
-        printed = told(tmp_path, hash_seed, "run", "same.yaml", "--out", hash_seed, "--json")
-        told(tmp_path, hash_seed, "report", hash_seed, "--out", f"{hash_seed}/page.html")
-        (results,) = (tmp_path / hash_seed).glob("*.json")
-        found.append((printed, results.name, results.read_bytes(), (tmp_path / hash_seed / "page.html").read_bytes()))
+        folder = tmp_path / hash_seed  # one each, since the page tells the command that made it
+        folder.mkdir()
+        (folder / "same.yaml").write_text(CLUSTER)
+        printed = told(folder, hash_seed, "run", "same.yaml", "--out", "results", "--json")
+        told(folder, hash_seed, "report", "results", "--out", "page.html")
+        (results,) = (folder / "results").glob("*.json")
+        found.append((printed, results.name, results.read_bytes(), (folder / "page.html").read_bytes()))
     assert found[0] == found[1]
     assert b"samples_per_s" in found[0][0]
     assert b"<svg" in found[0][3]

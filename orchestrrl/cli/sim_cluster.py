@@ -159,7 +159,7 @@ def daemon_config(
 
 
 def _ran(source: str, fabrics: str, arms: str, seeds: str, out: Path | None) -> "tuple[list[Result], ClusterScenario]":
-    from orchestrrl.sim.rl.run import chosen, run_cluster
+    from orchestrrl.sim.rl.run import chosen
     from orchestrrl.sim.rl.scenario_file import load_cluster_scenario
     from orchestrrl.sim.scenario import ARMS
 
@@ -176,10 +176,27 @@ def _ran(source: str, fabrics: str, arms: str, seeds: str, out: Path | None) -> 
         if loaded is None or faults:
             raise ProblemFaults(faults)
         scenario = _narrowed(loaded, wanted or known, named or list(loaded.generation.arms), numbers or loaded.seeds)
-        results = with_progress(lambda report: run_cluster(scenario, report))
+        return _run_and_keep(scenario, out), scenario
+
+
+def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[Result]":
+    """Results are written as they come: what ends a run early leaves those before it."""
+    from orchestrrl.sim.rl.run import run_cluster
+
+    document, kept = scenario.document(), 0
+
+    def keep_those(results: "Sequence[Result]") -> None:
+        nonlocal kept
         if out is not None:
-            keep(out, scenario.document(), results)
-    return results, scenario
+            keep(out, document, results)
+            kept = len(results)
+
+    try:
+        return with_progress(lambda report: run_cluster(scenario, report, keep_those))
+    except Permanent as error:
+        if not kept:
+            raise
+        raise Permanent(f"{error}; runs before it, which are kept in {out}: {kept}") from error
 
 
 def _print_example(name: str) -> None:

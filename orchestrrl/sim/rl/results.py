@@ -141,12 +141,18 @@ def _finite(result: Result, index: int) -> Result:
 
 
 def complete(folder: Path, digests: Iterable[str]) -> set[str]:
-    """Of these scenarios, those whose file is there and can be read."""
+    """Of these scenarios, those whose file is there, can be read, and has all runs: `sim run` writes as they come."""
     found = set()
     for digest in digests:
         try:
-            parse((folder / f"{digest}{SUFFIX}").read_text(encoding="utf-8"))
+            results = parse((folder / f"{digest}{SUFFIX}").read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, ProblemFaults):
             continue
-        found.add(digest)
+        if results and len(results) == runs_of(results[0].scenario):
+            found.add(digest)
     return found
+
+
+def runs_of(scenario: Mapping[str, Any]) -> int:
+    """As many results as a scenario has when all is done."""
+    return len(scenario["fabrics"]) * len(scenario["generation"]["arms"]) * len(scenario["seeds"])

@@ -37,9 +37,13 @@ def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]
     return list(dict.fromkeys(names or known))
 
 
-def run_cluster(scenario: ClusterScenario, report: Report = lambda what, done, total: None) -> list[Result]:
-    """By fabric, arm and seed. Raises ProblemFaults where no engine holds the longest request, and Permanent where a
-    fault holds a stage up for good or samples do not allow the loop to go on."""
+def run_cluster(
+    scenario: ClusterScenario,
+    report: Report = lambda what, done, total: None,
+    keep: Callable[[Sequence[Result]], None] = lambda results: None,
+) -> list[Result]:
+    """By fabric, arm and seed. `keep` is given what there is after each. Raises ProblemFaults where no engine holds the
+    longest request, and Permanent where a fault holds a stage up for good or samples do not allow the loop to go on."""
     arms, seeds = scenario.generation.arms, scenario.seeds
     total = len(scenario.fabrics) * len(arms) * len(seeds)
     results: list[Result] = []
@@ -50,6 +54,7 @@ def run_cluster(scenario: ClusterScenario, report: Report = lambda what, done, t
             for seed in seeds:
                 report(f"{section.title}, {arm}, seed {seed}", len(results), total)
                 results.append(replace(run_arm(stages, arm, seed), scenario=document))
+                keep(results)
     report("done", total, total)
     return results
 

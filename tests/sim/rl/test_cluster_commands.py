@@ -10,8 +10,11 @@ from typer.testing import Result as Ran
 
 from orchestrrl.cli.main import application
 from orchestrrl.cli.sim_cells import digits, notes_of
-from orchestrrl.sim.rl.results import read
+from orchestrrl.errors import Permanent
+from orchestrrl.sim.rl.results import Result, read
+from orchestrrl.sim.rl.run import run_arm
 from orchestrrl.sim.rl.scenario_file import load_cluster_scenario
+from orchestrrl.sim.rl.stages import FabricStages
 from tests.sim.report.results_builder import result
 from tests.sim.rl.cluster_builders import TEXT, document
 
@@ -67,6 +70,21 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_the_run(
     monkeypatch.setattr("orchestrrl.sim.rl.run.run_cluster", None)
     (fault,) = faults_of("run", scenario, "--out", scenario.parent)
     assert fault == f"--out: cannot be written to: No space left on device, got '{scenario.parent}'"
+
+
+def test_a_run_that_ends_early_leaves_those_before_it(
+    tmp_path: Path, scenario: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first_alone(stages: FabricStages, arm: str, seed: int) -> Result:
+        if seed == 2:
+            raise Permanent("fat tree, verl_to: never ends")
+        return run_arm(stages, arm, seed)
+
+    monkeypatch.setattr("orchestrrl.sim.rl.run.run_arm", first_alone)
+    ran = sim("run", scenario, "--seeds", "1,2", "--out", tmp_path / "out")
+    assert ran.exit_code == 1
+    assert "never ends; runs before it, which are kept in" in " ".join(ran.stderr.split())
+    assert [each.run.seed for each in read(tmp_path / "out")] == [1]
 
 
 def test_results_of_a_comparison_make_a_page_that_says_its_command(tmp_path: Path, scenario: Path) -> None:

@@ -11,7 +11,7 @@ from orchestrrl.sim.rl.model import RlRun, Span
 from orchestrrl.sim.rl.results import Bill, Result, as_text, complete, digest_of, read, write
 from orchestrrl.sim.train.model import Window
 
-SCENARIO = {"name": "one", "loop": {"steps": 2}}
+SCENARIO = {"name": "one", "fabrics": ["rfabric"], "generation": {"arms": ["both"]}, "seeds": [1], "loop": {"steps": 2}}
 
 
 def result(samples_per_s: float = 2.0) -> Result:
@@ -53,6 +53,15 @@ def test_a_file_that_was_cut_is_not_complete(tmp_path: Path) -> None:
     assert complete(tmp_path, [digest, "other"]) == {digest}
     path.write_text(path.read_text()[:100])
     assert complete(tmp_path, [digest]) == set()
+
+
+def test_a_file_without_all_runs_is_not_complete(tmp_path: Path) -> None:
+    """`sim run` and `compare` write each run as it is done."""
+    two = {**SCENARIO, "seeds": [1, 2]}
+    write(tmp_path, two, [result()])
+    assert complete(tmp_path, [digest_of(two)]) == set()
+    write(tmp_path, two, [result(), result(3.0)])
+    assert complete(tmp_path, [digest_of(two)]) == {digest_of(two)}
 
 
 def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:

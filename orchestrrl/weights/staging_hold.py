@@ -8,7 +8,7 @@ when a trainer dies.
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -18,7 +18,8 @@ class StagingHold:
     def __init__(self, home: Path) -> None:
         self._held: int | None = None
         while self._held is None:
-            home.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileExistsError):  # of pathlib's exist_ok it comes where the folder goes away just then
+                os.mkdir(home, 0o700)
             self._held = _held(home)  # None: the peer was just discarding it
 
     def let_go(self) -> None:

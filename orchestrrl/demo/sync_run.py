@@ -18,7 +18,7 @@ from orchestrrl.engines.simulated_tokens import EOS, TokenModel
 from orchestrrl.engines.simulated_weights import read_weights
 from orchestrrl.errors import Permanent
 from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
+from orchestrrl.rpc.pb import control_pb2, telemetry_pb2
 from orchestrrl.sync_profile import SyncProfile, profile
 from orchestrrl.sync_reports import SyncReport
 from orchestrrl.weights.client import WeightsClient
@@ -132,15 +132,19 @@ async def run_sync(
 
 
 async def _under_way(daemon_address: str, engines: int) -> None:
-    """Until every engine has something to do. Raises Permanent."""
+    """Until every engine has had something to do, as the gateway tells it: engines that are busy answer late. Raises
+    Permanent."""
     deadline_s = time.monotonic() + READY_WITHIN_S
+    seen: set[str] = set()
     async with ControlClient(daemon_address) as control:
         while time.monotonic() < deadline_s:
-            status = await control.ask(control.control.GetStatus, control_pb2.GetStatusRequest())
-            if sum(worker.running > 0 for worker in status.workers) == engines:
+            listed = await control.ask(control.control.ListRequests, control_pb2.ListRequestsRequest())
+            running = {each.engine_id for each in listed.requests if each.state == telemetry_pb2.REQUEST_STATE_RUNNING}
+            seen |= running
+            if len(seen) == engines or (seen and not listed.requests):  # over already: then between two steps
                 return
             await asyncio.sleep(LOOK_S)
-    raise Permanent(f"not every engine had requests in {READY_WITHIN_S:g} s: see the logs")
+    raise Permanent(f"{len(seen)} of {engines} engines had requests in {READY_WITHIN_S:g} s: see the logs")
 
 
 async def _serving(clients: Sequence[Engine]) -> int:

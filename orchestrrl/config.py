@@ -552,7 +552,7 @@ fabric: null
 
 # New weights reach the engines by way of peers (`orchestrrl sync peer`), see docs/weight-sync.md.
 weights:
-  transports: [nccl, gloo, tcp] # in order of preference: the first that both ends of an edge have
+  transports: [nccl, tcp, gloo] # in order of preference: the first that both ends of an edge have
   chunk_bytes: 4194304
   seeds_per_pod: 1              # that receive the same bytes from outside
   hop_latency_s: 0.001

@@ -85,8 +85,8 @@ def peer(
         list[str] | None,
         typer.Option(
             "--transport",
-            help="How bytes may come and go; repeat. Those that cannot be had here are left out. Default: nccl, gloo,"
-            " tcp.",
+            help="How bytes may come and go; repeat. Those that cannot be had here are left out. Default: nccl, tcp,"
+            " gloo.",
         ),
     ] = None,
     gpu: Annotated[int | None, typer.Option(help="A GPU of the fabric's site that is here: says where it is.")] = None,

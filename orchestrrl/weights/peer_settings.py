@@ -18,7 +18,7 @@ from orchestrrl.weights.model import PeerId, PeerRole, Place, Share
 from orchestrrl.weights.transports.base import known_transports
 from planner.model import EngineId
 
-PREFERRED = ("nccl", "gloo", "tcp")
+PREFERRED = ("nccl", "tcp", "gloo")
 FOLDERS = "/dev/shm/orchestrrl-weights-"
 ASK_ENGINES_S = 2.0
 

@@ -218,7 +218,7 @@ def test_every_engine_has_what_it_loads(seed: int) -> None:
     assert set(planned.summed_by) == {shard.id for shard in planned.map.shards}
     assert planned.bytes == sum(each.bytes for each in TENSORS)
     for edge in planned.edges:
-        assert edge.address == f"{edge.dst}:gloo"
+        assert edge.address == f"{edge.dst}:tcp"
         assert edge.rate_gbps == 0
 
 
@@ -357,7 +357,13 @@ def test_what_no_trainer_has_is_told() -> None:
 
 def test_the_first_transport_that_both_have_is_taken_and_none_is_told() -> None:
     source, one, other = trainer(0, transports=("tcp", "nccl")), peer("a", transports=("gloo", "tcp")), peer("b")
-    for peers, expected in (([source, one], "a:tcp"), ([one, other], "b:gloo"), ([source, other], "b:tcp")):
+    wide, narrow = peer("d", transports=("gloo", "tcp", "nccl")), peer("e", transports=("gloo",))
+    for peers, expected in (
+        ([source, one], "a:tcp"),
+        ([one, other], "b:tcp"),
+        ([source, wide], "d:nccl"),
+        ([one, narrow], "e:gloo"),
+    ):
         planned = plan_sync(3, [staged(0, peers[0])], peers, network(peers), SETTINGS)
         assert {edge.address for edge in planned.edges} == {expected}
     with pytest.raises(ProblemFaults) as caught:
@@ -365,7 +371,7 @@ def test_the_first_transport_that_both_have_is_taken_and_none_is_told() -> None:
             3, [staged(0, source)], [source, peer("c", transports=("gloo",))], network([source, peer("c")]), SETTINGS
         )
     assert caught.value.faults == [
-        "peers.c.transports: has none of nccl, gloo, tcp in common with trainer0, got gloo and nccl, tcp"
+        "peers.c.transports: has none of nccl, tcp, gloo in common with trainer0, got gloo and nccl, tcp"
     ]
 
 

@@ -84,8 +84,8 @@ def size_with(
     by_tors: bool,
 ) -> Sizes:
     """`by_tors`: by what they send each other, or by what PoDs do. `lanes` of each PoD and `ports` of its ToRs are what
-    may be used. Of `bridges`, those that there is room for have
-    a circuit before anything else, and no more unless they send."""
+    may be used. Of `bridges`, those that there is room for have a circuit before anything else, and no more unless they
+    send."""
     left, lanes_left = {pod: dict(of_pod) for pod, of_pod in ports.items()}, dict(lanes)
     laid = []
     for pair in sorted(bridges):

@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrrl.sim.cost.prices import network_cost_usd
 from orchestrrl.sim.net.fabrics.base import Failures, Stage
-from orchestrrl.sim.rl.loop import GenTime, run_loop
+from orchestrrl.sim.rl.loop import Given, run_loop
 from orchestrrl.sim.rl.loop_held import SyncTime
 from orchestrrl.sim.rl.loop_rules import Batch
 from orchestrrl.sim.rl.model import GenStage, SyncStage, TrainStage
@@ -177,7 +177,7 @@ def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> Measur
     gen, sync = times.healthy[-1], times.sync_stage(Failures())
     job = times.job(gen.samples)
     train = stages.training(Failures(), job)
-    rate = _samples_per_s(stages.scenario, gen.samples, _Steady(gen.seconds, train.seconds, times.sync))
+    rate = _samples_per_s(stages.scenario, gen, train, sync, times.sync)
     return Measured(gen, train, sync, job, rate, network_usd(stages))
 
 
@@ -186,33 +186,30 @@ def retrained(found: Measured, stages: BoardStages) -> Measured:
     sync alone on the network."""
     job = replace(found.job, layout=stages.scenario.train_layout)
     train = stages.training(Failures(), job)
-    alone = SyncTime(found.sync.seconds)
-    rate = _samples_per_s(
-        stages.scenario, found.gen.samples, _Steady(found.gen.seconds, train.seconds, lambda *_: alone)
-    )
+    rate = _samples_per_s(stages.scenario, found.gen, train, found.sync)
     return Measured(found.gen, train, found.sync, job, rate, network_usd(stages))
 
 
+Syncing = Callable[[int, float, tuple[Stage, ...]], SyncTime]  # version, begin, beside whom
+
+
 @dataclass(frozen=True, slots=True)
-class _Steady:
-    """Stages that take the same each time; a sync as long as it does beside whoever is at work."""
+class _Beside(Given):
+    """A sync takes as long as it does beside whoever is at work."""
 
-    gen_s: float
-    train_s: float
-    syncing: Callable[[int, float, tuple[Stage, ...]], SyncTime]
-
-    def gen(self, step: int, begin_s: float) -> GenTime:
-        return GenTime(self.gen_s)
-
-    def train(self, step: int, samples: int, begin_s: float) -> float:
-        return self.train_s
+    syncing: Syncing
 
     def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
         return self.syncing(version, begin_s, beside)
 
 
-def _samples_per_s(scenario: ClusterScenario, samples: int, steady: _Steady) -> float:
-    batches = [Batch(samples, samples)] * LOOPED
+def _samples_per_s(
+    scenario: ClusterScenario, gen: GenStage, train: TrainStage, sync: SyncStage, syncing: Syncing | None = None
+) -> float:
+    """`syncing` None: the sync takes the same whoever is beside it."""
+    alike = [gen.seconds] * LOOPED, [train.seconds] * LOOPED, [sync.seconds] * LOOPED
+    steady = Given(*alike) if syncing is None else _Beside(*alike, syncing)
+    batches = [Batch(gen.samples, gen.samples)] * LOOPED
     return run_loop(scenario.rules(), batches, steady, warmup_steps=LOOPED // 2).samples_per_s
 
 

@@ -6,6 +6,8 @@ UV_VERSION := 0.13.8
 # Options for pip, for a mirror or a local folder of wheels.
 PIP_ARGS ?=
 FUZZ_ROUNDS ?= 3
+FUZZ_CALLS ?= 100000
+FUZZ_SEED ?= 1
 # Processes for the tests that run side by side: most wait for others most of the time.
 TEST_WORKERS ?= 3
 
@@ -17,7 +19,7 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := .venv-vllm/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fabric-box sync-box fuzz test test-slow test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
+.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-slow test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -90,6 +92,9 @@ fuzz: $(DEV_STAMP)  ## the property tests with other examples in every run (FUZZ
 	@for round in $$(seq $(FUZZ_ROUNDS)); do \
 	  ORCHESTRRL_HYPOTHESIS=fuzz $(BIN)/python -m pytest -q -m "not vllm and not slow" $$(grep -rl '^@given' tests) || exit 1; \
 	done
+
+fuzz-grpc: $(DEV_STAMP)  ## a daemon under spoilt messages to every gRPC method (FUZZ_CALLS=100000 FUZZ_SEED=1)
+	@$(BIN)/python tests/orchestrrl/grpc_fuzz.py --calls $(FUZZ_CALLS) --seed $(FUZZ_SEED)
 
 check: $(DEV_STAMP)  ## ruff, mypy --strict, import-linter, buf lint, generated code up to date
 	@$(BIN)/ruff check .

@@ -91,6 +91,7 @@ def pack(
     tolerance: float,
     min_gain_share: float = MIN_GAIN_SHARE,
     together: bool = False,
+    move_fixed_s: float = 0.0,
     room: Room | None = None,
 ) -> Packing:
     """The moves of one tick.
@@ -99,9 +100,10 @@ def pack(
     for as long as the later of the two then ends sooner by `min_gain_share` of that time, the moved request's prefill
     included; only to where `room` has room. An engine that nothing useful can leave is set aside, and the next one is
     looked at: lengths are uncertain, and any engine may turn out the last. No request moves twice. With `together`,
-    samples of one prompt had rather be on one engine, where its prompt is not prefilled again.
+    samples of one prompt had rather be on one engine, where its prompt is not prefilled again. A running request stands
+    still for `move_fixed_s` when it moves, while its destination works on.
     """
-    loads = sorted((_Load(engine, together) for engine in engines), key=_by_end)
+    loads = sorted((_Load(engine, together, move_fixed_s) for engine in engines), key=_by_end)
     ends_s = {load.engine.id: load.end_s for load in loads}
     before = {engine.id: ends_s[engine.id] for engine in engines}
     moves: list[Move] = []
@@ -163,7 +165,7 @@ def _best_move(
 class _Load:
     """What one engine holds while moves are being chosen, and when it will end."""
 
-    def __init__(self, engine: Engine, together: bool) -> None:
+    def __init__(self, engine: Engine, together: bool, move_fixed_s: float = 0.0) -> None:
         self.engine = engine
         # Requests by group; None: it does not matter.
         self._groups = Counter(request.group for request in engine.requests if request.group) if together else None
@@ -172,6 +174,8 @@ class _Load:
         self._beta_s = configuration.beta_s * engine.slowdown
         self._gamma_s = configuration.gamma_s * engine.slowdown
         self._prefill_s = engine.slowdown / configuration.prefill_tokens_per_s
+        # Iterations that a running request misses when it comes here.
+        self._missed = move_fixed_s / self._alpha_s if self._alpha_s > 0 else 0.0
         self._may_leave: list[Outlook] | None = None  # by id; None: not asked for yet, as of most engines
         self._remaining = [request.remaining_tokens for request in engine.requests]
         self._remaining.sort()
@@ -234,9 +238,13 @@ class _Load:
         return self._end_s(self._without(request), self._longest_without(request))
 
     def end_with_s(self, request: Outlook) -> float:
-        return self._end_s(
-            self._with(request), max(request.remaining_tokens, self._remaining[-1] if self._remaining else 0.0)
-        )
+        longest = self._remaining[-1] if self._remaining else 0.0
+        return self._end_s(self._with(request), max(self._iterations_here(request), longest))
+
+    def _iterations_here(self, request: Outlook) -> float:
+        """Of this engine, until a request that comes here has ended."""
+        missed = self._missed if request.state is RequestState.RUNNING else 0.0
+        return request.remaining_tokens + missed
 
     def lose(self, request: Outlook) -> None:
         self.end_s = self.end_without_s(request)
@@ -250,7 +258,7 @@ class _Load:
         """It is not put among those that may leave: no request moves twice."""
         self.end_s = self.end_with_s(request)
         self._held = self._with(request)
-        insort(self._remaining, request.remaining_tokens)
+        insort(self._remaining, self._iterations_here(request))
         if self._groups is not None:
             self._groups[request.group] += 1
 

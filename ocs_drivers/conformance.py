@@ -43,7 +43,8 @@ E = TypeVar("E", bound=DriverError)
 # A trial that no test waits for, and one that is over soon.
 LONG_S = 50.0
 SHORT_S = 0.05
-PAUSE_S = 0.005
+FIRST_PAUSE_S = 0.005  # between two readings while something has to come about; longer each time
+LONGEST_PAUSE_S = 1.0
 PATIENCE_S = 60.0  # at the end of which what had to come about has not
 
 
@@ -61,6 +62,13 @@ async def carry_out(
     return await driver.commit(diff, diff.revision)
 
 
+def undone(result: CommitResult) -> str:
+    """Return what a commit did not bring about, item by item, with the device's words."""
+    return "; ".join(
+        f"{item.action} {item.cross_connect}: {item.detail or 'not done'}" for item in result.items if not item.done
+    )
+
+
 @asynccontextmanager
 async def refusal(kind: type[E], *words: str) -> AsyncIterator[list[E]]:
     """The block must raise `kind`, naming all of `words`; the list holds the error afterwards."""
@@ -76,12 +84,16 @@ async def refusal(kind: type[E], *words: str) -> AsyncIterator[list[E]]:
 
 async def until(driver: OcsDriver, is_so: Callable[[Reading], bool], what: str) -> Reading:
     """The first reading that is so; AssertionError where none comes."""
-    turns = int(PATIENCE_S / PAUSE_S)
-    for _ in range(turns):
+    pause_s, left_s = FIRST_PAUSE_S, PATIENCE_S
+    while True:
         reading = await driver.cross_connects()
         if is_so(reading):
             return reading
-        await asyncio.sleep(PAUSE_S)
+        if left_s <= 0:
+            break
+        await asyncio.sleep(pause_s)
+        left_s -= pause_s
+        pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
     raise AssertionError(f"the device never {what}: {reading}")
 
 
@@ -217,16 +229,20 @@ class DriverConformance:
     async def _hears(self, driver: OcsDriver, events: AsyncGenerator[Event, None]) -> bool:
         """True once the stream is known to work; False where events are not declared, and refused as they must be."""
         first = asyncio.ensure_future(anext(events))
-        if not (await driver.capabilities()).events:
-            async with refusal(Permanent, "events"):
-                await first
-            return False
-        # Listening begins at some moment: give it something to hear until it does.
-        pairs = list(await self.pairs(driver, 20))
-        while not first.done() and pairs:
-            await carry_out(driver, (pairs.pop(),))
-        assert (await asyncio.wait_for(first, PATIENCE_S)).kind is EventKind.CIRCUIT
-        return True
+        try:
+            if not (await driver.capabilities()).events:
+                async with refusal(Permanent, "events"):
+                    await first
+                return False
+            # Listening begins at some moment: give it something to hear until it does.
+            pairs = list(await self.pairs(driver, 20))
+            while not first.done() and pairs:
+                await carry_out(driver, (pairs.pop(),))
+            assert (await asyncio.wait_for(first, PATIENCE_S)).kind is EventKind.CIRCUIT
+            return True
+        finally:  # a stream that is still waiting cannot be closed
+            first.cancel()
+            await asyncio.wait({first})
 
     # Planning.
 
@@ -349,7 +365,7 @@ class DriverConformance:
             change = Change(await self.pairs(driver, 3))
             diff = await driver.plan(change)
             result = await driver.commit(diff, diff.revision)
-            assert result.done, result
+            assert result.done, undone(result)
             assert (await driver.plan(change)).empty
             assert (await driver.verify(diff)).ok
             assert result.revision == (await driver.cross_connects()).revision != diff.revision
@@ -360,7 +376,7 @@ class DriverConformance:
             await carry_out(driver, now)
             result = await carry_out(driver, wanted, now)
             assert [item.action for item in result.items] == [Action.REMOVE, Action.REMOVE, Action.ADD, Action.ADD]
-            assert result.done, result
+            assert result.done, undone(result)
             assert await connected(driver) == frozenset(wanted)
 
     async def test_committing_again_does_nothing(self) -> None:
@@ -406,14 +422,22 @@ class DriverConformance:
             assert await connected(driver) == {winners[0].items[0].cross_connect}
 
     async def test_many_writers_get_through_one_at_a_time(self) -> None:
-        async def insist(driver: OcsDriver, pair: CrossConnect) -> None:
-            while pair not in await connected(driver):
+        async def insist(driver: OcsDriver, pair: CrossConnect, writers: int) -> None:
+            attempts = 2 * writers  # each conflict is the commit of another writer, or of somebody else
+            for _ in range(attempts):
                 with suppress(Conflict):
-                    await carry_out(driver, (pair,))
+                    result = await carry_out(driver, (pair,))
+                    assert result.done, undone(result)
+                    return
+            raise AssertionError(f"{pair}: {attempts} commits met a conflict, with {writers - 1} other writers")
 
         async with self.device() as driver:
             pairs = await self.pairs(driver, 8)
-            await asyncio.gather(*(insist(driver, pair) for pair in pairs))
+            writers = [insist(driver, pair, len(pairs)) for pair in pairs]
+            # Every writer ends before the device is closed, also where one fails.
+            for ended in await asyncio.gather(*writers, return_exceptions=True):
+                if isinstance(ended, BaseException):
+                    raise ended
             assert await connected(driver) == frozenset(pairs)
 
     async def test_a_whole_device_in_bulk(self) -> None:
@@ -437,7 +461,7 @@ class DriverConformance:
             before = 0 if "setters" in self.cannot else await self.received(driver)
             diff = await driver.plan(change)
             result = await driver.commit(diff, diff.revision)
-            assert result.done, [item for item in result.items if not item.done][:3]
+            assert result.done, undone(result)[:1000]
             assert len(result.items) == len(pairs)
             is_bulk = can.bulk and not (change.disconnect and can.removes_one_by_one)
             assert result.commands_sent == (1 if is_bulk else len(pairs))
@@ -492,7 +516,7 @@ class DriverConformance:
             one, two = await self.pairs(driver, 2)
             diff = await driver.plan(Change((one,)))
             result = await driver.commit(diff, diff.revision, LONG_S)
-            assert result.done, result
+            assert result.done, undone(result)
             assert result.revert_at_s is not None
             shown = await driver.cross_connects()
             for trial in (shown.unconfirmed, (await driver.verify(diff)).unconfirmed):
@@ -523,7 +547,7 @@ class DriverConformance:
             other = await driver.plan(Change((two,)))
             diff = await driver.plan(Change((one,)))
             result = await driver.commit(diff, diff.revision, LONG_S)
-            assert result.done, result
+            assert result.done, undone(result)
             async with refusal(Conflict, "confirm"):
                 await driver.commit(other, result.revision)
             async with refusal(Conflict, "confirm"):
@@ -561,7 +585,7 @@ class DriverConformance:
             first = await driver.commit(diff, diff.revision, LONG_S)
             assert first.revert_at_s is not None
             second = await driver.commit(diff, first.revision, SHORT_S)
-            assert second.done, second
+            assert second.done, undone(second)
             await until(driver, lambda reading: reading.unconfirmed is None, "reverted")
             assert await connected(driver) == frozenset()
 
@@ -605,7 +629,7 @@ class DriverConformance:
             assert (await driver.cross_connects()).foreign == frozenset(theirs)
             assert (await driver.take_over(theirs)).foreign == frozenset()
             result = await carry_out(driver, wanted, mode=ChangeMode.UPDATE)
-            assert result.done, result
+            assert result.done, undone(result)
             assert await connected(driver) == frozenset(wanted)
             assert (await driver.cross_connects()).foreign == frozenset()
 

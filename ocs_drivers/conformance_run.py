@@ -1,17 +1,17 @@
 """The conformance suite without pytest: against a switch in a lab, on ports that its owner names.
 
 Only circuits between those ports are made and taken down: every change is looked at before it is sent. The ports must
-be free to begin with, and are free again after each test. What nobody can do with a lab switch, such as breaking one of
-its mirrors, is skipped with the reason.
+be free to begin with, and are free again after each test and when the run is left, in whichever way; what cannot be
+freed is named. Each test has a budget of calls and of time. What nobody can do with a lab switch, such as breaking one
+of its mirrors, is skipped with the reason.
 """
 
 import asyncio
 import inspect
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from unittest import SkipTest
@@ -19,9 +19,10 @@ from unittest import SkipTest
 from ocs_drivers import conformance
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import DriverConformance
-from ocs_drivers.errors import Conflict, InvalidOptions
+from ocs_drivers.errors import Conflict, InvalidOptions, Permanent, Retryable
 from ocs_drivers.faults import Fault, FaultKind
 from ocs_drivers.model import (
+    MOST_PORTS,
     Capabilities,
     Change,
     ChangeMode,
@@ -39,8 +40,17 @@ from ocs_drivers.virtual import VirtualSwitch
 
 # The suite takes four circuits that share no port.
 FEWEST_PAIRS = 4
-# A test that takes longer has hung. Robotic patch panels take minutes for a circuit.
-TEST_LIMIT_S = 1800.0
+# The budget of one test: calls of its driver, and seconds. The longest test moves about thirty circuits one after the
+# other; robotic patch panels take minutes for each.
+MOST_CALLS = 400
+TEST_S = 120.0
+TEST_CIRCUITS = 30
+LONGEST_TEST_S = 1800.0
+# Freeing the ports is tried again for so long, with pauses that grow, where the switch does not answer or obey.
+RESTORE_S = 30.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 8.0
+LATE_S = 0.2  # a command whose outcome is open may take effect so much later, or twice the vendor's stated time
 
 
 class State(StrEnum):
@@ -81,8 +91,59 @@ def _numbers(text: str) -> list[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError("must be INGRESS:EGRESS, each a list of ports such as 1,2,5-7")
+        if len(first) > len(str(MOST_PORTS)) or len(last) > len(str(MOST_PORTS)):
+            raise ValueError(f"must name ports up to {MOST_PORTS}")
         found += range(int(first), int(last or first) + 1)
     return found
+
+
+@dataclass(slots=True)
+class Sent:
+    """Counts one test's calls, and collects the circuits that the run may have left up."""
+
+    calls: int = 0
+    may_be_up: set[CrossConnect] = field(default_factory=set)
+    outcome_is_open: bool = False  # of the last command: it was cut off, or its answer was lost
+
+    def count_call(self) -> None:
+        assert self.calls < MOST_CALLS, f"the test has made {MOST_CALLS} calls of its driver; it is not let do more"
+        self.calls += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """How the ports differ from what they were before the run. `is_read`: as the switch shows it."""
+
+    up: tuple[CrossConnect, ...] = ()
+    gone: tuple[CrossConnect, ...] = ()  # circuits of others
+    why: str = ""
+    is_read: bool = True
+
+    def __bool__(self) -> bool:
+        return bool(self.up or self.gone or not self.is_read)
+
+    def __str__(self) -> str:
+        parts = []
+        if not self.is_read and not self.up:
+            parts.append(f"nothing was left up, as far as is known; the switch could not be read: {self.why}")
+        if self.up:
+            pairs = _listed(self.up)
+            parts.append(
+                f"{'still up' if self.is_read else 'may still be up, the switch could not be read'}: {pairs}"
+                f"{f' ({self.why})' if self.why else ''}; take them down at the switch, or through a daemon that "
+                f"drives it: orchestrrl ocs take-over SWITCH {pairs}, then orchestrrl ocs disconnect SWITCH {pairs}"
+            )
+        if self.gone:
+            pairs = _listed(self.gone)
+            parts.append(
+                f"up before and not any more, though no command named them: {pairs}; to bring them back: "
+                f"orchestrrl ocs connect SWITCH {pairs}"
+            )
+        return "; ".join(parts)
+
+
+def _listed(pairs: Collection[CrossConnect]) -> str:
+    return " ".join(str(pair) for pair in sorted(pairs))
 
 
 class Fence:
@@ -105,10 +166,11 @@ class Fence:
 class FencedDriver:
     """An OcsDriver that sees and changes nothing but circuits between the ports of its fence."""
 
-    def __init__(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
+    def __init__(self, driver: OcsDriver, pairs: Sequence[CrossConnect], sent: Sent) -> None:
         self.device = driver.device
         self._driver = driver
         self._pairs = pairs
+        self._sent = sent
         self._fence: Fence | None = None
 
     async def facts(self) -> Facts:
@@ -118,12 +180,15 @@ class FencedDriver:
         return await self._driver.capabilities()
 
     async def ports(self) -> tuple[PortState, ...]:
+        self._sent.count_call()
         return await self._driver.ports()
 
     async def cross_connects(self) -> Reading:
+        self._sent.count_call()
         return await self._within(await self._driver.cross_connects())
 
     async def plan(self, change: Change, mode: ChangeMode = ChangeMode.SAFE) -> Diff:
+        self._sent.count_call()
         diff = await self._driver.plan(change, mode)
         fence = await self.fence()
         if mode is ChangeMode.OVERWRITE and fence.beyond(diff):
@@ -132,9 +197,10 @@ class FencedDriver:
 
     async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         await self._check(diff)
-        return await self._driver.commit(diff, expect_revision, revert_in_s)
+        return await self._sending(self._driver.commit(diff, expect_revision, revert_in_s), diff)
 
     async def confirm(self, revision: int) -> None:
+        self._sent.count_call()
         await self._driver.confirm(revision)
 
     async def take_over(self, pairs: Sequence[CrossConnect]) -> Reading:
@@ -143,11 +209,12 @@ class FencedDriver:
         return await self._within(await self._driver.take_over(pairs))
 
     async def verify(self, diff: Diff) -> Verification:
+        self._sent.count_call()
         return await self._driver.verify(diff)
 
     async def rollback(self, diff: Diff) -> CommitResult:
         await self._check(diff)
-        return await self._driver.rollback(diff)
+        return await self._sending(self._driver.rollback(diff), diff)
 
     async def watch(self) -> AsyncGenerator[Event, None]:
         async for event in self._driver.watch():
@@ -162,11 +229,23 @@ class FencedDriver:
             self._fence = Fence(await self._driver.facts(), self._pairs)
         return self._fence
 
+    async def _sending(self, work: Awaitable[CommitResult], diff: Diff) -> CommitResult:
+        self._sent.may_be_up.update((*diff.add, *diff.remove))
+        was_open, self._sent.outcome_is_open = self._sent.outcome_is_open, True
+        try:
+            result = await work
+        except (Permanent, Retryable):  # nothing was sent
+            self._sent.outcome_is_open = was_open
+            raise
+        self._sent.outcome_is_open = was_open
+        return result
+
     async def _within(self, reading: Reading) -> Reading:
         fence = await self.fence()
         return replace(reading, circuits=tuple(each for each in reading.circuits if fence.has(each.cross_connect)))
 
     async def _check(self, diff: Diff) -> None:
+        self._sent.count_call()
         beyond = (await self.fence()).beyond(diff)
         assert not beyond, f"the suite wants to change {beyond}, beyond the ports that were named; nothing was sent"
 
@@ -182,6 +261,10 @@ class LabConformance(DriverConformance):
     ) -> None:
         self._make = make
         self._pairs = tuple(pairs)
+        self._sent = Sent()
+        self._before: frozenset[CrossConnect] = frozenset()  # the whole device
+        self.leftover = Leftover()  # what the last `restore` could not bring back
+        self.test_s = LONGEST_TEST_S
         self.cannot = {
             "setters": "a switch in a lab does not tell what reached it",
             "make_big": "a switch in a lab has the size that it has",
@@ -189,8 +272,10 @@ class LabConformance(DriverConformance):
         }
 
     async def make_driver(self) -> OcsDriver:
-        await self.clean()  # a test may ask for a device several times, each time with nothing connected
-        return FencedDriver(self._make(), self._pairs)
+        if self._sent.may_be_up:  # a test may ask for a device several times, each time with nothing connected
+            left = await self._free()
+            assert not left.up, f"not free again, {left}"
+        return FencedDriver(self._make(), self._pairs, self._sent)
 
     async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:
         normal = (await driver.facts()).normal
@@ -198,9 +283,12 @@ class LabConformance(DriverConformance):
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
         await driver.close()  # the device may allow one session; it connects again when it is needed
-        async with self._another() as other:
+        other = FencedDriver(self._make(), self._pairs, self._sent)
+        try:
             result = await conformance.carry_out(other, tuple(pairs))
-            assert result.done, f"another driver of the same device could not connect {pairs}: {result}"
+            assert result.done, f"another driver of the same device could not connect: {conformance.undone(result)}"
+        finally:
+            await other.close()
 
     async def prepare(self) -> None:
         """Raises InvalidOptions where the ports are not this device's, and Conflict where they are not free."""
@@ -238,26 +326,63 @@ class LabConformance(DriverConformance):
                 busy.append(f"{reading.unconfirmed}: confirm it first")
             if busy:
                 raise Conflict(busy, device=driver.device)
+            self._before = reading.cross_connects
+            self.test_s = min(LONGEST_TEST_S, TEST_S + TEST_CIRCUITS * facts.reconfiguration_s)
         finally:
             await driver.close()
 
-    async def clean(self) -> None:
-        """Take down what a test has left between the ports: they were free before it."""
-        async with self._another() as driver:
-            reading = await driver.cross_connects()
+    def begin(self) -> None:
+        """Give the next test its budget."""
+        self._sent.calls = 0
+
+    async def restore(self) -> Leftover:
+        """Free the ports, as they were before the run, and return what could not be brought back. The attempt is
+        repeated for `RESTORE_S`. Where this is cancelled, `leftover` has what may be up."""
+        until_s = time.monotonic() + RESTORE_S
+        pause_s = FIRST_PAUSE_S
+        cancelled = _cancelled()  # where a run is stopped, this is its clean-up
+        while True:
+            try:
+                self.leftover = await asyncio.wait_for(self._free(), self.test_s)
+            except asyncio.CancelledError as error:
+                if _cancelled() > cancelled:
+                    self.leftover = self._unread("stopped before that")
+                    raise
+                self.leftover = self._unread(_words(error))
+            except Exception as error:  # noqa: BLE001  # a driver may raise anything: that is what is tested
+                self.leftover = self._unread(_words(error))
+            is_free = self.leftover.is_read and not self.leftover.up
+            if is_free or time.monotonic() + pause_s > until_s:
+                return self.leftover
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _unread(self, why: str) -> Leftover:
+        return Leftover(tuple(sorted(self._sent.may_be_up)), why=why, is_read=False)
+
+    async def _free(self) -> Leftover:
+        """Take down what is up between the ports, and compare the switch with what it was before the run."""
+        driver = self._make()
+        try:
+            facts, reading = await driver.facts(), await driver.cross_connects()
             if reading.unconfirmed is not None:
                 await driver.confirm(reading.revision)
-            left = tuple(circuit.cross_connect for circuit in reading.circuits)
-            if left:
-                await driver.take_over(left)
-                result = await conformance.carry_out(driver, disconnect=left)
-                assert result.done, f"not free again: {[str(i.cross_connect) for i in result.items if not i.done]}"
-
-    @asynccontextmanager
-    async def _another(self) -> AsyncIterator[OcsDriver]:
-        driver = FencedDriver(self._make(), self._pairs)
-        try:
-            yield driver
+            fence = Fence(facts, self._pairs)
+            up = tuple(filter(fence.has, reading.cross_connects))
+            self._sent.may_be_up.update(up)
+            why = ""
+            if up:
+                await driver.take_over(up)
+                result = await conformance.carry_out(driver, disconnect=up)
+                why = conformance.undone(result)
+                reading = await driver.cross_connects()
+            if self._sent.outcome_is_open:
+                await asyncio.sleep(max(LATE_S, 2 * facts.reconfiguration_s))
+                reading = await driver.cross_connects()
+            left = tuple(sorted(filter(fence.meets, reading.cross_connects)))
+            self._sent.may_be_up = set(left)
+            self._sent.outcome_is_open &= bool(left)
+            return Leftover(left, tuple(sorted(self._before - reading.cross_connects)), why)
         finally:
             await driver.close()
 
@@ -297,8 +422,8 @@ class VirtualConformance(LabConformance):
         assert isinstance(driver, VirtualSwitch)
         driver.glass.inject(fault)
 
-    async def clean(self) -> None:
-        pass  # the switch went with its driver
+    async def restore(self) -> Leftover:
+        return Leftover()  # the switch went with its driver
 
 
 def tests_of(suite: DriverConformance) -> list[str]:
@@ -307,37 +432,74 @@ def tests_of(suite: DriverConformance) -> list[str]:
     return sorted(found, key=lambda name: found[name].__code__.co_firstlineno)
 
 
-async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncIterator[Outcome]:
-    """One outcome after the other. Ends early, with that as its last outcome, where the ports cannot be freed again."""
+async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncGenerator[Outcome]:
+    """One outcome after the other. Ends early, with that as its last outcome, where the ports cannot be freed again.
+    However it is left, also by an exception or a cancellation, the ports are freed first; `suite.leftover` names what
+    could not be brought back."""
     if not __debug__:
         raise InvalidOptions(["this runs on assertions: start Python without -O"])
-    await suite.prepare()
-    for name in tests_of(suite):
-        if only and name not in only:
-            continue
-        began_s = time.monotonic()
-        state, detail = await _tried(suite, name)
-        yield Outcome(name, state, detail, time.monotonic() - began_s)
-        try:
-            await asyncio.wait_for(suite.clean(), TEST_LIMIT_S)
-        except Exception as error:  # noqa: BLE001  # whatever it is, nothing more is tried on this switch
-            yield Outcome(f"clean up after {name}", State.FAILED, _words(error), time.monotonic() - began_s)
-            return
-
-
-async def _tried(suite: DriverConformance, name: str) -> tuple[State, str]:
+    cancelled = _cancelled()
     try:
-        await asyncio.wait_for(getattr(suite, name)(), TEST_LIMIT_S)
+        await suite.prepare()
+    except asyncio.CancelledError as error:
+        if _cancelled() > cancelled:
+            raise
+        raise Permanent(_words(error)) from error
+    is_restored = True
+    try:
+        for name in tests_of(suite):
+            if only and name not in only:
+                continue
+            began_s = time.monotonic()
+            is_restored = False
+            state, detail = await _tried(suite, name)
+            yield Outcome(name, state, detail, time.monotonic() - began_s)
+            left = await suite.restore()
+            is_restored = True
+            if left.up or not left.is_read:
+                yield Outcome(f"clean up after {name}", State.FAILED, str(left), time.monotonic() - began_s)
+                return
+    finally:
+        if not is_restored:
+            await suite.restore()
+
+
+async def _tried(suite: LabConformance, name: str) -> tuple[State, str]:
+    cancelled = _cancelled()
+    try:
+        suite.begin()
+        async with asyncio.timeout(suite.test_s) as limit:
+            await getattr(suite, name)()
     except SkipTest as skip:
         return State.SKIPPED, str(skip)
+    except asyncio.CancelledError as error:
+        if _cancelled() > cancelled:
+            raise
+        return State.FAILED, _words(error)
     except Exception as error:  # noqa: BLE001  # a driver may raise anything: that is what is tested
+        if limit.expired():
+            return State.FAILED, f"was stopped after {suite.test_s:g} s, its budget"
         return State.FAILED, _words(error)
     return State.PASSED, ""
+
+
+def _cancelled() -> int:
+    """Return how often this task was cancelled. A CancelledError that does not add to it is the driver's own: it has
+    waited, say, for a future that it cancelled when its session was lost."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling()
 
 
 def _words(error: BaseException) -> str:
     """What failed, and where in the suite."""
     where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == conformance.__file__]
-    what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+    match error:
+        case AssertionError():
+            what = str(error)
+        case asyncio.CancelledError():
+            what = ": ".join(filter(None, ("the driver was cancelled from within", str(error))))
+        case _:
+            what = f"{type(error).__name__}: {error}"
     line = f"line {where[-1].lineno} of conformance.py: {where[-1].line}" if where else ""
     return "; ".join(filter(None, (what, line)))

@@ -78,6 +78,16 @@ def occupants(facts: Facts, present: Iterable[CrossConnect]) -> dict[tuple[str, 
     return {end: pair for pair in present for end in facts.ends(pair)}
 
 
+def absent_ports(facts: Facts, diff: Diff) -> list[str]:
+    """Return the faults of a diff that was not planned on this device: ports that it does not have."""
+    return [
+        fault
+        for name, pairs in (("remove", diff.remove), ("add", diff.add))
+        for index, pair in enumerate(pairs)
+        for fault in _bad_ports(facts, f"{name}[{index}]", pair)
+    ]
+
+
 def remaining(facts: Facts, diff: Diff, present: frozenset[CrossConnect]) -> Steps:
     """What of the diff is not yet so on a device that shows `present`; empty when it is all done."""
     steps = Steps(

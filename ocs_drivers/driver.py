@@ -75,6 +75,12 @@ async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
         await asyncio.gather(task, alarm, return_exceptions=True)
 
 
+def poll_pause_s(reconfiguration_s: float, waited_s: float) -> float:
+    """Return the pause until the next reading, a sixteenth of the wait so far or more: a circuit that does not come up
+    is not asked about hundreds of times."""
+    return max(min(1.0, max(0.001, reconfiguration_s / 4)), waited_s / 16)
+
+
 async def _both(events: AsyncGenerator[Event, None], queue: asyncio.Queue[Event]) -> AsyncGenerator[Event, None]:
     """What the device tells and what the driver tells, as it comes; ends with the device's."""
     theirs, ours = asyncio.ensure_future(anext(events)), asyncio.ensure_future(queue.get())
@@ -232,8 +238,11 @@ class SwitchDriver:
     async def _steps(
         self, choose: Callable[[Facts, Diff, frozenset[CrossConnect]], diffs.Steps], diff: Diff, now: Reading
     ) -> diffs.Steps:
+        facts = await self.facts()
+        if faults := diffs.absent_ports(facts, diff):
+            raise InvalidChange(faults, device=self.device)
         try:
-            steps = choose(await self.facts(), diff, now.cross_connects)
+            steps = choose(facts, diff, now.cross_connects)
         except Conflict as error:
             error.device = self.device
             raise
@@ -366,25 +375,23 @@ class SwitchDriver:
         in place: what is not listed yet is given its time, as it would else be sent again, or come after all."""
         is_late = action is Action.ADD and not self._wire.capabilities.tuned_state
         rest_s = min(self._limits.tune_s or inf, 10 * (await self.facts()).reconfiguration_s)
-        until_s = self._clock.now_s() + (rest_s if is_late else 0.0)
+        began_s = self._clock.now_s()
+        until_s = began_s + (rest_s if is_late else 0.0)
         while True:
             present = (await self._read_after_setting()).cross_connects
             took = all((pair in present) is (action is Action.ADD) for pair in pairs)
-            left_s = until_s - self._clock.now_s()
-            if took or left_s <= 0:
+            now_s = self._clock.now_s()
+            if took or now_s >= until_s:
                 return took
-            await self._clock.sleep(min(await self._pause_s(), left_s))
-
-    async def _pause_s(self) -> float:
-        """Between two readings while something is waited for."""
-        return min(1.0, max(0.001, (await self.facts()).reconfiguration_s / 4))
+            pause_s = poll_pause_s((await self.facts()).reconfiguration_s, now_s - began_s)
+            await self._clock.sleep(min(pause_s, until_s - now_s))
 
     async def _settle(self, progress: Progress) -> Reading:
         """Read until every commanded circuit is in place, or its time is up."""
         facts = await self.facts()
         tune_s = self._limits.tune_s or max(1.0, 10 * facts.reconfiguration_s)
-        pause_s = await self._pause_s()
-        tuned_by_s = self._clock.now_s() + tune_s
+        began_s = self._clock.now_s()
+        tuned_by_s = began_s + tune_s
         link_by_s = None
         while True:
             reading = await self._read_after_setting()
@@ -395,6 +402,7 @@ class SwitchDriver:
             deadline_s = tuned_by_s if link_by_s is None else link_by_s
             if (not waiting and not dark) or now_s >= deadline_s:
                 return reading
+            pause_s = poll_pause_s(facts.reconfiguration_s, now_s - began_s)
             await self._clock.sleep(min(pause_s, deadline_s - now_s))
 
     async def _read_after_setting(self) -> Reading:
@@ -449,9 +457,16 @@ class SwitchDriver:
                 kind = OutcomeUnknown if is_setter and is_sent else Retryable
                 raise kind(str(error), device=self.device, command=command) from None
             except DriverError as error:
-                is_sound = isinstance(error, Permanent)
+                is_sound = self._is_open and isinstance(error, Permanent)  # not of a login that was refused
                 error.device, error.command = error.device or self.device, error.command or command
                 raise
+            except AssertionError:
+                raise  # a test's own
+            except Exception as error:  # a defect of the wire, mostly in how it reads an answer that it did not expect
+                logger.exception("%s: the driver failed at %s", self.device, command)
+                failed = OutcomeUnknown if is_setter and is_sent else Retryable  # the next answer may make sense
+                wrong = f"the driver failed, maybe at an answer that makes no sense: {type(error).__name__}: {error}"
+                raise failed(wrong, device=self.device, command=command) from error
             finally:
                 if not is_sound:
                     await self._drop_session()

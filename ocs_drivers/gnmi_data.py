@@ -23,6 +23,8 @@ class Elem:
 
 Path = tuple[Elem, ...]
 
+MOST_PRECISION = 18  # as YANG's decimal64
+
 
 def path(*names: str | Elem) -> Path:
     return tuple(Elem(name) if isinstance(name, str) else name for name in names)
@@ -59,6 +61,8 @@ def value_from_pb(message: Any) -> Any:
     if kind == "leaflist_val":
         return [value_from_pb(each) for each in value.element]
     if kind == "decimal_val":
+        if value.precision > MOST_PRECISION:
+            raise ValueError(f"a decimal has at most {MOST_PRECISION} digits behind its point, got {value.precision}")
         return value.digits / 10**value.precision
     if kind in ("any_val", "proto_bytes"):
         raise ValueError(f"a value came as {kind}, which nobody asked for")

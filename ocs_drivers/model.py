@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from math import inf
 from typing import Self
 
 
@@ -80,6 +81,9 @@ class CrossConnect:
         return cls(int(ingress), int(egress))
 
 
+MOST_PORTS = 99_999  # of one side: what states more is no switch
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a device is. `reconfiguration_s` is what the vendor states for moving one circuit."""
@@ -97,10 +101,13 @@ class Facts:
     def __post_init__(self) -> None:
         if not self.ingress_ports or not self.egress_ports:
             raise ValueError(f"ports: must not be empty, got {self.ingress_ports} and {self.egress_ports}")
+        for ports in (self.ingress_ports, self.egress_ports):
+            if ports.stop - ports.start > MOST_PORTS:
+                raise ValueError(f"ports: must be at most {MOST_PORTS} on a side, got {ports}")
         if self.connectivity is Connectivity.ANY_TO_ANY and self.ingress_ports != self.egress_ports:
             raise ValueError("an any-to-any device has one range of ports, given as both")
-        if not self.reconfiguration_s >= 0:
-            raise ValueError(f"reconfiguration_s must be >= 0, got {self.reconfiguration_s}")
+        if not 0 <= self.reconfiguration_s < inf:
+            raise ValueError(f"reconfiguration_s must be a number >= 0, got {self.reconfiguration_s}")
 
     @property
     def ports(self) -> int:

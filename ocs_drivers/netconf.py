@@ -210,6 +210,9 @@ async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = Fal
     except SSHUnknownHostError as error:
         wrong = f"its host key is not the one that is known: give host_key, or put it into known_hosts ({error})"
         raise Permanent(wrong, command=command) from None
+    except (SyntaxError, ValueError) as error:  # the former: of XML
+        nonsense: type[Permanent] | type[OutcomeUnknown] = OutcomeUnknown if is_setter else Permanent
+        raise nonsense(f"the answer makes no sense: {error}", command=command) from None
     except (NCClientError, paramiko.SSHException, OSError, EOFError) as error:
         broken: type[Retryable] | type[OutcomeUnknown] = OutcomeUnknown if is_setter else Retryable
         raise broken(f"the session broke: {error or type(error).__name__}", command=command) from None

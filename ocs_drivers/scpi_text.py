@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ocs_drivers.model import Action, CrossConnect, PortStatus
+from ocs_drivers.model import MOST_PORTS, Action, CrossConnect, PortStatus
 
 T = TypeVar("T")
 
@@ -17,8 +17,6 @@ CLEAR_ERRORS = "*cls"
 SIZE = ":oxc:swit:size?"
 CONNECTIONS = ":oxc:swit:conn:stat?"
 PORT_STATES = ":oxc:swit:port:stat? "
-
-MOST_PORTS = 99_999  # in one list: what is longer is no answer of a switch
 
 _SETTERS = {Action.ADD: ":oxc:swit:conn:add ", Action.REMOVE: ":oxc:swit:conn:sub "}
 _STATES = {"E": PortStatus.ENABLED, "D": PortStatus.DISABLED, "F": PortStatus.FAILED}

@@ -33,7 +33,7 @@ from ocs_drivers.model import (
     PortState,
     PortStatus,
 )
-from ocs_drivers.tl1_framing import fields, measured, quote
+from ocs_drivers.tl1_framing import fields, measured, quote, whole_number
 from ocs_drivers.tl1_session import Denied, Session
 
 # What Calient's own REST interface files connections under.
@@ -91,8 +91,8 @@ class Calient:
         """Which ports there are, and by which numbers we know them."""
         there = [fields(line).get("", "") for line in (await session.ask("RTRV-PORT-SUM::0:<ctag>;")).lines]
         names = dict(enumerate(self._pinned or sorted(there, key=_natural), 1))
-        if all(name.isdecimal() for name in names.values()) and not self._pinned:
-            names = {int(name): name for name in names.values()}
+        if all(whole_number(name) for name in names.values()) and not self._pinned:
+            names = {whole_number(name): name for name in names.values()}
         if not names or min(names) != 1 or max(names) != len(names):
             raise Permanent("its ports cannot be numbered: say port_names", answer=" ".join(there[:8]))
         if absent := sorted({*names.values()} - {*there}, key=_natural):
@@ -233,7 +233,7 @@ def quote_name(name: str) -> str:
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """`2` before `10`, `1.2.1` before `1.10.1`."""
-    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.findall(r"\d+|\D+", name)]
+    return [(not part.isdecimal(), whole_number(part), part) for part in re.findall(r"\d+|\D+", name)]
 
 
 def _by_name(lines: Sequence[str]) -> dict[str, dict[str, str]]:

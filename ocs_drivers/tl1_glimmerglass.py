@@ -26,7 +26,7 @@ from ocs_drivers.model import (
     PortState,
     PortStatus,
 )
-from ocs_drivers.tl1_framing import fields, measured
+from ocs_drivers.tl1_framing import fields, measured, port_count, whole_number
 from ocs_drivers.tl1_lists import lines_of, set_in_lines
 from ocs_drivers.tl1_session import Session
 
@@ -51,9 +51,10 @@ class Glimmerglass:
         for line in (await session.ask("rtrv-system-info:::<ctag>;")).lines:
             self._system |= fields(line)
         size = re.match(r"(\d+)x(\d+)", self._system.get("LICENSEDPORTMATRIX", ""))
-        if size is None:
+        inputs, outputs = (port_count(size[1]), port_count(size[2])) if size else (0, 0)
+        if not inputs or not outputs:
             raise Permanent("the device does not tell its size", command="rtrv-system-info", answer=str(self._system))
-        self._inputs, self._outputs = range(1, int(size[1]) + 1), range(1, int(size[2]) + 1)
+        self._inputs, self._outputs = range(1, inputs + 1), range(1, outputs + 1)
 
     async def let_report(self, session: Session, is_wanted: bool) -> None:
         """No command for this is known."""
@@ -117,8 +118,7 @@ class Glimmerglass:
 
 def _port(found: dict[str, str], name: str) -> int:
     """0: none."""
-    text = found.get(name, "")
-    return int(text) if text.isdecimal() else 0
+    return whole_number(found.get(name, ""))
 
 
 def _pair(found: dict[str, str]) -> CrossConnect | None:

@@ -25,7 +25,7 @@ from ocs_drivers.model import (
     PortState,
     PortStatus,
 )
-from ocs_drivers.tl1_framing import measured
+from ocs_drivers.tl1_framing import measured, port_count
 from ocs_drivers.tl1_lists import lines_of, set_in_lines
 from ocs_drivers.tl1_session import Denied, Session
 
@@ -47,14 +47,15 @@ class Polatis:
 
     async def attach(self, session: Session) -> None:
         """Its size, and whether patches survive a restart."""
-        (line,) = (await session.ask("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;")).lines or ("",)
-        size = re.search(r"SIZE=(\d+)x(\d+|CC)", line, re.IGNORECASE)
-        if size is None:
-            raise Permanent("the device does not tell its size", command="RTRV-EQPT::SYSTEM", answer=line)
-        ingress, egress = int(size[1]), size[2]
-        self._is_any_to_any = egress.upper() == "CC"
+        told = " ".join((await session.ask("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;")).lines)
+        size = re.search(r"SIZE=(\d+)x(\d+|CC)", told, re.IGNORECASE)
+        self._is_any_to_any = size is not None and size[2].upper() == "CC"
+        ingress = port_count(size[1]) if size else 0
+        egress = port_count(size[2]) if size and not self._is_any_to_any else ingress
+        if not ingress or not egress:
+            raise Permanent("the device does not tell its size", command="RTRV-EQPT::SYSTEM", answer=told)
         self._ingress = range(1, ingress + 1)
-        self._egress = self._ingress if self._is_any_to_any else range(ingress + 1, ingress + int(egress) + 1)
+        self._egress = self._ingress if self._is_any_to_any else range(ingress + 1, ingress + egress + 1)
         mode = await _if_known(session, "RTRV-EQPT::BOOT:<ctag>:::PARAMETER=MODE;")
         if said := re.search(r"MODE=(DARK|RESTORE)", mode, re.IGNORECASE):
             self._boot = BootBehaviour(said[1].lower())
@@ -105,7 +106,7 @@ class Polatis:
         await set_in_lines(session, list(lines_of(pairs, form, 0, 0, self._line_limit)))
 
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
-        if port := re.search(r"\bport (\d+) (?:disabled|enabled|failed)", line, re.IGNORECASE):
+        if port := re.search(r"\bport (\d{1,9}) (?:disabled|enabled|failed)", line, re.IGNORECASE):
             return EventKind.PORT, int(port[1]), None
         if pair := _pair(line):
             return EventKind.CIRCUIT, None, self._in_order(int(pair[1]), int(pair[2]))
@@ -132,9 +133,9 @@ def _parts(line: str) -> list[str]:
 
 
 def _pair(line: str) -> re.Match[str] | None:
-    return re.search(r"(?<![\d.])(\d+),(\d+)(?![\d.])", line)
+    return re.search(r"(?<![\d.])(\d{1,9}),(\d{1,9})(?![\d.])", line)
 
 
 def _by_port(lines: Sequence[str]) -> dict[int, str]:
-    found = (re.match(r"\s*(\d+):\s*([^,\s]+)", line) for line in lines)
+    found = (re.match(r"\s*(\d{1,9}):\s*([^,\s]+)", line) for line in lines)
     return {int(each[1]): each[2] for each in found if each}

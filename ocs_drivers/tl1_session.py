@@ -1,11 +1,14 @@
 """One TCP connection that speaks TL1: commands out, their replies matched by CTAG, reports handed on."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable, reason_of
 from ocs_drivers.tl1_framing import Acknowledgement, Framer, Message, Reply, Report
+
+logger = logging.getLogger(__name__)
 
 # TL1 gives a CTAG six characters.
 LAST_CTAG = 999_999
@@ -125,6 +128,9 @@ class Session:
                 self._look_for_prompts()
         except OSError as error:
             reason = reason_of(error)
+        except Exception as error:  # a defect in how its messages are read
+            logger.exception("a TL1 session ends, its messages cannot be read")
+            reason = f"its messages cannot be read: {error}"
         self._lose(reason)
         self._writer.close()
         self._on_loss()

@@ -7,12 +7,14 @@ end (balancer/packing.py) where the step times of all engines are known, else by
 futures.py) and is held back where requests would go to and fro (restraint.py).
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from balancer.load import Problem, Worker, problem_of
 from balancer.migrate import Balance, decide
 from balancer.packing import Packing, pack
+from orchestrrl.beliefs import StepTimes
 from orchestrrl.config import FastPolicy, FastSettings
 from orchestrrl.fleet_packing import packed, packing_engines
 from orchestrrl.operations import RequestMove
@@ -32,6 +34,7 @@ from planner.model import (
 )
 
 CROWDED_RATIO = FastSettings().crowded_ratio
+MOST_SOURCES = 3  # of step times, that a reason names
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,19 @@ class Situation:
     futures: Futures | None = None  # how long requests may go on; None: room is judged by headroom
     moved_s: Mapping[RequestId, float] = field(default_factory=dict)  # when requests moved last, as far as it matters
     settling: bool = False  # the last tick found something to move
+    step_times: Mapping[EngineId, StepTimes] = field(default_factory=dict)  # where those of engines come from
+    move_fixed_s: float = 0.0  # what a running request stands still for when it moves, beside its prefill
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInForce:
+    """How the moves of a tick were chosen: packing, load_index (the paper's rule), or none."""
+
+    name: str
+    reason: str
+
+
+NO_POLICY = PolicyInForce("none", "nothing was decided")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,7 @@ class BalanceDecision:
     verdict: Verdict
     inputs_age_s: float | None
     packing: Packing | None = None  # None: by the paper's rule
+    policy: PolicyInForce = NO_POLICY
 
     @property
     def moves(self) -> tuple[RequestMove, ...]:
@@ -123,10 +140,13 @@ def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: Situat
         for request in snapshot.requests
         if not request.movable or request.moves >= settings.max_moves_per_request
     }
-    packing = _packing(used, problem, settings, situation, stuck)
-    if packing is not None:
-        balance = packed(problem, packing)
+    found = _packing(used, problem, settings, situation, stuck)
+    packing = found if isinstance(found, Packing) else None
+    if isinstance(found, Packing):
+        policy = PolicyInForce("packing", _sources(used, situation.step_times))
+        balance = packed(problem, found)
     else:
+        policy = PolicyInForce("none" if settings.policy is FastPolicy.NONE else "load_index", found.detail)
         balance = decide(
             problem,
             max_moves=settings.max_moves_per_tick if settings.policy is not FastPolicy.NONE else 0,
@@ -135,7 +155,7 @@ def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: Situat
             room=_restraint(used, problem, settings, situation, keep_last=True),
         )
     verdict = _judge(used, settings, situation, balance, packing)
-    return BalanceDecision(snapshot.now_s, settings.theta, balance, verdict, used.inputs_age_s, packing)
+    return BalanceDecision(snapshot.now_s, settings.theta, balance, verdict, used.inputs_age_s, packing, policy)
 
 
 def _settling(settings: FastSettings) -> FastSettings:
@@ -146,21 +166,32 @@ def _settling(settings: FastSettings) -> FastSettings:
 
 def _packing(
     used: Snapshot, problem: Problem, settings: FastSettings, situation: Situation, stuck: frozenset[RequestId]
-) -> Packing | None:
-    """None where the paper's rule decides."""
+) -> Packing | Hold:
+    """Why the paper's rule decides, where it does."""
     if settings.policy is not FastPolicy.PACKING:
-        return None
-    engines = packing_engines(used, problem, situation.configurations, situation.remaining_tokens, stuck)
-    if not engines:
-        return None
+        return Hold("configured", f"fast.policy is {settings.policy}")
+    engines = packing_engines(
+        used, problem, situation.configurations, situation.remaining_tokens, stuck, situation.step_times
+    )
+    if isinstance(engines, Hold):
+        return engines
     return pack(
         engines,
         max_moves=settings.max_moves_per_tick,
         tolerance=settings.tolerance,
         min_gain_share=settings.min_gain_share,
         together=settings.keep_groups_together,
+        move_fixed_s=situation.move_fixed_s,
         room=_restraint(used, problem, settings, situation, keep_last=False),
     )
+
+
+def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimes]) -> str:
+    """Where the step times come from that packing goes by, the most frequent first."""
+    details = Counter(step_times[engine.id].detail for engine in used.engines if engine.id in step_times)
+    shown = [f"{count} x {detail}" for detail, count in details.most_common(MOST_SOURCES)]
+    more = [f"and {len(details) - MOST_SOURCES} more sources"] if len(details) > MOST_SOURCES else []
+    return "; ".join(["step times of all engines are known", *shown, *more])
 
 
 def _restraint(

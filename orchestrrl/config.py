@@ -6,12 +6,14 @@
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from orchestrrl.addresses import is_loopback, parse_address
-from orchestrrl.deploying import DeployerSettings, deployer_faults
+from ocs_drivers.errors import Faults as DriverFaults
+from ocs_drivers.registry import make_driver
+from orchestrrl.addresses import ServerAddress, check_url, parse_address, remote_fault, server_address
+from orchestrrl.clock import WallClock
+from orchestrrl.deploying import DeployerSettings, deployer_faults, deployer_of, start_faults
 from orchestrrl.documents import (
     Name,
     NonNegativeFloat,
@@ -39,16 +41,12 @@ def _check_address(address: str) -> str:
     return address
 
 
-def check_url(url: str) -> str:
-    """The URL of an engine. Raises ValueError with what is wrong."""
-    try:
-        parts = urlsplit(url)
-        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a bracket that is not closed, a port that is no number
-        whole = False
-    if not whole:
-        raise ValueError("must be an http:// or https:// URL")
-    return url
+def _check_local(address: str, section: str, info: ValidationInfo) -> str:
+    """`info` has the section's `allow_remote`, unless that is faulty itself."""
+    fault = remote_fault(parse_address(address)[0], f"set {section}.allow_remote: true")
+    if fault and not info.data.get("allow_remote", True):
+        raise ValueError(fault)
+    return address
 
 
 Address = Annotated[str, AfterValidator(_check_address)]
@@ -66,9 +64,7 @@ class Listen(Section):
     @field_validator("address")
     @classmethod
     def _local_unless_allowed(cls, address: str, info: ValidationInfo) -> str:
-        if not is_loopback(parse_address(address)[0]) and not info.data.get("allow_remote", True):
-            raise ValueError("is not a loopback address; set listen.allow_remote: true to serve other machines")
-        return address
+        return _check_local(address, "listen", info)
 
 
 class JournalSettings(Section):
@@ -78,7 +74,14 @@ class JournalSettings(Section):
 
 
 class MetricsSettings(Section):
+    # As for `listen`.
+    allow_remote: bool = False
     address: Address = "127.0.0.1:9107"
+
+    @field_validator("address")
+    @classmethod
+    def _local_unless_allowed(cls, address: str, info: ValidationInfo) -> str:
+        return _check_local(address, "metrics", info)
 
 
 class FastPolicy(StrEnum):
@@ -251,9 +254,25 @@ class SwitchSettings(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class LimitSettings(Section):
+    """What the daemon takes in and remembers at most. Whatever is beyond is refused, with the setting's name."""
+
+    message_bytes: Annotated[
+        int, AfterValidator(require(lambda value: 65536 <= value < 2**31, ">= 65536 and < 2**31"))
+    ] = 64 * 1024 * 1024
+    connections: PositiveInt = 16_384  # open at a time, on each address
+    calls: PositiveInt = 16_384  # open at a time, streams included
+    requests_per_report: PositiveInt = 262_144  # in flight, or finished, and items of a node's result
+    requests: PositiveInt = 1_048_576  # in flight, over all gateways
+    engines: PositiveInt = 8192  # known at a time, whoever named them
+    gateways: PositiveInt = 256  # known at a time
+    nodes: PositiveInt = 8192  # attached lately: agents with gateways, and so many weight peers and traced hosts
+
+
 class Config(Section):
     mode: Annotated[Mode, Field(strict=False)] = Mode.ADVISE
     listen: Listen = Listen()
+    limits: LimitSettings = LimitSettings()
     journal: JournalSettings = JournalSettings()
     metrics: MetricsSettings | None = None
     fast: FastSettings = FastSettings()
@@ -269,12 +288,15 @@ class Config(Section):
         return self._site
 
 
-def load_config(path: Path | str) -> Config:
-    """The configuration in the file. Raises ProblemFaults with every fault."""
-    return parse_config(read_text(path), Path(path).parent)
+def load_config(path: Path | str, *, with_parts: bool = False) -> Config:
+    """The configuration in the file. Raises ProblemFaults with every fault; `with_parts` includes those that switch
+    drivers and the deployer find in their options, for which their libraries are loaded. Nothing is opened."""
+    return parse_config(read_text(path), Path(path).parent, with_parts=with_parts)
 
 
-def parse_config(text: str, folder: Path = Path(), *, profile: "Profile | None" = None) -> Config:
+def parse_config(
+    text: str, folder: Path = Path(), *, profile: "Profile | None" = None, with_parts: bool = False
+) -> Config:
     """As load_config, from text; files that it names are found from `folder`. An empty document is the default
     configuration. A `profile` that is there already stands in for one that the document names."""
     document = parse_yaml(text)
@@ -287,7 +309,7 @@ def parse_config(text: str, folder: Path = Path(), *, profile: "Profile | None" 
     try:
         config = Config.model_validate(document)
     except ValidationError as error:
-        faults = faults_of(error)
+        faults = faults_of(error, Config)
     # Sections are checked against each other even when other sections are faulty, so nothing waits for a second run.
     if profile is None:
         profile, profile_faults = _read_profile(document.get("fleet"), folder)
@@ -295,6 +317,8 @@ def parse_config(text: str, folder: Path = Path(), *, profile: "Profile | None" 
     faults += _cross_faults(document, profile)
     site, site_faults = read_fabric_site(document.get("fabric"), folder)
     faults += site_faults + fabric_faults(document, site)
+    if with_parts:
+        faults += _switch_faults(document) + _start_faults(document, profile)
     if faults:
         raise ProblemFaults(faults)
     config.fleet._profile = profile
@@ -324,6 +348,7 @@ def _cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[s
     configurations, engines = _entries(fleet, "configurations"), _entries(fleet, "engines")
     faults = _double_ids("fleet.configurations", configurations)
     faults += _double_ids("fleet.engines", engines)
+    faults += _double_urls("fleet.engines", engines)
     faults += _double_ids("ocs", _entries(document, "ocs"))
     profiled = [str(engine.id) for engine in profile.configurations] if profile is not None else []
     for index, entry in configurations:
@@ -341,6 +366,38 @@ def _cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[s
     faults += launch_faults(fleet, known)
     faults += deployer_faults(fleet)
     return faults + _gpu_faults(fleet, engines)
+
+
+def _switch_faults(document: dict[Any, Any]) -> list[str]:
+    """Faults that the drivers of the section `ocs` find in their options."""
+    faults = []
+    for index, entry in _entries(document, "ocs"):
+        id, driver, options = entry.get("id"), entry.get("driver"), entry.get("options", {})
+        if not isinstance(driver, str) or not driver or not isinstance(options, dict):
+            continue  # the section's own check has said so
+        named = {name: value for name, value in options.items() if isinstance(name, str)}
+        try:
+            make_driver(driver, str(id), named)
+        except DriverFaults as error:
+            faults += [f"ocs[{index}].{fault}" for fault in error.faults]
+    return faults
+
+
+def _start_faults(document: dict[Any, Any], profile: "Profile | None") -> list[str]:
+    """Faults that the deployer finds in its options, and those of engines that it could never start, where the section
+    `fleet` is sound."""
+    try:
+        only = Config.model_validate({"fleet": document.get("fleet", {})})
+    except ValidationError:
+        return []
+    only.fleet._profile = profile
+    if deployer_faults(document.get("fleet", {})):
+        return []
+    try:
+        deployer_of(only, WallClock())
+    except ProblemFaults as error:
+        return error.faults
+    return start_faults(only)
 
 
 def _transfer_faults(fleet: dict[Any, Any], profile: "Profile | None") -> list[str]:
@@ -368,6 +425,19 @@ def _double_ids(path: str, entries: list[tuple[int, dict[Any, Any]]]) -> list[st
         if entry["id"] in first:
             faults.append(f"{path}[{index}].id: is the id of {path}[{first[entry['id']]}] already, got {entry['id']!r}")
         first.setdefault(entry["id"], index)
+    return faults
+
+
+def _double_urls(path: str, entries: list[tuple[int, dict[Any, Any]]]) -> list[str]:
+    first: dict[ServerAddress, int] = {}
+    faults = []
+    for index, entry in entries:
+        address = server_address(entry["url"]) if isinstance(entry.get("url"), str) else None
+        if address is None:
+            continue
+        if address in first:
+            faults.append(f"{path}[{index}].url: is that of {path}[{first[address]}] already, got {entry['url']!r}")
+        first.setdefault(address, index)
     return faults
 
 
@@ -399,11 +469,11 @@ class Reloadable:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        return cls(path, load_config(path))
+        return cls(path, load_config(path, with_parts=True))
 
     def reload(self) -> Config:
         """The new configuration. Raises ProblemFaults and keeps the old one when the file is faulty."""
-        fresh = load_config(self._path)
+        fresh = load_config(self._path, with_parts=True)
         fixed = [f"{name}: cannot change while the daemon runs" for name in _fixed_changes(self.config, fresh)]
         if fixed:
             raise ProblemFaults(fixed)
@@ -415,7 +485,7 @@ def _fixed_changes(old: Config, new: Config) -> list[str]:
     """Sections that are bound to sockets, files and devices, or to what is on its way, where the two differ."""
     fixed = [
         name
-        for name in ("listen", "journal", "metrics", "ocs", "fabric", "weights")
+        for name in ("listen", "limits", "journal", "metrics", "ocs", "fabric", "weights")
         if getattr(old, name) != getattr(new, name)
     ]
     if old.fleet.deployer != new.fleet.deployer:
@@ -438,13 +508,26 @@ listen:
   socket: null                  # also listen on this Unix socket, e.g. /run/orchestrrl.sock
   allow_remote: false           # must be true for an address that is not loopback: there is no authentication yet
 
+# What the daemon takes in and remembers at most; what is beyond is refused, with the setting's name. The defaults are
+# for 1,024 engines of 1,024 requests each, over several gateways.
+limits:
+  message_bytes: 67108864       # of one gRPC message
+  connections: 16384            # open at a time, on each address
+  calls: 16384                  # open at a time, streams included
+  requests_per_report: 262144   # that one gateway has in flight, or reports as finished at a time
+  requests: 1048576             # in flight, over all gateways
+  engines: 8192                 # known at a time, whoever named them
+  gateways: 256                 # known at a time
+  nodes: 8192                   # agents and gateways known at a time; as many weight peers, and traced hosts
+
 journal:
-  path: orchestrrl-journal.sqlite
+  path: orchestrrl-journal.sqlite  # and beside it -wal, -shm, .tail and .lock; all belong together
   max_entries: 1000000          # the oldest beyond this are dropped
 
 # Prometheus metrics; without this section there are none.
 metrics:
   address: 127.0.0.1:9107
+  allow_remote: false           # as for listen
 
 # The fast loop moves requests between engines.
 fast:

@@ -8,19 +8,21 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from orchestrrl.addresses import host_id
 from orchestrrl.balance import BalanceDecision, Situation, balance_problem, decide_balance
 from orchestrrl.clock import Clock
 from orchestrrl.config import Config
+from orchestrrl.defects import ACTING, MOVES, PLANS, REPEATED, Defect, Defects
 from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.engine_facts import engine_facts
-from orchestrrl.errors import OrchestrRLError
+from orchestrrl.errors import OrchestrRLError, few
 from orchestrrl.execute.cancel import Canceller
 from orchestrrl.execute.deploy import Switching
 from orchestrrl.execute.enrolment import Enrolment
@@ -38,7 +40,7 @@ from orchestrrl.planning import Planning
 from orchestrrl.plans import Deployment, DeploymentOutcome, PlanBook
 from orchestrrl.reports import EngineReport, GatewayReport, NodeHello, NodeKind, ReportAck
 from orchestrrl.restraint import LastMoves
-from orchestrrl.state import State, Step
+from orchestrrl.state import Capacity, State, Step
 from orchestrrl.switch import Weights
 from planner.model import (
     Act,
@@ -47,6 +49,7 @@ from planner.model import (
     EngineId,
     Hold,
     Mode,
+    NodeId,
     Plan,
     PlanId,
     RequestId,
@@ -91,8 +94,11 @@ class ControlPlane:
         self.config = config
         self.journal = journal
         self.clock = clock
-        self.state = State(engine_facts(config))
-        self.nodes = NodeRegistry()
+        self.defects = Defects(clock, self._stop_acting)
+        limits = config.limits
+        capacity = Capacity(limits.engines, limits.gateways, limits.requests)
+        self.state = State(engine_facts(config), capacity=capacity, host=host_id())
+        self.nodes = NodeRegistry(limits.nodes)
         self.runner = Runner(journal, self.nodes, clock, self._closed)
         self.routes = Routes(config, self.state, self.nodes, self.runner, journal, clock)
         self.enrolment = Enrolment(
@@ -135,9 +141,12 @@ class ControlPlane:
         self._moves_ended_s: float | None = None
         self._last_moves = LastMoves()
         self._health: dict[EngineId, EngineHealth] = {}
+        self._remarks: dict[EngineId, tuple[str, ...]] = {}  # on how engines are named and reported, as written down
+        self._doubles: dict[NodeId, NodeId] = {}  # nodes that have one id with another node, as written down
         self._moving: set[asyncio.Task[MovesOutcome]] = set()
         self._acting: set[asyncio.Task[None]] = set()  # plans that are being carried out
         self._planning = False  # the slow loop waits for a quiet fleet, or decides
+        self.mode_reason = ""  # why the mode is what it is; empty: it is the configured one
         self.mode = self._recovered_mode()
         self.plans.recover()
         self.planning.recover(journal)
@@ -150,49 +159,79 @@ class ControlPlane:
     # --- observe
 
     def engine_reported(self, report: EngineReport, stream: int) -> ReportAck:
+        """Raises LimitReached."""
         now_s = self.clock.now_s()
+        report = replace(report, agent=self.nodes.id_of(report.agent, report.incarnation, stream))
+        self.state.check_engine_report(report, now_s)
+        engine = self.state.engine_of(report, now_s)
+        report = replace(report, engine=engine, capabilities=self.state.offered(report))
         taken = self.state.fold_engine(report, now_s, stream)
         if taken:
             if report.sample is not None:
                 self.gate.sampled(report.engine, report.sample)
             # An engine that stands still teaches nothing.
             closed = self.gate.state.lease is not None
-            self.planning.observe(report, None if closed else self.state.configuration_of(report.engine))
+            configured = self.state.configuration_of(report.engine)
+            self.planning.offered(report.engine, configured, self.state.capabilities(report.engine))
+            self.planning.observe(report, None if closed else self._configuration_of(report.engine))
         if taken and self._health.get(report.engine) is not report.health:
             before = self._health.get(report.engine)
             self._health[report.engine] = report.health
+            if len(self._health) > 2 * self.config.limits.engines:  # most are of engines that are forgotten
+                self._health = {e: health for e, health in self._health.items() if self.state.reported(e)}
             detail = {"health": report.health, "before": before, "detail": report.health_detail, "url": report.url}
             self._note(Kind.ENGINE_HEALTH, report.engine, detail)
             logger.info("engine %s is %s %s", report.engine, report.health, report.health_detail)
-            self.routes.send(self.state.engines(now_s))
+            self.routes.changed(lost=report.health is not EngineHealth.OK)
         self._note_step_end()
         self.nodes.heard(report.agent, now_s)
-        return ReportAck(report.sequence, self.journal.generation)
+        return ReportAck(report.sequence, self.journal.generation, now_s)
 
     def gateway_reported(self, report: GatewayReport, stream: int) -> ReportAck:
+        """Raises LimitReached."""
         now_s = self.clock.now_s()
+        report = replace(report, gateway=self.nodes.id_of(report.gateway, report.incarnation, stream))
+        self.state.check_gateway_report(report, now_s)
         self.state.fold_gateway(report, now_s, stream)
         if enough := self.state.groups.take():
             self.canceller.redundant(self.state.gateways_of_groups(enough))
+        for failovers in self.state.take_failovers():
+            self._note(Kind.ENGINE_FAILOVERS, failovers.engine, {"gateway": report.gateway, **asdict(failovers.counts)})
         self.gate.reported(report.gateway, report.gate)
         self._note_step_end()
         self.nodes.heard(report.gateway, now_s)
-        return ReportAck(report.sequence, self.journal.generation)
+        return ReportAck(report.sequence, self.journal.generation, now_s)
+
+    def stream_ended(self, stream: int) -> None:
+        """No report will come on this stream any more."""
+        self.state.stream_ended(stream)
+        self.nodes.stream_ended(stream)
 
     def attach(self, hello: NodeHello) -> Attachment:
-        """A node's stream of orders begins. Its routes come first, then what is still open with it."""
+        """A node's stream of orders begins. Its routes come first, then what is still open with it. Raises
+        LimitReached."""
         now_s = self.clock.now_s()
+        self.state.check_hello(hello, now_s)
         attachment = self.nodes.attach(hello, now_s)
+        try:
+            self._attach(attachment.hello, now_s)
+        except BaseException:  # e.g. the journal cannot be written: the node is not there
+            self.nodes.detach(attachment, now_s)
+            raise
+        return attachment
+
+    def _attach(self, hello: NodeHello, now_s: float) -> None:
+        """Take in a node that is attached, and send it what it needs first."""
         self.state.fold_hello(hello, now_s)
         self._note(Kind.NODE_ATTACHED, hello.node, {"kind": hello.kind, "version": hello.version, "url": hello.url})
         logger.info("%s %s attached", hello.kind, hello.node)
         if hello.kind is NodeKind.GATEWAY:
+            self.routes.attached(hello.node)
             self.routes.send(self.state.engines(now_s))
             self.gate.attaching(hello.node)
         self.runner.attached(hello.node)
         if hello.kind is NodeKind.GATEWAY:
             self.gate.attached(hello.node)
-        return attachment
 
     def detach(self, attachment: Attachment) -> None:
         if self.nodes.detach(attachment, self.clock.now_s()):
@@ -210,21 +249,26 @@ class ControlPlane:
     def fast_tick(self) -> BalanceDecision:
         """One turn of the fast loop."""
         began = self._stopwatch()
+        if self.mode is Mode.ACT and self.journal.damage:
+            self._only_advise(_damage_of(self.journal))
         self._share_nics()
         snapshot = self.state.snapshot(self.clock.now_s())
+        seen = self.planning.identified(snapshot)
         self.runner.settle(lambda node: Evidence(snapshot, self.state.heard_s(node)))
         situation = Situation(
             self.mode,
             self.changes_open + self._deploying,
             self._moves_ended_s,
             self._planning,
-            self.planning.lines,
+            self.planning.configurations(),
             self.planning.remaining_tokens(snapshot),
             self.planning.futures(snapshot),
             self._last_moves.within(self.config.fast.rest_after_move_s, snapshot.now_s),
             settling=self.balance is not None and bool(self.balance.moves),
+            step_times=self.planning.step_times(seen),
+            move_fixed_s=self.planning.costs.recompute_fixed_s,
         )
-        decision = decide_balance(snapshot, self.config.fast, situation)
+        decision = decide_balance(seen, self.config.fast, situation)
         still = self._standing_still(snapshot)
         if hold := still or self.holds.hold(Part.BALANCER):
             decision = replace(decision, verdict=hold)
@@ -238,6 +282,7 @@ class ControlPlane:
         if still is None:
             self.enrolment.tick(snapshot)
         self.routes.send(snapshot.engines)
+        self._note_remarks(snapshot)
         self.fast_tick_s = self._stopwatch() - began
         return decision
 
@@ -297,6 +342,7 @@ class ControlPlane:
         """An operator's own move. Raises ProblemFaults for what does not exist, Permanent for what must not move."""
         self.gate.check_open()
         snapshot = self.state.snapshot(self.clock.now_s())
+        to_engine = self.state.engine_called(to_engine, snapshot.now_s)
         return await self._move((checked_move(snapshot, request, to_engine),), snapshot)
 
     # --- what a switch of the deployment asks of it
@@ -360,10 +406,29 @@ class ControlPlane:
         """The mode from now on, also after a restart while the configured one stays the same; returns the previous."""
         previous = self.mode
         body = {"mode": mode, "previous": previous, "reason": reason, "configured": self.config.mode}
+        if mode is Mode.ACT:
+            self.journal.confirm_damage(self.clock.now_s(), reason)
         self._note(Kind.MODE, mode, body)
-        self.mode = mode
+        self.mode, self.mode_reason = mode, reason
+        if mode is Mode.ACT:
+            self.defects.start_anew()
         logger.info("mode is %s (was %s) %s", mode, previous, reason)
         return previous
+
+    def _stop_acting(self, defect: Defect) -> None:
+        """The same exception has ended a part's turn time and again: decide and explain, and change nothing more."""
+        if self.mode is not Mode.ACT or defect.part not in ACTING:
+            return
+        self._only_advise(f"{defect.part} ended {REPEATED} times running by {defect}")
+
+    def _only_advise(self, reason: str) -> None:
+        """Until an operator sets the mode back. Does not raise."""
+        logger.error("mode is advise from now on: %s; `orchestrrl mode act` sets it back", reason)
+        try:
+            self.set_mode(Mode.ADVISE, reason)
+        except Exception as error:  # noqa: BLE001  # perhaps it is the journal that fails
+            self.mode = Mode.ADVISE
+            self.mode_reason = f"{reason} (not written down: {error})"
 
     def reconfigure(self, config: Config) -> None:
         """Take over a reloaded configuration, as far as it may change while running."""
@@ -376,12 +441,15 @@ class ControlPlane:
         self.planning.reconfigure(config, self.state.snapshot(self.clock.now_s()), self.journal)
         self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
         self.routes.send(self.state.engines(self.clock.now_s()))
-        if config.mode is not configured:
+        if config.mode is Mode.ACT and self.journal.damage:
+            logger.warning("mode stays advise: %s", self.mode_reason)
+        elif config.mode is not configured:
             self.set_mode(config.mode, "configuration reloaded")
 
     async def close(self, drain_s: float) -> None:
         """Let results that are on their way come in; what stays open is the next generation's to settle."""
         left = await self.runner.drain(drain_s)
+        self.routes.close()
         tasks = [*self._moving, *self._acting, *self.gate.close(), *self.canceller.close()]
         for task in tasks:
             task.cancel()
@@ -456,13 +524,13 @@ class ControlPlane:
 
     def _acted(self, task: asyncio.Task[None]) -> None:
         self._acting.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("a plan was not carried out: %s", task.exception())
+        self._ended(PLANS, task)
 
     async def _move(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
         versions = self.routes.kv_versions(snapshot.engines)
-        priced = with_methods(moves, snapshot, self.planning.move_costing(versions))
-        return await run_moves(self.runner, priced, self.state.gateway_of, self.config.fast.operation_expiry_s)
+        priced = with_methods(moves, self.planning.identified(snapshot), self.planning.move_costing(versions))
+        named = [replace(m, from_engine=self.state.own_name(m.request, m.from_engine)) for m in priced]
+        return await run_moves(self.runner, named, self.state.gateway_of, self.config.fast.operation_expiry_s)
 
     def _start_moves(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> asyncio.Task[MovesOutcome]:
         task = asyncio.create_task(self._move(moves, snapshot))
@@ -472,26 +540,48 @@ class ControlPlane:
 
     def _moved(self, task: asyncio.Task[MovesOutcome]) -> None:
         self._moving.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("moves failed: %s", task.exception())
+        self._ended(MOVES, task)
+
+    def _ended(self, part: str, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self.defects.passed(part)
+        elif isinstance(error, OrchestrRLError):  # a failure of the world, which the next turn may not meet
+            logger.error("%s failed: %s", part, error)
+        else:
+            self.defects.met(part, error)
 
     def _closed(self, operation: Operation, result: OperationResult) -> None:
         if isinstance(operation.action, MoveRequests):
             self._moves_ended_s = self.clock.now_s()
             self._last_moves.ended(self._moves_ended_s, result.items)
             self.state.fold_result(result)
-            self.planning.costs.moved(operation.action, result, self.state.configuration_of)
+            self.planning.costs.moved(operation.action, result, self._configuration_of)
             self.latest_moves.extend(ended(self._moves_ended_s, operation.action.moves, result.items))
 
     def _recovered_mode(self) -> Mode:
         """The configured mode, unless an operator set another since it was configured so."""
+        if self.journal.damage:
+            self.mode_reason = _damage_of(self.journal)
+            return Mode.ADVISE
+        written = self.journal.newest(Kind.MODE, _mode_in)
         latest = self.journal.latest(Kind.MODE)
-        if latest is None or latest.body["configured"] != self.config.mode:
+        if latest is not None and latest.sequence in self.journal.set_aside:
+            self.mode_reason = f"the last mode that was set cannot be read (journal entry {latest.sequence})"
+            return Mode.ADVISE
+        if written is None or written[1] != self.config.mode:
             return self.config.mode
-        mode = Mode(latest.body["mode"])
+        mode, _, self.mode_reason = written
         if mode is not self.config.mode:
-            logger.warning("mode is %s, as an operator set it; configured is %s", mode, self.config.mode)
+            words = (mode, self.mode_reason or "no reason given", self.config.mode)
+            logger.warning("mode is %s, as it was set (%s); configured is %s", *words)
         return mode
+
+    def _configuration_of(self, engine: EngineId) -> ConfigurationId | None:
+        """The configured one, else what the engine's own facts stand for."""
+        return self.state.configuration_of(engine) or self.planning.implicit_configuration(engine)
 
     def _note_step_end(self) -> None:
         step = self.state.step
@@ -514,6 +604,47 @@ class ControlPlane:
     def _today(self) -> str:
         return datetime.fromtimestamp(self.clock.now_s(), UTC).date().isoformat()
 
+    def remarks(self, engines: Iterable[EngineId]) -> dict[EngineId, tuple[str, ...]]:
+        """What is wrong with how these engines are named and reported, one sentence each."""
+        now_s = self.clock.now_s()
+        others, found = self.state.names(now_s).others, {}
+        for engine in engines:
+            remarks = [f"{name} of {node} is the same server as {engine}" for node, name in others.get(engine, ())]
+            if agents := self.state.reported_by(engine, now_s):
+                second = ", ".join(agents[1:])
+                remarks.insert(0, f"{len(agents)} agents report {engine}: {agents[0]}, which counts, and {second}")
+            if remarks:
+                found[engine] = tuple(remarks)
+        return found
+
+    def node_remarks(self) -> tuple[str, ...]:
+        """Nodes that share an id, one sentence each."""
+        return tuple(
+            f"two nodes have the id {node}: the second is listed as {listed}"
+            for listed, node in sorted(self.nodes.doubles().items())
+        )
+
+    def _note_remarks(self, snapshot: Snapshot) -> None:
+        """Write down when a fault in how engines are named and reported begins and ends."""
+        remarks = self.remarks(engine.id for engine in snapshot.engines)
+        for engine in sorted(remarks.keys() | self._remarks.keys()):
+            now, before = remarks.get(engine, ()), self._remarks.get(engine, ())
+            if now != before:
+                self._note(Kind.ENGINE_REMARKS, engine, {"remarks": list(now)})
+            for remark in now:
+                if remark not in before:
+                    logger.warning("%s", remark)
+            for remark in before:
+                if remark not in now:
+                    logger.info("no longer: %s", remark)
+        self._remarks = remarks
+        doubles = self.nodes.doubles()
+        for listed, node in doubles.items():
+            if listed not in self._doubles:
+                self._note(Kind.NODE_DOUBLE, node, {"listed": listed})
+                logger.warning("two nodes have the id %s: the second is listed as %s", node, listed)
+        self._doubles = doubles
+
     def _note_balance(self, decision: BalanceDecision, snapshot: Snapshot) -> None:
         verdict, balance = decision.verdict, decision.balance
         logger.info("balance: %s %s", verdict.code, verdict.detail)
@@ -528,6 +659,15 @@ class ControlPlane:
             "inputs_digest": _digest(balance_problem(snapshot, self.config.fast)),
         }
         self._note(Kind.BALANCE, verdict.code, body)
+
+
+def _mode_in(body: Mapping[str, Any]) -> tuple[Mode, str, str]:
+    """The mode, the one that was configured then, and why it was set."""
+    return Mode(body["mode"]), str(body["configured"]), str(body.get("reason", ""))
+
+
+def _damage_of(journal: Journal) -> str:
+    return f"the journal is damaged: {few(journal.damage, 4)}; `orchestrrl mode act` confirms it"
 
 
 def _digest(inputs: object) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,9 @@ from pathlib import Path
 from orchestrrl.clock import Clock
 from orchestrrl.config import Config, Reloadable
 from orchestrrl.control_plane import ControlPlane
+from orchestrrl.defects import keep_running
 from orchestrrl.deploying import switching_of
-from orchestrrl.errors import ProblemFaults
+from orchestrrl.errors import OrchestrRLError, ProblemFaults
 from orchestrrl.execute.fabric_found import FoundFleet
 from orchestrrl.execute.fabric_windows import QUANTILE, TraceHub
 from orchestrrl.execute.switch_events import SwitchEvents
@@ -49,7 +50,8 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         stack.push_async_callback(switches.close)
         switches.recover()
         plane.circuits = switches.executor
-        hub = TraceHub(clock, config.fabric.quantile if config.fabric is not None else QUANTILE)
+        quantile = config.fabric.quantile if config.fabric is not None else QUANTILE
+        hub = TraceHub(clock, quantile, config.limits.nodes)
         plane.routing = routing_of(config, drivers, journal, clock)
         if plane.routing is not None:
             stack.push_async_callback(plane.routing.close)
@@ -78,20 +80,24 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         _reload_on_hangup(file, plane, mode, stack)
         announce(server.address)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(switches.run())
-            tasks.create_task(SwitchEvents(drivers, clock, partial(_on_news, plane)).run())
-            tasks.create_task(run_loops(plane, clock))
-            tasks.create_task(weights.syncs.run())
+
+            def keep(part: str, work: Callable[[], Awaitable[None]]) -> None:
+                tasks.create_task(keep_running(part, work, plane.defects, clock))
+
+            keep("switches", switches.run)
+            keep("switch_events", SwitchEvents(drivers, clock, partial(_on_news, plane)).run)
+            keep("loops", partial(run_loops, plane, clock, plane.defects))
+            keep("weight_syncs", weights.syncs.run)
             if switching is not None:
-                tasks.create_task(switching.tend())
+                keep("deployment", switching.tend)
             if plane.fabric is not None:
-                tasks.create_task(plane.fabric.run())
+                keep("fabric", plane.fabric.run)
             if plane.routing is not None:
-                tasks.create_task(plane.routing.tend())
+                keep("packet_routes", plane.routing.tend)
             if plane.gen_circuits is not None and switching is not None:
                 fleet = FoundFleet(plane, switching)
                 plane.before_resume = partial(plane.gen_circuits.after_sync, fleet)
-                tasks.create_task(plane.gen_circuits.tend(fleet))
+                keep("generation_circuits", partial(plane.gen_circuits.tend, fleet))
 
 
 def _on_news(plane: ControlPlane, switch: str) -> None:
@@ -110,6 +116,8 @@ def _reload_on_hangup(file: Reloadable, plane: ControlPlane, mode: Mode | None, 
             logger.warning("configuration reloaded")
         except ProblemFaults as error:
             logger.error("configuration not reloaded, the old one stays in force:\n%s", error)
+        except OrchestrRLError as error:
+            logger.error("configuration reloaded, and not written down: %s", error)
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, reload)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from orchestrrl.clock import Clock
-from orchestrrl.deployers.base import Deployer, FleetIdentity, make_deployer
+from orchestrrl.deployers.base import Deployer, FleetIdentity, known_deployers, make_deployer
 from orchestrrl.deployers.command_line import render
 from orchestrrl.documents import Name, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from orchestrrl.engines.managed import ManagedEngine, connect_managed
-from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.errors import Permanent, ProblemFaults, did_you_mean, shorten
 from orchestrrl.execute.deploy_checks import Tolerance
 from orchestrrl.launch import filled, launch_of, spec_of
 from orchestrrl.switch import Limits
@@ -68,9 +68,16 @@ class DeployerSettings(Section):
 
 def deployer_faults(fleet: dict[Any, Any]) -> list[str]:
     """Faults between `fleet.deployer` and the rest of the section, as written."""
-    if not isinstance(fleet.get("deployer"), dict):
+    section = fleet.get("deployer")
+    if not isinstance(section, dict):
         return []
-    return [
+    product = section.get("product", DeployerSettings.model_fields["product"].default)
+    known = known_deployers()
+    faults = []
+    if isinstance(product, str) and product and product not in known:
+        listing = f"{WHERE}.product: must be one of {', '.join(known)}, got {shorten(product)}"
+        faults.append(listing + did_you_mean(product, known))
+    return faults + [
         f"{path}: must be given where fleet.deployer is, got nothing"
         for path, name in (("fleet.launch", "launch"), ("fleet.gpus", "gpus"))
         if not isinstance(fleet.get(name), dict)

@@ -1,8 +1,11 @@
 """Errors that say what to do next. Every failure of the world is one of three."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 
 class OrchestrRLError(Exception):
@@ -19,6 +22,10 @@ class Retryable(OrchestrRLError):
 
 class Permanent(OrchestrRLError):
     """Nothing happened, and repeating the call will not help."""
+
+
+class LimitReached(Permanent):
+    """More than the configuration allows: the message names the limit, its key and what came."""
 
 
 class OutcomeUnknown(OrchestrRLError):
@@ -45,20 +52,62 @@ def path_of(location: tuple[int | str, ...]) -> str:
     return path or "(document)"
 
 
-def faults_of(error: ValidationError) -> list[str]:
-    """One line per fault of a pydantic validation, as `path.to.field: what is wrong, got VALUE`."""
+def faults_of(error: ValidationError, model: type[BaseModel] | None = None) -> list[str]:
+    """One line per fault of a pydantic validation, as `path.to.field: what is wrong, got VALUE`. With the `model` that
+    was validated, an unknown field names the known one that it resembles."""
     faults = []
     for item in error.errors(include_url=False):
         if item["type"] == "missing":
             faults.append(f"{path_of(item['loc'])}: is missing, got nothing")
         elif item["type"] == "extra_forbidden":
-            faults.append(f"{path_of(item['loc'])}: is not a known field, got {shorten(item['input'])}")
+            fault = f"{path_of(item['loc'])}: is not a known field, got {shorten(item['input'])}"
+            faults.append(fault + did_you_mean(item["loc"][-1], _fields_beside(model, item["loc"])))
         elif item["type"] in ("model_type", "model_attributes_type", "dict_type"):
             faults.append(f"{path_of(item['loc'])}: should be an object, got {shorten(item['input'])}")
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
             faults.append(f"{path_of(item['loc'])}: {message}, got {shorten(item['input'])}")
     return faults
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` for the known name that this one resembles most, "" where it resembles none."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.7) if isinstance(name, str) and len(name) < 100 else []
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _fields_beside(model: type[BaseModel] | None, location: tuple[int | str, ...]) -> Iterable[str]:
+    """Return the names of the known fields where a fault of a model lies."""
+    where: Any = model
+    for part in location[:-1]:
+        where = _within(where, part)
+    section = _section(where)
+    return section.model_fields if section is not None else ()
+
+
+def _within(annotation: Any, part: int | str) -> Any:
+    """Return the annotation of a member: a model's field, a list's or a mapping's value."""
+    for each in _alternatives(annotation):
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            if isinstance(part, str) and part in each.model_fields:
+                return each.model_fields[part].annotation
+        elif (arguments := get_args(each)) and (isinstance(part, int) or get_origin(each) is dict):
+            return arguments[0] if isinstance(part, int) else arguments[-1]
+    return None
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    found = (each for each in _alternatives(annotation) if isinstance(each, type) and not get_args(each))
+    return next((each for each in found if issubclass(each, BaseModel)), None)
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """Return the members of a union, `Annotated` taken off; of anything else itself."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [inner for each in get_args(annotation) for inner in _alternatives(each)]
+    return [annotation]
 
 
 def few(words: Sequence[str], most: int = 8, between: str = "; ") -> str:

@@ -10,9 +10,9 @@ the name that the ranks' recorders have, by default none, or that of the recorde
 
 from typing import Annotated
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError
 
-from orchestrrl.documents import Section
+from orchestrrl.documents import Section, require
 from orchestrrl.errors import ProblemFaults, faults_of
 from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 from planner.model import GpuId
@@ -20,6 +20,7 @@ from planner.model import GpuId
 MOST_BYTES = 2 * 1024 * 1024  # 16,384 ranks with a map and five kinds of traffic take a third of it, and 25 ms to read
 
 _Rank = Annotated[int, Field(ge=0, lt=2**31)]
+_Amount = Annotated[float, AfterValidator(require(lambda value: 0 <= value <= 1e18, ">= 0 and <= 1e18"))]
 _Groups = tuple[tuple[_Rank, ...], ...]
 
 
@@ -27,8 +28,8 @@ class _TrafficPart(Section):
     operation: Annotated[Operation, Field(strict=False)]
     primitive: Annotated[Primitive, Field(strict=False)]
     groups: _Groups = Field(strict=False)
-    bytes_per_rank: float = Field(ge=0)
-    times: float = Field(default=1.0, ge=0)
+    bytes_per_rank: _Amount
+    times: _Amount = 1.0
     receivers: _Groups = Field(default=(), strict=False)
     both_ways: bool = False
 
@@ -48,7 +49,7 @@ def parse_intent(period: str, text: str, job: str = "") -> Intent:
     try:
         part = _IntentPart.model_validate_json(text)
     except ValidationError as error:
-        raise ProblemFaults([*faults, *(f"intent.{fault}" for fault in faults_of(error))]) from None
+        raise ProblemFaults([*faults, *(f"intent.{fault}" for fault in faults_of(error, _IntentPart))]) from None
     traffic = []
     for index, each in enumerate(part.traffic):
         try:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from orchestrrl.defects import ACTING
 from orchestrrl.holds import Part
 
 if TYPE_CHECKING:
@@ -24,18 +25,22 @@ def pause_metrics(paused: Iterable[Part]) -> Metric:
 def defect_metrics(plane: "ControlPlane") -> Metric:
     parts = {
         "circuits": plane.circuits,
+        "fabric": plane.fabric,
         "generation": plane.gen_circuits,
         "routes": plane.routing,
         "weights": plane.weights,
     }
     family = CounterMetricFamily(
         "orchestrrl_defects",
-        "Faults of our own that a loop met, logged with their traceback, and went on after.",
+        "Exceptions that ended one turn of a loop or task, or one call. Its work was set aside; the log has their "
+        "tracebacks.",
         labels=["part"],
     )
     for name, part in parts.items():
         if part is not None:
             family.add_metric([name], part.defects)
+    for name in sorted({*ACTING, *plane.defects.counts}):
+        family.add_metric([name], plane.defects.counts[name])
     return family
 
 

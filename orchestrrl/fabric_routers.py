@@ -108,8 +108,9 @@ def _interface_faults(path: str, entry: dict[Any, Any], site: "Site") -> list[st
     for where, name in listed:
         if isinstance(name, str) and name and not INTERFACE.fullmatch(name):
             faults.append(f"{where}: must be the name of an interface, got {name!r}")
-    counts = Counter(name for _, name in listed if isinstance(name, str))
-    faults += [f"{where}: is named twice on this ToR, got {name!r}" for where, name in listed if counts[name] > 1]
+    texts = [(where, name) for where, name in listed if isinstance(name, str)]
+    counts = Counter(name for _, name in texts)
+    faults += [f"{where}: is named twice on this ToR, got {name!r}" for where, name in texts if counts[name] > 1]
     if isinstance(names, list) and isinstance(tor, str) and tor in site.tor:
         fibres = fibres_of(site, EndpointId(tor))
         if len(names) != len(fibres):

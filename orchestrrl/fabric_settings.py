@@ -72,7 +72,8 @@ def fabric_faults(document: dict[Any, Any], site: "Site | None") -> list[str]:
     if site is None:
         return []
     listing = document.get("ocs")
-    driven = {entry.get("id") for entry in listing if isinstance(entry, dict)} if isinstance(listing, list) else set()
+    entries = [entry for entry in listing if isinstance(entry, dict)] if isinstance(listing, list) else []
+    driven = {entry["id"] for entry in entries if isinstance(entry.get("id"), str)}
     faults = [
         f"ocs: must have every switch of fabric.site, {switch.id!r} is missing"
         for switch in site.switches

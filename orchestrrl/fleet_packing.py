@@ -8,7 +8,8 @@ from statistics import median
 from balancer.load import Problem, Request, Worker
 from balancer.migrate import Balance, Move, decide
 from balancer.packing import Engine, Outlook, Packing
-from planner.model import Configuration, ConfigurationId, EngineId, EngineView, RequestId, RequestState, Snapshot
+from orchestrrl.beliefs import StepTimes, unknown_step_times
+from planner.model import Configuration, ConfigurationId, EngineId, EngineView, Hold, RequestId, RequestState, Snapshot
 
 # An engine counts as slower than its configuration says if it takes this many times longer, against the median engine:
 # rates are measured over windows with prefills in them.
@@ -21,10 +22,24 @@ def packing_engines(
     configurations: Sequence[Configuration],
     remaining_tokens: Mapping[RequestId, float],
     stuck: AbstractSet[RequestId],
-) -> tuple[Engine, ...]:
-    """The usable engines as packing sees them. None at all where one's step time or a request's outlook is unknown, or
-    one is stalled: nobody can say when that one will end."""
+    step_times: Mapping[EngineId, StepTimes],
+) -> tuple[Engine, ...] | Hold:
+    """The usable engines as packing sees them; why there are none where a step time or a request's outlook is unknown,
+    or an engine is stalled, so that its end cannot be predicted. `step_times`: where those of engines come from."""
+    if not snapshot.engines:
+        return Hold("no_engines", "no engine is well by fresh reports")
     known = {configuration.id: configuration for configuration in configurations}
+    unknown = {
+        engine.id: step_times[engine.id].detail if engine.id in step_times else "its configuration is not known"
+        for engine in snapshot.engines
+        if engine.configuration not in known
+    }
+    if unknown:
+        return Hold("no_step_times", unknown_step_times(unknown))
+    workers = {worker.id: worker for worker in problem.workers}
+    stalled = [worker.id for worker in problem.workers if worker.stalled]
+    if stalled:
+        return Hold("stalled", f"{', '.join(stalled)} stands still, so that its end cannot be predicted")
     outlooks: dict[EngineId, list[Outlook]] = {engine.id: [] for engine in snapshot.engines}
     for request in snapshot.requests:
         held = None if request.engine is None else outlooks.get(request.engine)
@@ -32,7 +47,7 @@ def packing_engines(
             name = request.id
             left_tokens = remaining_tokens.get(name)
             if left_tokens is None:
-                return ()
+                return Hold("no_lengths", f"the remaining length of request {name} is not known")
             tokens = request.prompt_tokens + request.generated_tokens
             held.append(
                 Outlook(
@@ -45,11 +60,6 @@ def packing_engines(
                     request.prompt_tokens,
                 )
             )
-    workers = {worker.id: worker for worker in problem.workers}
-    if any(worker.stalled for worker in problem.workers):
-        return ()
-    if any(engine.configuration not in known for engine in snapshot.engines):
-        return ()
     alike: dict[tuple[ConfigurationId | None, int, int], Configuration] = {}
     for engine in snapshot.engines:
         kind = engine.configuration, engine.kv_capacity_tokens, engine.max_sequences

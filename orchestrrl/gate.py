@@ -83,6 +83,9 @@ class GateState:
             raise ValueError("quiet is a property of a lease")
         if list(self.left_out) != sorted(set(self.left_out)):
             raise ValueError(f"left_out must be in order, each once, got {self.left_out}")
+        for version in (*self.versions.values(), *(() if self.newest is None else (self.newest,))):
+            if not 0 <= version < 2**64:
+                raise ValueError(f"a policy version must be from 0 to 2**64 - 1, got {version}")
 
     @property
     def phase(self) -> GatePhase:

@@ -5,6 +5,7 @@ over several.
 """
 
 from collections.abc import Iterable
+from itertools import islice
 
 from orchestrrl.reports import FinishedRequest
 
@@ -30,8 +31,9 @@ class Groups:
             self._finished[answer.group] = count
             if count >= answer.group_enough:
                 self._enough[answer.group] = None
-        while len(self._finished) > GROUPS_REMEMBERED:
-            del self._finished[next(iter(self._finished))]
+        # Together: the first key of a dictionary is searched for behind all that were deleted before it.
+        for group in list(islice(self._finished, max(0, len(self._finished) - GROUPS_REMEMBERED))):
+            del self._finished[group]
 
     def take(self) -> frozenset[str]:
         """Groups of which an answer came since the last call, and that have enough."""

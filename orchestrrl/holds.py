@@ -42,8 +42,7 @@ class HoldBook:
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
         self._clock = clock
-        latest = journal.latest(Kind.HOLDS)
-        self._pauses = _PAUSES.validate_python(latest.body["pauses"]) if latest is not None else {}
+        self._pauses = journal.newest(Kind.HOLDS, lambda body: _PAUSES.validate_python(body["pauses"])) or {}
 
     @property
     def pauses(self) -> dict[Part, Pause]:

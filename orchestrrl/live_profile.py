@@ -6,16 +6,21 @@ daemon begins with the configured profile and learns again; what starts took, it
 """
 
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from orchestrrl.beliefs import Belief, Believed, Moving, said
 from orchestrrl.config import Fleet, KvTransfer
+from orchestrrl.move_methods import FIXED_PRIOR_S, FixedPart, fixed_parts
 from orchestrrl.operations import ItemResult, MoveMethod, MoveRequests, OperationResult
 from orchestrrl.plans import EngineStart
+from orchestrrl.priors import Assumed
 from orchestrrl.profiles.refit import (
+    LEAST_SAMPLES,
     Batch,
     Figure,
     Refitter,
@@ -23,11 +28,13 @@ from orchestrrl.profiles.refit import (
     given_profile,
     prefilled_between,
     same_batch,
+    steady_batch,
+    steady_between,
 )
 from orchestrrl.reports import EngineReport, EngineSample
 from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, RequestId
 from planner.problem import Transfer
-from planner.profile import Curve, EngineProfile, MoveCosts, Profile
+from planner.profile import Curve, EngineProfile, MoveCosts, Profile, StepTime
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +50,7 @@ NOTABLE_FIGURE = 0.1
 SUSPECT = 3.0
 # Loads seen last, over which beliefs are compared.
 LOADS_REMEMBERED = 64
+MOVE_FIXED = "move_fixed_s"  # names that figure in the journal
 # Weight of the latest batch in the running ratio of predicted to measured step times.
 WEIGHT = 0.05
 
@@ -56,6 +64,9 @@ class _Known:
     given: EngineProfile
     written: Configuration | None  # as the configuration file has it, to the last digit
     held: EngineProfile
+    refitter: Refitter
+    assumed: Assumed | None = None  # what it began with where no configuration describes the engines
+    scaled: bool = True  # False: only the shape of its step times means anything yet
     loads: deque[Batch] = field(default_factory=lambda: deque(maxlen=LOADS_REMEMBERED))
     ratio: float | None = None
     taken: int = 0
@@ -85,7 +96,27 @@ class LiveProfile:
         self._note = note
         self._today = today
         self._watched: dict[EngineId, _Watched] = {}
+        self._known: dict[ConfigurationId, _Known] = {}
+        self._fixed = {method: FixedPart() for method in MoveMethod}
+        self._fixed_noted_s = {method: part.seconds for method, part in self._fixed.items()}
         self._begin(fleet)
+
+    def assume(self, assumed: Assumed) -> None:
+        """Take in an implicit configuration, unless it is known. Without a prior it is believed from LEAST_SAMPLES
+        observed batches on."""
+        if assumed.configuration not in self._known:
+            profile = assumed.profile
+            self._known[profile.id] = _Known(
+                profile, None, profile, self._guess_refitter(profile), assumed, scaled=bool(assumed.prior)
+            )
+
+    def forget_implicit(self, used: Collection[ConfigurationId]) -> None:
+        """Let go of implicit configurations but those that engines are still of."""
+        self._known = {id: known for id, known in self._known.items() if known.assumed is None or id in used}
+
+    def batches_taken(self, configuration: ConfigurationId) -> int:
+        known = self._known.get(configuration)
+        return 0 if known is None else known.taken
 
     def configured(self, fleet: Fleet) -> None:
         """Take over a reloaded configuration. What was learnt stays, unless what it rests on has changed."""
@@ -108,16 +139,20 @@ class LiveProfile:
         if watched is None or watched.configuration != configuration or report.health is not EngineHealth.OK:
             self._watched[report.engine] = _Watched(configuration, sample)
             return
-        steps = (sample.generation_tokens_total - watched.since.generation_tokens_total) / max(1, sample.running)
-        enough = steps >= LEAST_STEPS and sample.sampled_s - watched.since.sampled_s >= LEAST_S
-        if same_batch(watched.since, sample) and not enough:
+        known, since = self._known[configuration], watched.since
+        steps = (sample.generation_tokens_total - since.generation_tokens_total) / max(1, sample.running)
+        enough = steps >= LEAST_STEPS and sample.sampled_s - since.sampled_s >= LEAST_S
+        # A guess may be far off: it is corrected by batches that change a little, too.
+        steady = known.assumed is not None
+        if (steady_batch if steady else same_batch)(since, sample) and not enough:
             return
-        batch, prefilled = batch_between(watched.since, sample), prefilled_between(watched.since, sample)
+        batch = (steady_between if steady and enough else batch_between)(since, sample)
+        prefilled = prefilled_between(since, sample)
         self._watched[report.engine] = _Watched(configuration, sample)
         if batch is not None:
-            self._learn(self._known[configuration], batch)
-        if prefilled is not None and self._refitter.observe_prefill(configuration, prefilled):
-            self._known[configuration].fresh = True
+            self._learn(known, batch)
+        if prefilled is not None and known.scaled and known.refitter.observe_prefill(configuration, prefilled):
+            known.fresh = True
 
     def moved(
         self,
@@ -127,6 +162,7 @@ class LiveProfile:
     ) -> None:
         """Finished moves. Those to one engine are prefilled together: their tokens took as long as the last of them.
         KV comes for each by itself."""
+        self._learn_fixed(action, result)
         destination = {move.request: move.to_engine for move in action.moves}
         tokens: dict[EngineId, list[int]] = {}
         seconds: dict[EngineId, float] = {}
@@ -142,8 +178,27 @@ class LiveProfile:
         for engine, contexts in sorted(tokens.items()):
             self._refitter.observe_move("recompute", sum(contexts), seconds[engine])
             configuration = configuration_of(engine)
-            if configuration and self._refitter.observe_recompute(configuration, contexts, seconds[engine]):
-                self._known[configuration].fresh = True
+            known = self._known.get(configuration) if configuration is not None else None
+            if known and known.refitter.observe_recompute(known.given.id, contexts, seconds[engine]):
+                known.fresh = True
+
+    def _learn_fixed(self, action: MoveRequests, result: OperationResult) -> None:
+        """Moves of one operation met the same stall, if there was one: they count as one."""
+        found = fixed_parts(action.moves, result.items)
+        for method, part in self._fixed.items():
+            if seconds := [seconds for by, seconds in found if by is method]:
+                self._fixed[method] = part.after(median(seconds))
+        for method, part in self._fixed.items():
+            before_s, found_s = self._fixed_noted_s[method], part.seconds
+            if abs(found_s - before_s) > NOTABLE_FIGURE * before_s:
+                self._fixed_noted_s[method] = found_s
+                body = {"figure": MOVE_FIXED, "method": method, "value": found_s, "before": before_s}
+                self._note(ConfigurationId(""), {**body, "samples": len(part.measured_s)})
+
+    def recover_fixed(self, method: MoveMethod, seconds: float) -> None:
+        """Begin with the fixed part that an earlier daemon had learnt for moves by `method`."""
+        self._fixed[method] = FixedPart(seconds)
+        self._fixed_noted_s[method] = seconds
 
     def _loaded(self, configuration: ConfigurationId | None, item: ItemResult) -> None:
         """Each GPU of an engine has its part of the KV, and they send at once."""
@@ -159,7 +214,7 @@ class LiveProfile:
             known = self._known.get(start.configuration)
             if known is None or start.expected_s != known.given.switch_s:
                 continue
-            if self._refitter.observe_start(start.configuration, start.took_s):
+            if known.refitter.observe_start(start.configuration, start.took_s):
                 known.fresh = True
 
     def refit(self, engines: Iterable[EngineId]) -> None:
@@ -167,20 +222,21 @@ class LiveProfile:
         there = set(engines)
         self._watched = {engine: watched for engine, watched in self._watched.items() if engine in there}
         for configuration, known in self._known.items():
-            if known.fresh:
+            if known.fresh and known.scaled:
                 known.fresh = False
-                self._take_up(known, self._refitter.profile(configuration))
-                prefill = self._refitter.prefill_tokens_per_s(configuration, known.held.step)
+                self._take_up(known, known.refitter.profile(configuration))
+                prefill = known.refitter.prefill_tokens_per_s(configuration, known.held.step)
                 self._take_up_figure(known, "prefill_tokens_per_s", prefill)
-                self._take_up_figure(known, "switch_s", self._refitter.switch_s(configuration))
+                self._take_up_figure(known, "switch_s", known.refitter.switch_s(configuration))
 
     # --- answer
 
     def believed(self) -> Believed:
         """All of it as of now, to decide with elsewhere while reports come in."""
-        written = {id: known.as_written for id, known in self._known.items()}
+        believed = {id: known for id, known in self._known.items() if known.scaled}
+        written = {id: known.as_written for id, known in believed.items()}
         return Believed(
-            tuple(known.held for known in self._known.values()),
+            tuple(known.held for known in believed.values()),
             {id: line for id, line in written.items() if line is not None},
         )
 
@@ -194,8 +250,10 @@ class LiveProfile:
                 known.ratio,
                 known.taken,
                 known.refused,
+                known.assumed,
             )
             for known in self._known.values()
+            if known.scaled
         )
 
     def moves(self) -> MoveCosts | None:
@@ -207,18 +265,23 @@ class LiveProfile:
         that share of the NICs."""
         moves, links, learnt = self._refitter.moves(), self._links, self._learnt_transfer()
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
+        recompute_s = self.recompute_fixed_s
         if links is None:
-            return Moving(Transfer(0.0, 0.0, 0.0, rebuilt_tokens), 0.0)
+            return Moving(Transfer(0.0, 0.0, 0.0, rebuilt_tokens, recompute_s), 0.0)
         across_gbps = links.inter_node_gbps_per_gpu or (moves.transfer_gbps if moves is not None else 0.0)
-        latency_s = links.latency_s
-        if latency_s is None:
-            latency_s = moves.transfer_s.at(0.0) if moves is not None else 0.0
+        latency_s = self._fixed[MoveMethod.TRANSFER].seconds
         inside_gbps = links.intra_node_gbps_per_gpu or across_gbps
         kv_bytes = links.kv_bytes_per_token or (moves.kv_bytes_per_token if moves is not None else 0.0)
         if learnt is not None:  # moves by KV were measured, whatever way they went
             latency_s, across_gbps = max(0.0, learnt.transfer_s.at(0.0)), learnt.transfer_gbps or across_gbps
             inside_gbps = learnt.transfer_gbps or inside_gbps
-        return Moving(Transfer(across_gbps * nic_share, inside_gbps, latency_s, rebuilt_tokens), kv_bytes)
+        transfer = Transfer(across_gbps * nic_share, inside_gbps, latency_s, rebuilt_tokens, recompute_s)
+        return Moving(transfer, kv_bytes)
+
+    @property
+    def recompute_fixed_s(self) -> float:
+        """What a running request stands still for when it moves, beside the prefill of its context."""
+        return self._fixed[MoveMethod.RECOMPUTE].seconds
 
     def _learnt_transfer(self) -> MoveCosts | None:
         """What moves by KV are now believed to cost; None while few were measured."""
@@ -227,7 +290,13 @@ class LiveProfile:
 
     def notes(self) -> tuple[str, ...]:
         """For a plan's reader."""
-        return tuple(note for belief in self.beliefs() for note in said(belief))
+        fixed = (
+            f"moving a running request by {method}: {part.seconds:.3g} s beside its context, by the latest"
+            f" {len(part.measured_s)} orders to move"
+            for method, part in self._fixed.items()
+            if part.measured_s
+        )
+        return (*(note for belief in self.beliefs() for note in said(belief)), *fixed)
 
     # --- inside
 
@@ -237,20 +306,30 @@ class LiveProfile:
         written = {settings.id: settings.value() for settings in fleet.configurations}
         self._refitter = Refitter(given, self._today)
         self._begin_transfers(fleet.kv_transfer)
-        self._known = {engine.id: _Known(engine, written.get(engine.id), engine) for engine in given.configurations}
+        # What engines report of themselves does not rest on the configuration.
+        implicit = {id: known for id, known in self._known.items() if known.assumed is not None}
+        configured = {
+            engine.id: _Known(engine, written.get(engine.id), engine, self._refitter) for engine in given.configurations
+        }
+        self._known = {**configured, **{id: known for id, known in implicit.items() if id not in configured}}
 
     def _begin_transfers(self, links: KvTransfer | None) -> None:
         """Believe what is configured of handing KV over, until moves were measured."""
         self._links = links
         self._transfers: Refitter | None = None
         if links is not None:
+            moves, latency_s = self._refitter.moves(), links.latency_s
+            if latency_s is None:
+                latency_s = moves.transfer_s.at(0.0) if moves is not None else 0.0
+            self._fixed[MoveMethod.TRANSFER] = FixedPart(latency_s + FIXED_PRIOR_S)
+            self._fixed_noted_s[MoveMethod.TRANSFER] = latency_s + FIXED_PRIOR_S
             told = self.moving()
             priced = MoveCosts(told.kv_bytes_per_token, _line(told.transfer), Curve.line(0.0, 0.0))
             self._transfers = Refitter(Profile("", "", "", (), priced), self._today)
 
     def _learn(self, known: _Known, batch: Batch) -> None:
         given_s = known.given.step.at(batch.sequences, batch.kv_tokens)
-        if not self._refitter.observe(known.given.id, batch.sequences, batch.kv_tokens, batch.step_s):
+        if not known.refitter.observe(known.given.id, batch.sequences, batch.kv_tokens, batch.step_s):
             known.refused += 1
             if known.refused == 1:
                 logger.warning(
@@ -264,6 +343,24 @@ class LiveProfile:
         known.loads.append(batch)
         known.taken += 1
         known.fresh = True
+        if not known.scaled and len(known.loads) >= LEAST_SAMPLES:
+            self._scale(known)
+
+    def _scale(self, known: _Known) -> None:
+        """Believe a shape from now on, at the scale of the batches seen so far; prefill is scaled with it."""
+        shape = known.given
+        factor = median(load.step_s / shape.step.at(load.sequences, load.kv_tokens) for load in known.loads)
+        base_s = Curve(shape.step.base_s.xs, tuple(factor * y for y in shape.step.base_s.ys))
+        step = StepTime(base_s, factor * shape.step.kv_s_per_token)
+        profile = replace(shape, step=step, prefill_tokens_per_s=shape.prefill_tokens_per_s / factor)
+        known.given = known.held = profile
+        known.refitter, known.scaled, known.ratio = self._guess_refitter(profile), True, None
+        for load in known.loads:
+            known.refitter.observe(profile.id, load.sequences, load.kv_tokens, load.step_s)
+        logger.info("%s: step times are known from %d observed batches", profile.id, len(known.loads))
+
+    def _guess_refitter(self, profile: EngineProfile) -> Refitter:
+        return Refitter(Profile("", "", "", (profile,)), self._today, plausible=math.inf)
 
     def _take_up(self, known: _Known, found: EngineProfile) -> None:
         changes = [abs(new_s / old_s - 1) for new_s, old_s in _step_times(known, found, known.held) if old_s > 0]
@@ -285,7 +382,7 @@ class LiveProfile:
             "per_kv_token_s": found.step.kv_s_per_token,
         }
         self._note(known.given.id, body)
-        suspect = not 1 / SUSPECT <= factor <= SUSPECT
+        suspect = known.assumed is None and not 1 / SUSPECT <= factor <= SUSPECT
         logger.log(
             logging.WARNING if suspect else logging.INFO,
             "%s: steps take %.3g times what its profile says, by %d samples%s",

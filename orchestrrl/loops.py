@@ -4,20 +4,29 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from orchestrrl.clock import Clock
 from orchestrrl.control_plane import ControlPlane
+from orchestrrl.defects import FAST_LOOP, SLOW_LOOP, Defects, is_cancelled
 from orchestrrl.errors import OrchestrRLError
 
 logger = logging.getLogger(__name__)
 
 
-async def run_loops(plane: ControlPlane, clock: Clock) -> None:
-    """Both loops, until cancelled."""
+async def run_loops(plane: ControlPlane, clock: Clock, defects: Defects | None = None) -> None:
+    """Run both loops until cancelled. With `defects`, an exception sets the work of one tick aside and is recorded
+    there, and the next tick comes. Without, as in simulations and tests, a defect is raised."""
     async with asyncio.TaskGroup() as loops:
-        loops.create_task(_repeat(plane.fast_tick, lambda: clock.sleep(plane.config.fast.interval_s)))
-        loops.create_task(_repeat(plane.slow_tick, lambda: _interval_or_step(plane, clock)))
+        fast_pause = partial(_interval, plane, clock)
+        slow_pause = partial(_interval_or_step, plane, clock)
+        loops.create_task(_repeat(FAST_LOOP, plane.fast_tick, fast_pause, defects))
+        loops.create_task(_repeat(SLOW_LOOP, plane.slow_tick, slow_pause, defects))
+
+
+async def _interval(plane: ControlPlane, clock: Clock) -> None:
+    await clock.sleep(plane.config.fast.interval_s)
 
 
 async def _interval_or_step(plane: ControlPlane, clock: Clock) -> None:
@@ -34,14 +43,27 @@ async def _interval_or_step(plane: ControlPlane, clock: Clock) -> None:
         began.cancel()
 
 
-async def _repeat(tick: Callable[[], Awaitable[Any] | Any], pause: Callable[[], Awaitable[None]]) -> None:
-    """A tick that the world made fail, e.g. by a full disk, is logged and the next one comes; a defect ends the
-    daemon, and gateways go on by its last orders."""
+async def _repeat(
+    part: str,
+    tick: Callable[[], Awaitable[Any] | Any],
+    pause: Callable[[], Awaitable[None]],
+    defects: Defects | None,
+) -> None:
     while True:
         try:
             outcome = tick()
             if inspect.isawaitable(outcome):
                 await outcome
-        except OrchestrRLError as error:
-            logger.error("%s failed: %s", tick.__name__, error)
+        except OrchestrRLError as error:  # the world made it fail, e.g. by a full disk
+            if defects is None:
+                logger.error("%s failed: %s", part, error)
+            else:
+                defects.met(part, error)
+        except (Exception, asyncio.CancelledError) as error:
+            if defects is None or is_cancelled():
+                raise
+            defects.met(part, error)
+        else:
+            if defects is not None:
+                defects.passed(part)
         await pause()

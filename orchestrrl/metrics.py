@@ -15,10 +15,11 @@ from orchestrrl.addresses import parse_address
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent
 from orchestrrl.fabric_metrics import defect_metrics, fabric_metrics, pause_metrics
+from orchestrrl.failover_metrics import failover_metrics
 from orchestrrl.reports import GatePhase
 from orchestrrl.switch_metrics import SwitchMetrics
 from orchestrrl.sync_metrics import SyncMetrics, Syncs
-from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState
+from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState, Snapshot
 
 _CONTENT_TYPE = "text/plain; version=0.0.4"
 
@@ -46,7 +47,7 @@ class PlaneCollector(Collector):
         yield from self._gate(snapshot.engines)
         yield from self._decisions(snapshot.now_s)
         yield from self._plans()
-        yield from self._profile()
+        yield from self._profile(snapshot)
         if self._plane.switching is not None:
             yield from self._switches.collect(self._plane.switching.history(0))
         yield pause_metrics(self._plane.holds.pauses)
@@ -123,6 +124,7 @@ class PlaneCollector(Collector):
         yield CounterMetricFamily("orchestrrl_requests_finished", "Requests that finished.", totals.finished)
         help_text = "Tokens that destinations of moves had to prefill again."
         yield CounterMetricFamily("orchestrrl_recomputed_tokens", help_text, totals.tokens_recomputed)
+        yield from failover_metrics("orchestrrl", plane.state.failovers)
         help_text = "Tokens whose KV moves handed over between engines."
         yield CounterMetricFamily("orchestrrl_loaded_tokens", help_text, totals.tokens_loaded)
         nodes = Counter(node.hello.kind for node in plane.nodes.states() if node.attached)
@@ -131,6 +133,10 @@ class PlaneCollector(Collector):
         yield GaugeMetricFamily("orchestrrl_operations_open", "Operations without a result.", open_operations)
         help_text = "Entries ever written to the journal."
         yield CounterMetricFamily("orchestrrl_journal_entries", help_text, plane.journal.last_sequence)
+        help_text = "1 while damage of the journal was found that no operator has confirmed: the daemon does not act."
+        yield GaugeMetricFamily("orchestrrl_journal_damaged", help_text, float(bool(plane.journal.damage)))
+        help_text = "Entries of the journal that this version cannot read, and that recovery left out."
+        yield GaugeMetricFamily("orchestrrl_journal_set_aside", help_text, len(plane.journal.set_aside))
         help_text = "Generation of the daemon: grows at each of its starts."
         yield GaugeMetricFamily("orchestrrl_generation", help_text, plane.journal.generation)
         modes = [(mode, float(mode is plane.mode)) for mode in Mode]
@@ -172,6 +178,9 @@ class PlaneCollector(Collector):
             ages.append(("fast", now_s - plane.balance.decided_s))
         if latest:
             ages.append(("slow", now_s - latest.created_s))
+        if plane.balance:
+            policies = [(name, float(name == plane.balance.policy.name)) for name in ("packing", "load_index", "none")]
+            yield _gauges("orchestrrl_balance_policy", "1 for how the fast loop chooses moves.", "policy", policies)
         yield _gauges("orchestrrl_decision_age_seconds", "Since the latest decision of a loop.", "loop", ages)
         seconds = [("fast", plane.fast_tick_s), ("slow", plane.slow_tick_s)]
         yield _gauges("orchestrrl_loop_seconds", "What the latest turn of a loop took.", "loop", seconds)
@@ -220,7 +229,14 @@ class PlaneCollector(Collector):
             age_s = self._plane.clock.now_s() - plans.last_switch_s
             yield GaugeMetricFamily("orchestrrl_deployment_age_seconds", help_text, age_s)
 
-    def _profile(self) -> Iterator[Metric]:
+    def _profile(self, snapshot: Snapshot) -> Iterator[Metric]:
+        sources = Counter(told.source or "unknown" for told in self._plane.planning.step_times(snapshot).values())
+        yield _gauges(
+            "orchestrrl_workers_by_step_times",
+            "Engines by where their step times come from; observed: learnt from batches, without a prior.",
+            "source",
+            [(source, sources[source]) for source in ("configured", "prior", "observed", "unknown")],
+        )
         beliefs = self._plane.planning.costs.beliefs()
         yield _gauges(
             "orchestrrl_profile_predicted_step_ratio",

@@ -1,14 +1,49 @@
-"""Which way each running request moves, by KV or by computing its context again, and what that should take. Pure."""
+"""Which way each running request moves, by KV or by computing its context again, and what that should take. Pure.
 
+A move takes a part that grows with the context (prefill, or the links' time) and a fixed part: the order's way to the
+gateway's engines, the step that the destination is in, the first token's way back. Profiles and links give the first;
+the second is learnt from the moves that ended (`FixedPart`).
+"""
+
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
 from orchestrrl.beliefs import Moving
 from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
-from planner.model import ConfigurationId, EngineId, EngineView, RequestId, RequestState, Snapshot
+from planner.model import ConfigurationId, EngineId, EngineView, RequestState, Snapshot
 from planner.profile import EngineProfile
+
+# Before any move was measured: two HTTP requests to busy servers, and half a decode step.
+FIXED_PRIOR_S = 0.03
+PRIOR_COUNTS_FOR = 3  # orders
+MOST_ORDERS = 16
+MOST_FIXED_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPart:
+    """The median of what the newest orders to move by one method took beside the part that grows with the context.
+
+    The prior counts as a few orders, so that the first one that stalls is not taken for the rule.
+    """
+
+    prior_s: float = FIXED_PRIOR_S
+    measured_s: tuple[float, ...] = ()
+
+    def after(self, seconds: float) -> "FixedPart":
+        """With one more order. Seconds below 0 (the growing part was overestimated) count as 0; NaN tells nothing."""
+        if math.isnan(seconds):
+            return self
+        newest = (*self.measured_s, min(MOST_FIXED_S, max(0.0, seconds)))[-MOST_ORDERS:]
+        return replace(self, measured_s=newest)
+
+    @property
+    def seconds(self) -> float:
+        return median((*(self.prior_s,) * PRIOR_COUNTS_FOR, *self.measured_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +69,53 @@ class MovedRequest:
 def with_methods(moves: Sequence[RequestMove], snapshot: Snapshot, costing: MoveCosting) -> tuple[RequestMove, ...]:
     """The moves, each by the cheaper method (appendix A), with what it is predicted to take.
 
-    Contexts that an engine computes again are computed one after the other, in this order; KV comes at once. Requests
-    that are waiting bring nothing, and engines of an unknown configuration predict nothing.
+    Contexts that an engine computes are computed one after the other, in this order; KV comes at once, and so does the
+    fixed part of every move. A preempted request has no KV to bring and is computed again. Nothing is predicted of
+    requests that have not run yet, whose prompts are computed in their turn, and of engines of an unknown
+    configuration.
     """
     engines = {engine.id: engine for engine in snapshot.engines}
     wanted = {move.request for move in moves}
-    context_tokens: dict[RequestId, int] = {
-        view.id: view.context_tokens
-        for view in snapshot.requests
-        if view.id in wanted and view.state is RequestState.RUNNING
-    }
+    views = {view.id: view for view in snapshot.requests if view.id in wanted}
+    latency_s = costing.moving.transfer.recompute_latency_s
     before_s: dict[EngineId, float] = {}  # of what is to be computed at an engine already
     priced = []
     for move in moves:
-        tokens, target = context_tokens.get(move.request), engines.get(move.to_engine)
-        recompute_s = None if tokens is None or target is None else _recompute_s(tokens, target, costing)
-        if tokens is None or target is None or recompute_s is None:
+        view, target = views.get(move.request), engines.get(move.to_engine)
+        prefill_s = None if view is None or target is None else _prefill_s(view.context_tokens, target, costing)
+        if view is None or target is None or prefill_s is None:
             priced.append(move)
             continue
-        recompute_s += before_s.get(move.to_engine, 0.0)
-        transfer_s = _transfer_s(tokens, engines.get(move.from_engine), target, costing)
+        prefill_s += before_s.get(move.to_engine, 0.0)
+        runs = view.state is RequestState.RUNNING
+        source = engines.get(move.from_engine) if runs else None
+        transfer_s = _transfer_s(view.context_tokens, source, target, costing)
+        recompute_s = latency_s + prefill_s
         if transfer_s is not None and transfer_s < recompute_s:
-            priced.append(replace(move, method=MoveMethod.TRANSFER, predicted_s=transfer_s, other_s=recompute_s))
-        else:
-            before_s[move.to_engine] = recompute_s
-            priced.append(replace(move, predicted_s=recompute_s, other_s=transfer_s or 0.0))
+            fixed_s = costing.moving.transfer.latency_s
+            method = MoveMethod.TRANSFER
+            priced.append(replace(move, method=method, predicted_s=transfer_s, other_s=recompute_s, fixed_s=fixed_s))
+            continue
+        before_s[move.to_engine] = prefill_s
+        if runs or view.generated_tokens:
+            move = replace(move, predicted_s=recompute_s, other_s=transfer_s or 0.0, fixed_s=latency_s)
+        priced.append(move)
     return tuple(priced)
+
+
+def fixed_parts(moves: Iterable[RequestMove], items: Iterable[ItemResult]) -> list[tuple[MoveMethod, float]]:
+    """What moves took beside the part that grows with the context: of those that were predicted, went by the method
+    ordered, and were seen to their end."""
+    by_id = {item.id: item for item in items}
+    return [
+        (move.method, item.duration_s - (move.predicted_s - move.fixed_s))
+        for move in moves
+        if move.predicted_s > 0
+        and (item := by_id.get(move.request)) is not None
+        and item.done
+        and item.duration_s > 0
+        and item.method is move.method
+    ]
 
 
 def ended(at_s: float, moves: Iterable[RequestMove], items: Iterable[ItemResult]) -> list[MovedRequest]:
@@ -72,12 +128,12 @@ def ended(at_s: float, moves: Iterable[RequestMove], items: Iterable[ItemResult]
     ]
 
 
-def _recompute_s(tokens: int, target: EngineView, costing: MoveCosting) -> float | None:
+def _prefill_s(tokens: int, target: EngineView, costing: MoveCosting) -> float | None:
     profile = None if target.configuration is None else costing.profiles.get(target.configuration)
     if profile is None or not profile.prefill_tokens_per_s > 0:
         return None
     context, rate = np.array([float(tokens)]), np.array([profile.prefill_tokens_per_s])
-    return float(costing.moving.transfer.recompute_s(context, rate)[0])
+    return float(costing.moving.transfer.prefill_s(context, rate)[0])
 
 
 def _transfer_s(tokens: int, source: EngineView | None, target: EngineView, costing: MoveCosting) -> float | None:

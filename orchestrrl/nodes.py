@@ -1,15 +1,17 @@
 """The nodes that are attached, and the orders on their way to each.
 
-A node that attaches again under the same id replaces its old stream. Of standing orders (routes) only the newest one
-waits: each replaces the one before.
+A node that attaches again under the same id replaces its old stream. Two nodes that are there at once under one id are
+two: the second is listed under an id with its incarnation. Of standing orders (routes) only the newest one waits: each
+replaces the one before.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
-from orchestrrl.errors import Retryable
+from orchestrrl.errors import LimitReached, Retryable, shorten
 from orchestrrl.operations import Operation, SetRoutes
 from orchestrrl.reports import NodeHello, NodeKind
 from planner.model import NodeId
@@ -65,18 +67,65 @@ class NodeState:
     heard_s: float
 
 
-class NodeRegistry:
-    """Who is attached, and since when others are missed."""
+@dataclass(slots=True)
+class _Process:
+    """One process of a node, while it has a stream."""
 
-    def __init__(self) -> None:
+    id: NodeId  # by which it is listed
+    streams: set[object] = field(default_factory=set)  # of reports by number, of orders by attachment
+
+
+class NodeRegistry:
+    """Who is attached, and since when others are missed; at most `most_nodes` are remembered."""
+
+    def __init__(self, most_nodes: int = 8192) -> None:
+        self._most_nodes = most_nodes
         self._attached: dict[NodeId, Attachment] = {}
         self._known: dict[NodeId, NodeState] = {}
+        self._processes: dict[tuple[NodeId, str], _Process] = {}  # by id and incarnation
+
+    def id_of(self, node: NodeId, incarnation: str, stream: object) -> NodeId:
+        """The id by which a node is listed that uses a stream: its own, unless another process that is there has it.
+        One without an incarnation cannot be told from others."""
+        if not incarnation:
+            return node
+        process = self._processes.get((node, incarnation))
+        if process is None:
+            self.stream_ended(stream)  # of another process until now
+            taken = any(other.id == node for other in self._processes.values())
+            digest = blake2b(incarnation.encode(), digest_size=4).hexdigest()
+            id = NodeId(f"{node}~{digest}") if taken else node
+            process = self._processes[node, incarnation] = _Process(id)
+        process.streams.add(stream)
+        return process.id
+
+    def stream_ended(self, stream: object) -> None:
+        """A process whose last stream has ended is there no longer."""
+        for key, process in list(self._processes.items()):
+            process.streams.discard(stream)
+            if not process.streams:
+                del self._processes[key]
+
+    def doubles(self) -> dict[NodeId, NodeId]:
+        """Nodes that are listed by another id, with the id that another node has that is there."""
+        there = {process.id for process in self._processes.values()}
+        listed = {process.id: node for (node, _), process in self._processes.items() if process.id != node}
+        return {id: node for id, node in listed.items() if node in there}
 
     def attach(self, hello: NodeHello, now_s: float) -> Attachment:
+        """Raises LimitReached where too many other nodes are attached."""
+        attachment = Attachment(hello)
+        attachment.hello = hello = replace(hello, node=self.id_of(hello.node, hello.incarnation, attachment))
+        try:
+            self._make_room(hello.node)
+        except LimitReached:
+            self.stream_ended(attachment)
+            raise
         old = self._attached.get(hello.node)
         if old is not None:
             old.end()
-        attachment = self._attached[hello.node] = Attachment(hello)
+            self.stream_ended(old)
+        self._attached[hello.node] = attachment
         self._known[hello.node] = NodeState(hello, True, now_s)
         return attachment
 
@@ -84,10 +133,14 @@ class NodeRegistry:
         """The stream has ended. False: a newer one of the same node had replaced it already."""
         attachment.end()
         node = attachment.hello.node
+        is_double = any(process.id == node != own for (own, _), process in self._processes.items())
+        self.stream_ended(attachment)
         if self._attached.get(node) is not attachment:
             return False
         del self._attached[node]
         self._known[node] = NodeState(attachment.hello, False, now_s)
+        if is_double:  # it comes back under another id, or as the only one
+            del self._known[node]
         return True
 
     def heard(self, node: NodeId, now_s: float) -> None:
@@ -109,6 +162,16 @@ class NodeRegistry:
     def states(self) -> tuple[NodeState, ...]:
         """Every node that ever attached, by id."""
         return tuple(self._known[node] for node in sorted(self._known))
+
+    def _make_room(self, node: NodeId) -> None:
+        """Forget the node that has been away for longest, if this is one too many."""
+        if node in self._known or len(self._known) < self._most_nodes:
+            return
+        away = [known for known in self._known.values() if not known.attached]
+        if not away:
+            limit = f"at most {self._most_nodes} nodes can be attached at a time (limits.nodes)"
+            raise LimitReached(f"node_id: {limit}, got {shorten(node)} as one more")
+        del self._known[min(away, key=lambda known: known.heard_s).hello.node]
 
     def end_all(self) -> None:
         """Close every stream, so that nodes notice at once and attach to the next daemon."""

@@ -64,6 +64,7 @@ class RequestMove:
     method: MoveMethod = MoveMethod.RECOMPUTE
     predicted_s: float = 0.0  # until the request goes on, its next decode step not counted
     other_s: float = 0.0  # the same by the other method
+    fixed_s: float = 0.0  # the part of predicted_s that no size of the context changes
 
 
 @dataclass(frozen=True, slots=True)

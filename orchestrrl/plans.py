@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import Permanent, ProblemFaults
@@ -89,11 +89,9 @@ class PlanBook:
     def recover(self) -> None:
         """What earlier generations left: the latest plans with their outcomes, and the operator's word."""
         for entry in self._journal.tail(REMEMBERED, (Kind.PLAN,)):
-            plan = _plan_from(entry.body)
-            if plan is None:
-                logger.warning("plan %s is left out: another version wrote it", entry.subject)
-                continue
-            self._plans[plan.id] = plan
+            plan = self._journal.interpret(entry, _plan_from)
+            if plan is not None:
+                self._plans[plan.id] = plan
         for entry in self._journal.tail(REMEMBERED, (Kind.PLAN_ACTED,)):
             held = self._plans.get(PlanId(entry.subject))
             if held is not None:
@@ -102,15 +100,12 @@ class PlanBook:
         for entry in self._journal.tail(REMEMBERED, (Kind.PLAN_ACTUAL,)):
             held = self._plans.get(PlanId(entry.subject))
             if held is not None:
-                self._plans[held.id] = replace(held, actual_makespan_s=entry.body.get("actual_makespan_s"))
-        latest = self._journal.latest(Kind.PLAN_CONTROL)
-        if latest is not None:
-            self._control = _CONTROL.validate_python(latest.body)
-        calibration = self._journal.latest(Kind.PLAN_CALIBRATION)
-        if calibration is not None:
-            self.calibration = _CALIBRATION.validate_python(calibration.body)
-        switched = self._journal.latest(Kind.DEPLOYMENT_ENDED)
-        self.last_switch_s = switched.body["ended_s"] if switched is not None else None
+                actual_s = self._journal.interpret(entry, lambda body: float(body["actual_makespan_s"]))
+                self._plans[held.id] = replace(held, actual_makespan_s=actual_s)
+        self._control = self._journal.newest(Kind.PLAN_CONTROL, _CONTROL.validate_python) or FREE
+        calibration = self._journal.newest(Kind.PLAN_CALIBRATION, _CALIBRATION.validate_python)
+        self.calibration = calibration or Calibration()
+        self.last_switch_s = self._journal.newest(Kind.DEPLOYMENT_ENDED, lambda body: float(body["ended_s"]))
 
     @property
     def control(self) -> Control:
@@ -238,11 +233,7 @@ def _body_of(plan: Plan) -> dict[str, Any]:
     return {**_PLAN.dump_python(plan, mode="json"), "acts": isinstance(plan.verdict, Act)}
 
 
-def _plan_from(body: Mapping[str, Any]) -> Plan | None:
-    """None for what another version wrote and this one cannot read."""
-    try:
-        plan = _PLAN.validate_python(body)
-    except (ValidationError, TypeError, ValueError):
-        return None
+def _plan_from(body: Mapping[str, Any]) -> Plan:
+    plan = _PLAN.validate_python(body)
     verdict = Act if body.get("acts", False) else Hold
     return replace(plan, verdict=verdict(plan.verdict.code, plan.verdict.detail))

@@ -13,6 +13,25 @@ class NodeKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayEngine:
+    """An engine under the name that a gateway's own command line gives it."""
+
+    engine: EngineId
+    url: str
+    server: str = ""  # identifies the server process, as read from it; empty: unknown
+    known_as: EngineId | None = None  # the daemon's id of the same engine, once the gateway uses that
+
+
+@dataclass(frozen=True, slots=True)
+class SendTimes:
+    """Timestamps of one report, from which its age is estimated (sender_clocks.py). 0: not given."""
+
+    sent_s: float = 0.0  # by the sender's clock
+    ack_sent_s: float = 0.0  # of the latest acknowledgement that the sender had, by the daemon's clock
+    ack_received_s: float = 0.0  # when that arrived, by the sender's clock
+
+
+@dataclass(frozen=True, slots=True)
 class NodeHello:
     """A node's first word when it attaches."""
 
@@ -21,6 +40,9 @@ class NodeHello:
     engines: tuple[EngineId, ...]  # an agent's own, or those a gateway routes to
     version: str
     url: str = ""  # where the node itself listens
+    incarnation: str = ""  # one process of the node; empty: not given
+    addresses: tuple[GatewayEngine, ...] = ()  # a gateway's engines with their URLs
+    host: str = ""  # whose loopback addresses the node uses; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +73,9 @@ class EngineReport:
     health_detail: str = ""
     sample: EngineSample | None = None  # None: could not be read
     capabilities: Capabilities | None = None  # with a stream's first report and when they change
+    incarnation: str = ""  # one process of the agent, over all its streams; empty: not given
+    times: SendTimes = SendTimes()
+    server: str = ""  # identifies the process behind the URL, as read from it; empty: it gives nothing that does
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +92,32 @@ class FinishedRequest:
     duration_s: float = 0.0
     group: str = ""
     group_enough: int = 0  # as RequestView has it
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverCounts:
+    """Requests that went on after their engine failed. One that does so twice counts twice."""
+
+    failovers: int = 0
+    requests_recomputed: int = 0  # of these, that had been computed in part on the failed engine
+    tokens_recomputed: int = 0  # of their contexts, prefilled again where they went on
+
+    def __add__(self, other: "FailoverCounts") -> "FailoverCounts":
+        return FailoverCounts(
+            self.failovers + other.failovers,
+            self.requests_recomputed + other.requests_recomputed,
+            self.tokens_recomputed + other.tokens_recomputed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailovers:
+    """Failovers of one engine's requests between two reports of a gateway."""
+
+    engine: EngineId
+    sequence: int  # of the first report that had them
+    last_s: float  # the newest of them, by the gateway's clock
+    counts: FailoverCounts
 
 
 class GatePhase(StrEnum):
@@ -99,6 +150,10 @@ class GatewayReport:
     in_flight: tuple[RequestView, ...]
     finished: tuple[FinishedRequest, ...] = ()  # since the last report that was acknowledged
     gate: GateReport = GateReport()
+    failovers: tuple[EngineFailovers, ...] = ()  # since the last report that was acknowledged
+    incarnation: str = ""
+    times: SendTimes = SendTimes()
+    engines: tuple[GatewayEngine, ...] | None = None  # that it was started with; None: as it last reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +162,4 @@ class ReportAck:
 
     sequence: int
     generation: int  # of the daemon: grows at each of its starts
+    sent_s: float = 0.0  # by the daemon's clock

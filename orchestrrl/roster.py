@@ -82,5 +82,4 @@ class Roster:
 
 def recovered_roster(journal: Journal) -> Roster:
     """The roster as the daemon before left it."""
-    latest = journal.latest(Kind.ENGINES)
-    return Roster() if latest is None else Roster.from_body(latest.body["roster"])
+    return journal.newest(Kind.ENGINES, lambda body: Roster.from_body(body["roster"])) or Roster()

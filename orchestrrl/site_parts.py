@@ -154,7 +154,7 @@ def read_parts(document: object) -> tuple[SitePart | None, Parts, list[str]]:
         site = SitePart.model_validate(document)
     except ValidationError as error:
         broken = {item["loc"][:2] for item in error.errors(include_url=False, include_context=False)}
-        return None, _sound_parts(document, broken), faults_of(error)
+        return None, _sound_parts(document, broken), faults_of(error, SitePart)
     lists: dict[str, Any] = {field: dict(enumerate(getattr(site, field))) for field in _LISTS}
     ids = {field: frozenset(part.id for part in getattr(site, field)) for field in _WITH_IDS}
     return site, Parts(**lists, devices=site.devices, ids={**ids, "devices": frozenset(site.devices)}), []

@@ -22,9 +22,9 @@ class StepLengths:
     def recover(self, journal: Journal) -> None:
         """Take up the steps that earlier generations wrote down, as far as they were counted in the same bins."""
         for entry in journal.tail(STEPS_REMEMBERED, (Kind.STEP_ENDED,)):
-            written = entry.body.get("lengths")
-            if written is not None and self._counted_alike(written):
-                self._waiting.append(_statistics(written))
+            step = journal.interpret(entry, self._written)
+            if step is not None:
+                self._waiting += step
 
     def step_ended(self, finished: Sequence[FinishedLength]) -> dict[str, Any]:
         """Queue an ended step; what the journal is to keep of it."""
@@ -43,6 +43,11 @@ class StepLengths:
         while self._waiting:
             self._series = self._series.fold(self._waiting.popleft())
         return self._series.next
+
+    def _written(self, body: Mapping[str, Any]) -> tuple[StepStatistics, ...]:
+        """None where it was counted in other bins, or not at all."""
+        written = body.get("lengths")
+        return (_statistics(written),) if written is not None and self._counted_alike(written) else ()
 
     def _counted_alike(self, written: Mapping[str, Any]) -> bool:
         bins = (self._series.bin_tokens, self._series.max_output_tokens)

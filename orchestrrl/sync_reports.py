@@ -135,6 +135,10 @@ class SyncReport:
     notes: tuple[str, ...] = ()
     asked_json: str = ""  # of the trainer, on a plane by which it sends itself (weights/planes/base.py)
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.version < 2**64:
+            raise ValueError(f"version must be from 0 to 2**64 - 1, got {self.version}")
+
     @property
     def over(self) -> bool:
         return self.state in OVER

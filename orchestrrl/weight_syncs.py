@@ -29,7 +29,7 @@ class Weights:
 def weights_of(config: Config, plane: "ControlPlane", clock: Clock, offload: Offload = asyncio.to_thread) -> Weights:
     """For the daemon, once the plane has its fabric. It plans in a thread, so that peers are heard meanwhile."""
     settings = config.weights
-    hub = PeerHub(clock, plane.journal.generation, settings.patience_s)
+    hub = PeerHub(clock, plane.journal.generation, settings.patience_s, config.limits.nodes)
 
     def engines() -> Mapping[EngineId, EngineNow]:
         return {

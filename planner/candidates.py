@@ -273,8 +273,14 @@ def _moves(
     moves = source != NOWHERE
     moves[moves] = homes[source[moves]] != at[moves]
     running = moves & (problem.requests.state[order] == RUNNING)
+    transfer_s, recompute_s = _move_s(problem, instances, order[running], at[running])
+    # Requests arrive together: of those that are recomputed on an instance only the first pays the fixed part.
+    recomputed = np.flatnonzero(recompute_s <= transfer_s)
+    _, first = np.unique(at[running][recomputed], return_index=True)
+    running_s = np.minimum(transfer_s, recompute_s)
+    running_s[np.delete(recomputed, first)] -= problem.transfer.recompute_latency_s
     costs_s = np.zeros(len(order))
-    costs_s[running] = np.minimum(*_move_s(problem, instances, order[running], at[running]))
+    costs_s[running] = running_s
     return costs_s, np.concatenate([order[running], order[moves & ~running]])
 
 

@@ -24,6 +24,9 @@ KNOT_MUST_GAIN = 0.1
 MOST_KNOTS = 12
 FOLDS = 5
 
+# A re-fit keeps at least this share of the scaled base at one sequence: no step takes no time.
+LEAST_BASE = 0.05
+
 _HUBER, _BISQUARE = 1.345, 4.685  # the usual tuning constants: 95 % efficiency on normal errors
 _LEAST_SCALE = 0.02  # no sample is an outlier for missing by little, however well the rest fits
 _ROUNDS = 12
@@ -157,9 +160,10 @@ def refit_step(prior: Belief, samples: Sequence[StepSample], weights: Floats, tr
     sequences, kv_tokens, step_s = _columns(samples)
     step = _scaled(prior.step, sequences, kv_tokens, step_s, weights)
     base, kv_s = _with_range(step.base_s, prior.max_sequences), step.kv_s_per_token
+    misses = np.abs(np.array([step.at(b, k) for b, k in zip(sequences, kv_tokens, strict=True)]) / step_s - 1)
+    scaled = StepFit(step, FitError(len(step_s), float(misses.mean()), float(misses.max())))
     if not _varied(sequences) and not _varied(kv_tokens):
-        misses = np.abs(np.array([step.at(b, k) for b, k in zip(sequences, kv_tokens, strict=True)]) / step_s - 1)
-        return StepFit(step, FitError(len(step_s), float(misses.mean()), float(misses.max())))
+        return scaled
     # Units in which a coefficient of one is a typical step: the same pull towards the prior in every direction.
     typical_s = step.at(prior.max_sequences / 2, prior.kv_capacity_tokens / 2) or 1.0
     per_sequence_s, per_token_s = typical_s / prior.max_sequences, typical_s / prior.kv_capacity_tokens
@@ -169,6 +173,8 @@ def refit_step(prior: Belief, samples: Sequence[StepSample], weights: Floats, tr
     fitted = _fit(np.stack(columns, axis=1), step_s, weights, (believed, trust))
     constant, scale, slope, kv = (float(value) for value in fitted.coefficients)
     moved = _moved(base, constant * typical_s, scale, slope * per_sequence_s)
+    if moved.at(1.0) < LEAST_BASE * base.at(1.0):  # samples that contradict each other can leave nothing of it
+        return scaled
     return StepFit(StepTime(moved, kv * per_token_s, step.spill_s_per_token), fitted.error)
 
 

@@ -58,6 +58,8 @@ class Proposal:
     later_gain_s: float = 0.0  # by which the step ends sooner if this is done only then
     sooner_in: tuple[int, int] | None = None  # samples of the lengths in which it ends sooner, and of how many
     infeasible: str = "no configuration can serve the requests on these GPUs"  # why nothing is proposed, if nothing is
+    unknown: str = ""  # the same, where step times are not known
+    otherwise: str = "nothing considered is faster"  # why nothing else than what is deployed
     underway: Hold | None = None  # what earlier plans or the fast loop have not ended yet
     blocked: Hold | None = None  # why the deployment could not be changed, whoever wanted it
 
@@ -91,10 +93,10 @@ def judge(proposal: Proposal, limits: Limits, mode: Mode, control: Control) -> V
     """Act only when new + cost < current - epsilon, on fresh inputs, outside cooldown, as mode and operator allow.
 
     Codes, in the order in which they are looked for: nothing_to_do, stale_telemetry, what is underway, pinned,
-    infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, better_later, cooldown, what blocks a change
-    of the deployment, advise_only; to act: gain, overridden. Only a reconfiguration is pinned, cooled down or blocked:
-    moving requests leaves the deployment as it is. An override skips what weighs gain (no_baseline to cooldown), never
-    what protects the fleet.
+    no_step_times, infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, better_later, cooldown, what
+    blocks a change of the deployment, advise_only; to act: gain, overridden. Only a reconfiguration is pinned, cooled
+    down or blocked: moving requests leaves the deployment as it is. An override skips what weighs gain (no_baseline to
+    cooldown), never what protects the fleet.
     """
     control = control.at(proposal.now_s)
     overridden = control.state is ControlState.OVERRIDDEN and proposal.reconfigures
@@ -124,12 +126,12 @@ def _ruled_out(proposal: Proposal, limits: Limits, control: Control) -> Hold | N
         return proposal.underway
     if control.state is ControlState.PINNED and proposal.decision != "rebalance":
         return Hold("pinned", f"pinned by the operator{_because(control)}")
+    if proposal.proposed is None and proposal.unknown:
+        return Hold("no_step_times", proposal.unknown)
     if proposal.proposed is None:
         return Hold("infeasible", proposal.infeasible)
     if proposal.decision == "keep":
-        return Hold(
-            "already_deployed", f"{proposal.current or 'no fleet'} is deployed and nothing considered is faster"
-        )
+        return Hold("already_deployed", f"{proposal.current or 'no fleet'} is deployed and {proposal.otherwise}")
     return None
 
 

@@ -5,6 +5,7 @@ the figure that vendors quote for both ways together. Sources: NVIDIA's data she
 in table 2 of the RollArt paper (arXiv 2512.22560).
 """
 
+import re
 from dataclasses import dataclass
 
 GB = 1e9
@@ -86,6 +87,17 @@ GPUS: dict[str, Gpu] = {
 
 class UnknownGpu(ValueError):
     """No constants for it; the message lists what is known."""
+
+
+def gpu_of_product(name: str) -> Gpu:
+    """By a product name as drivers report it: `NVIDIA H100 80GB HBM3`, `NVIDIA A100-SXM4-80GB`. Raises UnknownGpu.
+
+    The name must contain a known GPU's as a whole word: GH200 and H100 are different products.
+    """
+    for word in re.split(r"[^a-z0-9]+", name.lower()):
+        if word in GPUS:
+            return GPUS[word]
+    raise UnknownGpu(f"unknown GPU {name!r}, known: {', '.join(sorted(GPUS))}")
 
 
 def gpu_named(name: str) -> Gpu:

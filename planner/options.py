@@ -153,14 +153,16 @@ def consider(
     correction: float,
     only: ConfigurationId | None = None,
     wait_s: float = 0.0,
+    *,
+    only_as_deployed: bool = False,
 ) -> Options:
     """Every family of fleets; with `only`, those of that one configuration, as far as engines would change.
-    `wait_s`: so long until they can be considered again; 0: never."""
+    `wait_s`: so long until they can be considered again; 0: never. `only_as_deployed`: engines stay as they are."""
     weigher = _Weigher(fleet.columns.context_tokens, lengths, correction)
     problems = [problem(tokens) for tokens in _estimates(lengths)]
     current = weigher.weigh(as_it_stands(problems[0], fleet)) if fleet.instances else None
-    families = [weigher.tried(*family) for family in _dealt(fleet, problems, only)]
-    if only is None and fleet.configurations:
+    families = [weigher.tried(*family) for family in _dealt(fleet, problems, only, only_as_deployed)]
+    if only is None and fleet.configurations and not only_as_deployed:
         dealt = min((member for family in families for member in family.members), key=_screened_s, default=None)
         asked = _for_the_solver(problems, dealt, correction)
         mixed = weigher.tried(MIXED, None, [partial(_mixed, made, fleet) for made in asked])
@@ -190,13 +192,13 @@ def _estimates(lengths: Lengths) -> list[NDArray[np.int64]]:
 
 
 def _dealt(
-    fleet: LiveFleet, problems: Sequence[Problem], only: ConfigurationId | None
+    fleet: LiveFleet, problems: Sequence[Problem], only: ConfigurationId | None, only_as_deployed: bool
 ) -> Iterator[tuple[str, ConfigurationId | None, Sequence[Try]]]:
     """The families that take no solver: name, configuration where there is but one, and a try for each estimate."""
     ordered = [(made, longest(made)) for made in problems]
     if fleet.instances:
         yield REBALANCED, None, [partial(rebalanced, made, fleet, order) for made, order in ordered]
-    for configuration in fleet.configurations:
+    for configuration in () if only_as_deployed else fleet.configurations:
         if only in (None, configuration.id):
             instances = homogeneous(problems[0], configuration)
             tries = [partial(longest_first, made, fleet, order, configuration, instances) for made, order in ordered]

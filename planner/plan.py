@@ -57,6 +57,8 @@ class PlannerConfig:
     kv_bytes_per_token: float = 0.0
     transfer: Transfer = NO_TRANSFER  # of KV between engines
     can_deploy: bool = True  # somebody can stop and start engines
+    only_as_deployed: bool = False  # `configurations` describe what runs, and none can be started
+    unknown: str = ""  # engines whose step times are not known, and why
 
     def __post_init__(self) -> None:
         for name in ("gpus_count", "per_node", "bin_tokens", "max_output_tokens", "scenarios"):
@@ -88,6 +90,7 @@ class History:
 
 
 NO_HISTORY = History()
+NO_OTHERS = "no other configuration is known: name some under fleet.configurations or fleet.profile"
 NO_DEPLOYER = Hold("no_deployer", "nothing is configured that can stop and start engines")
 
 
@@ -111,7 +114,13 @@ def make_plan(
     options = NOTHING
     if fleet.requests and fleet.configurations:
         options = consider(
-            fleet, lengths, partial(_problem, fleet, config), history.correction, only, config.interval_s
+            fleet,
+            lengths,
+            partial(_problem, fleet, config),
+            history.correction,
+            only,
+            config.interval_s,
+            only_as_deployed=config.only_as_deployed,
         )
     choice = _choose(options, fleet, snapshot, config, mode, control, history)
     running = sum(request.state is RequestState.RUNNING for request in snapshot.requests)
@@ -148,7 +157,7 @@ def make_plan(
         knowledge=config.knowledge,
         scenarios=len(lengths.samples),
         correction=history.correction,
-        notes=fleet.notes,
+        notes=(*fleet.notes, *((NO_OTHERS,) if config.only_as_deployed and fleet.configurations else ())),
     )
 
 
@@ -286,7 +295,9 @@ def _proposal(
         return_s=_return_s(option, fleet, snapshot) if option else 0.0,
         wait_s=config.interval_s,
         later_gain_s=option.total_s - later_s if option and later_s is not None else 0.0,
+        unknown=config.unknown if not fleet.configurations else "",
         infeasible=_why_nothing(fleet, options),
+        otherwise=NO_OTHERS if config.only_as_deployed else "nothing considered is faster",
         sooner_in=_sooner_in(option, options.current) if option and options.current else None,
         underway=history.underway,
         blocked=blocked,

@@ -23,20 +23,26 @@ RUNNING, WAITING, NEW = 0, 1, 2  # values of Requests.state
 class Transfer:
     """What moving KV costs: per-GPU rates between and within nodes, and a fixed part. A rate of 0: no such link.
 
-    And what rebuilding it costs: as many tokens at an engine's prefill rate, or as `rebuilt_tokens` has it.
+    And what rebuilding it costs: as many tokens at an engine's prefill rate, or as `rebuilt_tokens` has it, and a fixed
+    part, which passes at once for requests that arrive together: engines work on while it does.
     """
 
     inter_node_gbps_per_gpu: float
     intra_node_gbps_per_gpu: float
     latency_s: float
     rebuilt_tokens: Curve | None = None  # over a context's tokens, see MoveCosts; None: as many
+    recompute_latency_s: float = 0.0
+
+    def prefill_s(self, context_tokens: NDArray[np.float64], tokens_per_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[request], by engines that prefill at that rate."""
+        rebuilt = context_tokens if self.rebuilt_tokens is None else self.rebuilt_tokens.over(context_tokens)
+        return rebuilt / tokens_per_s
 
     def recompute_s(
         self, context_tokens: NDArray[np.float64], tokens_per_s: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """[request], by engines that prefill at that rate."""
-        rebuilt = context_tokens if self.rebuilt_tokens is None else self.rebuilt_tokens.over(context_tokens)
-        return rebuilt / tokens_per_s
+        """[request], of a move by itself: prefill and the fixed part."""
+        return self.prefill_s(context_tokens, tokens_per_s) + self.recompute_latency_s
 
     def transfer_s(
         self,

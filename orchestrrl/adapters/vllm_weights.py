@@ -76,23 +76,34 @@ class _Unreachable(Exception):
 
 
 class _Gate:
-    """The gateway's, held by us once it is closed."""
+    """The gateway's, held by us once it is closed. It is part of the operator API, whose port may change when the
+    gateway is started again."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, lease_s: float) -> None:
         self.http = http
-        self._url = f"{url}/orchestrrl/gate"
+        self._url = url
         self._lease_s = lease_s
         self._lease = ""
+        self._name: object = None  # of the gateway that answers there
         self.ids: dict[str, list[str]] = {}  # of the engines, by URL
         self.restless: dict[str, str] = {}  # engines that did not come to rest, with why
 
     async def close(self, asked: Mapping[str, Any]) -> None:
         """Raises _Unreachable; Retryable and Permanent where the gate says no."""
         try:
-            told = await _post(self.http, f"{self._url}/pause", asked)
+            operator_url = await self._operator_url()
         except Retryable as error:
             if isinstance(error.__cause__, aiohttp.ClientConnectorError):
                 raise _Unreachable from error
+            raise Retryable(f"no weights were changed: {error}", error.after_s) from error
+        except Permanent as error:
+            raise Permanent(f"no weights were changed: {error}") from error
+        try:
+            await self._check(operator_url)
+            told = await _post(self.http, f"{operator_url}/orchestrrl/gate/pause", asked)
+        except Retryable as error:
+            if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                raise Permanent(f"no weights were changed: {self._out_of_reach(str(error))}") from error
             raise type(error)(f"no weights were changed: {error}", error.after_s) from error
         except Permanent as error:
             raise Permanent(f"no weights were changed: {error}") from error
@@ -102,12 +113,25 @@ class _Gate:
             if not engine["done"]:
                 self.restless[engine["engine_id"]] = engine["detail"]
 
+    async def _check(self, operator_url: str) -> None:
+        """Raises Permanent where another gateway has that address on this host: a loopback address means another server
+        on each."""
+        wanted, found = self._name, (await _call(self.http, "GET", f"{operator_url}/version")).get("gateway")
+        if found != wanted:
+            raise Permanent(self._out_of_reach(f"{operator_url} is gateway {found!r}, and not {wanted!r}"))
+
+    def _out_of_reach(self, because: str) -> str:
+        return (
+            f"the operator API of the gateway {self._url} cannot be reached from this host ({because}); start the "
+            "gateway with --operator HOST:PORT --allow-remote"
+        )
+
     async def hold(self) -> None:
         """Renew the lease until cancelled. Raises Permanent when it is over."""
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
             with suppress(Retryable):  # the next one may come through
-                await _post(self.http, f"{self._url}/renew", {"lease_id": self._lease, "lease_s": self._lease_s})
+                await self._post("renew", {"lease_id": self._lease, "lease_s": self._lease_s})
 
     async def open(self, policy_version: int | None, without: Sequence[str], weights_source: str = "") -> None:
         asked = {
@@ -116,7 +140,17 @@ class _Gate:
             "weights_source": weights_source,
             "without_engines": list(without),
         }
-        await _post(self.http, f"{self._url}/resume", asked)
+        await self._post("resume", asked)
+
+    async def _post(self, name: str, asked: Mapping[str, Any]) -> None:
+        await _post(self.http, f"{await self._operator_url()}/orchestrrl/gate/{name}", asked)
+
+    async def _operator_url(self) -> str:
+        told = await _call(self.http, "GET", f"{self._url}/version")
+        url, self._name = told.get("operator_url"), told.get("gateway")
+        if not isinstance(url, str):
+            raise Permanent(f"{self._url}/version: names no operator_url: is it a gateway of OrchestrRL?")
+        return url.rstrip("/")
 
 
 async def _reload_behind(gate: _Gate, urls: Sequence[str], weights_path: str, policy_version: int | None) -> None:
@@ -179,9 +213,15 @@ async def _each(urls: Sequence[str], act: Callable[[str], Coroutine[Any, Any, An
 
 
 async def _post(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return await _call(http, "POST", url, body)
+
+
+async def _call(
+    http: aiohttp.ClientSession, method: str, url: str, body: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The answer, where it is an object."""
     try:
-        async with http.post(url, json=body) as response:
+        async with http.request(method, url, json=body) as response:
             text = await response.text()
             answer = await response.json() if response.status == 200 and "json" in response.content_type else {}
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:

@@ -3,14 +3,15 @@
 import math
 from dataclasses import dataclass
 
-from orchestrrl.engines.base import EngineMetrics, Reading
-from orchestrrl.errors import OrchestrRLError, Permanent
+from orchestrrl.engines.base import Capabilities, EngineMetrics, Reading
+from orchestrrl.errors import OrchestrRLError, Permanent, cut, shorten
 from orchestrrl.reports import EngineSample
 from planner.model import EngineHealth
 
-# The widest that the telemetry protocol carries.
+# The widest that the daemon takes.
 _MAX_COUNT = 2**32 - 1
-_MAX_TOTAL = 2**64 - 1
+_MAX_TOTAL = 2**63 - 1
+_MAX_TOKENS_PER_S = 1e9  # that the daemon takes; a counter that has jumped looks faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def judge(answer: EngineMetrics | BaseException | None, waited_s: float, limits:
     if isinstance(answer, BaseException):
         gone = isinstance(answer, OrchestrRLError) and not isinstance(answer, Permanent)
         words = str(answer) if isinstance(answer, OrchestrRLError) else f"unreadable answer: {answer!r}"
-        return Reading(EngineHealth.GONE if gone else EngineHealth.NONSENSE, words, None, waited_s)
+        return Reading(EngineHealth.GONE if gone else EngineHealth.NONSENSE, cut(words), None, waited_s)
     faults = metric_faults(answer)
     if faults:
         return Reading(EngineHealth.NONSENSE, "; ".join(faults), None, waited_s)
@@ -65,6 +66,18 @@ def metric_faults(metrics: EngineMetrics) -> list[str]:
     # Engines round: a full cache may read a little over 1.
     if not (math.isfinite(metrics.kv_usage_fraction) and 0 <= metrics.kv_usage_fraction <= 1.001):
         faults.append(f"kv_usage_fraction cannot be {metrics.kv_usage_fraction}")
+    return faults
+
+
+def capability_faults(capabilities: Capabilities) -> list[str]:
+    """What cannot be true of any engine, one sentence each: it is the engine's own JSON."""
+    faults = []
+    for name in ("max_model_len_tokens", "max_sequences"):
+        value = getattr(capabilities, name)
+        if value is not None and not (type(value) is int and 0 <= value <= _MAX_COUNT):
+            faults.append(f"{name} cannot be {shorten(value)}")
+    if not isinstance(capabilities.version, str):
+        faults.append(f"version cannot be {shorten(capabilities.version)}")
     return faults
 
 
@@ -115,7 +128,8 @@ def _rate(points: tuple[tuple[float, int], ...], window_s: float) -> float | Non
     (from_s, from_tokens), (to_s, to_tokens) = points[0], points[-1]
     if to_s <= from_s or (to_tokens == from_tokens and to_s - from_s < window_s):
         return None
-    return (to_tokens - from_tokens) / (to_s - from_s)
+    rate = (to_tokens - from_tokens) / (to_s - from_s)
+    return rate if rate <= _MAX_TOKENS_PER_S else None
 
 
 def _sample(metrics: EngineMetrics, sampled_s: float, rate: float | None, scrape_s: float) -> EngineSample:

@@ -2,12 +2,14 @@
 
 import asyncio
 import random
+import uuid
 from collections.abc import Mapping
 
 from orchestrrl import __version__
+from orchestrrl.addresses import host_id
 from orchestrrl.agent.health import Limits
 from orchestrrl.agent.operations import EngineOperations
-from orchestrrl.agent.watch import EngineWatch, Observation
+from orchestrrl.agent.watch import Describe, EngineWatch, Observation
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Engine
 from orchestrrl.errors import Permanent
@@ -22,8 +24,9 @@ from planner.model import EngineId, NodeId
 class Outgoing:
     """The newest observation of each engine that is still to be sent. An unsent older one is dropped: late, it lies."""
 
-    def __init__(self, agent_id: NodeId) -> None:
+    def __init__(self, agent_id: NodeId, incarnation: str = "") -> None:
         self._agent_id = agent_id
+        self._incarnation = incarnation
         self._pending: dict[EngineId, Observation] = {}
         self._filled = asyncio.Event()
         self._sequence = 0
@@ -56,6 +59,8 @@ class Outgoing:
             health_detail=observation.health_detail,
             sample=observation.sample,
             capabilities=None if told else observation.capabilities,
+            incarnation=self._incarnation,
+            server=observation.server,
         )
 
 
@@ -72,16 +77,28 @@ class Agent:
         rng: random.Random,
         interval_s: float = 0.25,
         limits: Limits | None = None,
+        describe: Describe | None = None,
     ) -> None:
         if not engines:
             raise ValueError("an agent needs at least one engine")
-        self._outgoing = Outgoing(agent_id)
+        incarnation = uuid.uuid4().hex
+        self._outgoing = Outgoing(agent_id, incarnation)
         self._operations = EngineOperations(agent_id, engines)
         self._watches = [
-            EngineWatch(engine_id, engine, self._outgoing.put, clock=clock, interval_s=interval_s, limits=limits)
+            EngineWatch(
+                engine_id,
+                engine,
+                self._outgoing.put,
+                clock=clock,
+                interval_s=interval_s,
+                limits=limits,
+                describe=describe,
+            )
             for engine_id, engine in engines.items()
         ]
-        hello = NodeHello(agent_id, NodeKind.AGENT, tuple(engines), __version__)
+        hello = NodeHello(
+            agent_id, NodeKind.AGENT, tuple(engines), __version__, incarnation=incarnation, host=host_id()
+        )
         self._link = NodeLink(daemon, convert_node.hello_to_pb(hello), self._handle, clock=clock, rng=rng)
         self._stream = ReportStream(
             daemon,

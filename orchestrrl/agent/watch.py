@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from orchestrrl.agent.health import Limits, Track, fold, judge
+from orchestrrl.agent.health import Limits, Track, capability_faults, fold, judge
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Capabilities, Engine, EngineMetrics, Reading
 from orchestrrl.errors import OrchestrRLError
@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 # What an engine offers is asked again this long after it did not say.
 ASK_AGAIN_S = 2.0
+
+Describe = Callable[[Capabilities, str], Awaitable[Capabilities]]
 
 _Answer = TypeVar("_Answer")
 
@@ -32,6 +34,7 @@ class Observation:
     health_detail: str
     sample: EngineSample | None
     capabilities: Capabilities | None  # None: not found out yet, or the engine has been away since
+    server: str = ""  # identifies the process that answers; empty: it could not be read, or has nothing that does
 
 
 class EngineWatch:
@@ -46,7 +49,9 @@ class EngineWatch:
         clock: Clock,
         interval_s: float = 0.25,
         limits: Limits | None = None,
+        describe: Describe | None = None,
     ) -> None:
+        """`describe` adds what the engine's host tells of it, from its capabilities and URL."""
         if not interval_s > 0:
             raise ValueError(f"interval_s must be > 0, got {interval_s}")
         self._engine_id = engine_id
@@ -55,9 +60,11 @@ class EngineWatch:
         self._clock = clock
         self._interval_s = interval_s
         self._limits = limits or Limits()
+        self._describe = describe
         self._track = Track()
         self._capabilities: Capabilities | None = None
         self._asking: asyncio.Task[None] | None = None
+        self._server = ""
         self._health: EngineHealth | None = None
         self._silent_since_s: float | None = None  # when the oldest scrape without an answer began
 
@@ -124,6 +131,7 @@ class EngineWatch:
         self._track, sample = fold(self._track, reading, started_s, self._limits)
         if sample is not None and self._capabilities is None and self._asking is None:
             self._asking = asyncio.create_task(self._ask())
+        self._server = "" if reading.metrics is None else reading.metrics.server
         self._tell(reading, sample)
 
     def _tell(self, reading: Reading, sample: EngineSample | None) -> None:
@@ -132,7 +140,15 @@ class EngineWatch:
             logger.log(level, "%s at %s is %s. %s", self._engine_id, self._engine.url, reading.health, reading.detail)
             self._health = reading.health
         self._publish(
-            Observation(self._engine_id, self._engine.url, reading.health, reading.detail, sample, self._capabilities)
+            Observation(
+                self._engine_id,
+                self._engine.url,
+                reading.health,
+                reading.detail,
+                sample,
+                self._capabilities,
+                self._server,
+            )
         )
 
     async def _ask(self) -> None:
@@ -144,11 +160,27 @@ class EngineWatch:
             finally:
                 await stop(task)
             answer = self._answer(task)
-            if isinstance(answer, Capabilities):
+            faults = capability_faults(answer) if isinstance(answer, Capabilities) else []
+            if isinstance(answer, Capabilities) and not faults:
                 self._capabilities = answer
+                await self._add_description(answer)
                 return
-            logger.warning("%s: does not say what it offers: %s", self._engine_id, answer or "no answer")
+            words = "; ".join(faults) or answer or "no answer"
+            logger.warning("%s: does not say what it offers: %s", self._engine_id, words)
             await self._clock.sleep(ASK_AGAIN_S)
+
+    async def _add_description(self, offered: Capabilities) -> None:
+        """Takes as long as it takes: what the engine offers is reported meanwhile."""
+        if self._describe is None:
+            return
+        task = asyncio.ensure_future(self._describe(offered, self._engine.url))
+        try:
+            await asyncio.wait({task})
+        finally:
+            await stop(task)
+        answer = self._answer(task)
+        if isinstance(answer, Capabilities):
+            self._capabilities = answer
 
     async def _forget_capabilities(self) -> None:
         """Another process may answer the next time, with other features."""

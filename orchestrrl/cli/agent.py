@@ -9,7 +9,9 @@ from urllib.parse import urlsplit
 
 import typer
 
+from orchestrrl.addresses import check_url, same_address
 from orchestrrl.agent.health import Limits
+from orchestrrl.agent.host import with_host_facts
 from orchestrrl.agent.probe_link import Probe
 from orchestrrl.agent.sidecar import Agent
 from orchestrrl.cli.control import DaemonOption, address_faults
@@ -58,8 +60,9 @@ def agent(
     """
     with reporting_errors():
         urls = urls or []
-        names = ids or [urlsplit(url).netloc for url in urls]
-        faults = [*_name_faults(urls, names), *address_faults(daemon)]
+        url_faults = _url_faults(urls)
+        names = ids or [url if url_faults else urlsplit(url).netloc for url in urls]
+        faults = [*url_faults, *_name_faults(urls, names), *address_faults(daemon)]
         if not urls and rings is None:
             faults.append("--url: is missing, give it or --rings, got nothing")
         if not interval_s > 0:
@@ -81,7 +84,14 @@ async def _run(
     node_id: NodeId, engines: dict[EngineId, Engine], daemon: str, interval_s: float, limits: Limits
 ) -> None:
     sidecar = Agent(
-        node_id, engines, daemon, clock=WallClock(), rng=random.Random(), interval_s=interval_s, limits=limits
+        node_id,
+        engines,
+        daemon,
+        clock=WallClock(),
+        rng=random.Random(),
+        interval_s=interval_s,
+        limits=limits,
+        describe=with_host_facts,
     )
     try:
         await sidecar.run()
@@ -90,12 +100,21 @@ async def _run(
             await engine.close()
 
 
-def _name_faults(urls: list[str], names: list[str]) -> list[str]:
+def _url_faults(urls: list[str]) -> list[str]:
     faults = []
     for index, url in enumerate(urls):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            faults.append(f"--url[{index}]: must be an http:// or https:// URL, got {url!r}")
+        try:
+            check_url(url)
+        except ValueError as error:
+            faults.append(f"--url[{index}]: {error}, got {url!r}")
+            continue
+        if any(same_address(url, other) for other in urls[:index]):
+            faults.append(f"--url[{index}]: is given already, got {url!r}")
+    return faults
+
+
+def _name_faults(urls: list[str], names: list[str]) -> list[str]:
+    faults = []
     if len(names) != len(urls):
         faults.append(f"--id: give one for each --url or none, got {len(names)} for {len(urls)}")
     for index, name in enumerate(names):

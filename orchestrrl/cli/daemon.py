@@ -10,7 +10,6 @@ from orchestrrl.cli.output import JsonFlag, fail, print_json, print_table, repor
 from orchestrrl.cli.running import VerboseFlag, keep_loaded, serve
 from orchestrrl.clock import WallClock
 from orchestrrl.config import EXAMPLE, Config, Reloadable, load_config
-from orchestrrl.errors import ProblemFaults
 from planner.model import Mode
 
 
@@ -53,16 +52,8 @@ def check_config(
         return
     if file is None:
         fail("FILE: is missing; `--print-example` shows what it may hold", 2)
-    from orchestrrl.deploying import deployer_of, start_faults
-    from orchestrrl.rpc.switches import drivers_of
-
     with reporting_errors():
-        config = load_config(file)
-        # Neither opens anything; each driver, and the deployer, checks its own options.
-        drivers_of(config.ocs, WallClock())
-        deployer_of(config, WallClock())
-        if faults := start_faults(config):
-            raise ProblemFaults(faults)
+        config = load_config(file, with_parts=True)
     if as_json:
         print_json(config.model_dump(mode="json"))
     else:

@@ -180,8 +180,8 @@ def _print_tables(demo: "DemoOutcome") -> None:
     )
     if demo.moves_by_method:
         print_table(
-            f"Running requests that moved: medians, {unit}",
-            ("by", "moves", "tokens of context", "predicted", "actual", "predicted by the other method"),
+            f"Requests that moved with their context: medians, {unit}",
+            ("by", "moves", "tokens of context", "predicted", "actual", "ratio", "predicted by the other method"),
             (
                 (
                     mark.method,
@@ -189,6 +189,7 @@ def _print_tables(demo: "DemoOutcome") -> None:
                     f"{mark.context_tokens:,.0f}",
                     f"{mark.predicted_s:.3f}",
                     f"{mark.actual_s:.3f}",
+                    f"{mark.predicted_over_actual:.2f}",
                     f"{mark.other_s:.3f}" if mark.other_s else None,
                 )
                 for mark in demo.moves_by_method

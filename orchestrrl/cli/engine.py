@@ -29,6 +29,12 @@ def simulated(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
     model_name: Annotated[str, typer.Option(help="Name of the served model.")] = _DEFAULT.model_name,
+    model_root: Annotated[
+        str, typer.Option(help="Published name of the model that it claims to run, as vLLM's `root`.")
+    ] = _DEFAULT.model_root,
+    gpu: Annotated[
+        str, typer.Option(help="GPU that it claims to run on, as `nvidia-smi -L` names it; empty: CPUs.")
+    ] = _DEFAULT.gpu,
     alpha_s: Annotated[float, typer.Option(help="Step time: fixed part.")] = _DEFAULT.alpha_s,
     beta_s: Annotated[float, typer.Option(help="Step time: per sequence.")] = _DEFAULT.beta_s,
     gamma_s: Annotated[float, typer.Option(help="Step time: per resident KV token.")] = _DEFAULT.gamma_s,
@@ -96,6 +102,8 @@ def simulated(
     """
     given: dict[str, Any] = {
         "model_name": model_name,
+        "model_root": model_root,
+        "gpu": gpu,
         "alpha_s": alpha_s,
         "beta_s": beta_s,
         "gamma_s": gamma_s,
@@ -155,7 +163,7 @@ def _options(given: dict[str, Any]) -> SimulatedOptions:
     try:
         return SimulatedOptions.model_validate(given)
     except ValidationError as error:
-        raise ProblemFaults([fault.removeprefix("faults.") for fault in faults_of(error)]) from error
+        raise ProblemFaults([fault.removeprefix("faults.") for fault in faults_of(error, SimulatedOptions)]) from error
 
 
 async def _serve(options: SimulatedOptions, host: str, port: int) -> None:

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from orchestrrl.addresses import check_url
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.groups import RUNNING_DAEMON, group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr, stdout
-from orchestrrl.cli.status import fetch_status
-from orchestrrl.config import check_url
+from orchestrrl.cli.status import fetch_status, remarks
 from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
@@ -256,12 +256,11 @@ def state(worker: dict[str, Any]) -> str:
 
 
 def _remarks(workers: list[dict[str, Any]]) -> list[str]:
-    alone = ", ".join(worker["engine_id"] for worker in workers if not worker["reported"])
-    if not alone:
-        return []
-    return [
-        escape(f"no agent reports {alone}: only the gateways know whether it is well, and nothing is balanced for it")
-    ]
+    told = list(map(escape, remarks(workers)))
+    if alone := ", ".join(worker["engine_id"] for worker in workers if not worker["reported"]):
+        reason = "only the gateways know whether it is well, and nothing is balanced for it"
+        told.append(escape(f"no agent reports {alone}: {reason}"))
+    return told
 
 
 def register(app: typer.Typer) -> None:

@@ -47,7 +47,8 @@ def headline(plan: dict[str, Any], now_unix_s: float) -> list[str]:
     deployed = f"deployed: {now}, predicted {seconds(plan['current_makespan_s'])}"
     proposed = f"best found: {plan['proposed_instances']} x {then}, predicted {seconds(plan['proposed_makespan_s'])}"
     costs = f"{duration(plan['switch_cost_s'])} to switch, {duration(plan['migration_cost_s'])} to move"
-    lines.append(escape(f"{deployed}; {proposed} and {costs} {count(plan['moves_count'])} requests"))
+    best = f"{proposed} and {costs} {count(plan['moves_count'])} requests"
+    lines.append(escape(f"{deployed}; {best if plan['proposed_makespan_s'] is not None else 'nothing is proposed'}"))
     return [*lines, *(f"note: {escape(note)}" for note in plan["notes"])]
 
 
@@ -114,7 +115,9 @@ def proposed_s(plan: dict[str, Any]) -> float | None:
 def predictions(plan: dict[str, Any]) -> list[str]:
     """The bound, and what was predicted against what happened."""
     bound = f"with the lengths known, no fleet can end before {seconds(plan['lower_bound_s'])}"
-    lines = [bound if plan["gap"] is None else f"{bound}; the best found takes {percent(plan['gap'])} more"]
+    if plan["gap"] is not None:
+        bound += f"; the best found takes {percent(plan['gap'])} more"
+    lines = [bound] if plan["lower_bound_s"] > 0 else []  # 0: no bound is known
     if plan["correction"] not in (0.0, 1.0):
         lines.append(
             f"decoding is predicted {plan['correction']:.2f} times as long as profiles say: so earlier steps went"

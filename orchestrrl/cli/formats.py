@@ -31,7 +31,10 @@ def seconds(value_s: float | None) -> str:
 
 
 def time_of_day(unix_s: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(unix_s))
+    except (OverflowError, ValueError, OSError):  # of no calendar
+        return f"{unix_s:.3g} s"
 
 
 def count(value: float | None) -> str:

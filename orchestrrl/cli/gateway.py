@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 
+from orchestrrl.addresses import check_url, parse_address, remote_fault, same_address
 from orchestrrl.cli.output import reporting_errors
 from orchestrrl.engines.base import connect
 from orchestrrl.errors import Permanent, ProblemFaults
@@ -20,6 +20,8 @@ from orchestrrl.gateway.versions import OnStale
 from orchestrrl.operations import Route
 from planner.model import EngineId, NodeId
 
+MOST_PORT = 65535
+
 
 def register(app: typer.Typer) -> None:
     app.command(name="gateway", rich_help_panel="Services")(gateway)
@@ -27,6 +29,20 @@ def register(app: typer.Typer) -> None:
 
 def gateway(
     listen: Annotated[str, typer.Option(help="HOST:PORT to serve on; port 0 takes a free one.")] = "127.0.0.1:8000",
+    operator: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of the operator API: every request's text, moves, cancellations and the gate. Port 0 takes "
+            "a free one; several processes take the port and those after it."
+        ),
+    ] = "127.0.0.1:0",
+    allow_remote: Annotated[
+        bool,
+        typer.Option(
+            "--allow-remote",
+            help="Permit a --listen and an --operator that are not loopback: there is no authentication yet.",
+        ),
+    ] = False,
     engine: Annotated[
         list[str] | None, typer.Option(help="ID=URL of an engine; repeat it. The daemon's routes replace these.")
     ] = None,
@@ -87,11 +103,14 @@ def gateway(
 
     Example: `orchestrrl gateway --engine e0=http://10.0.0.1:8000 --engine e1=http://10.0.0.2:8000`
 
-    The first line on standard output is the URL that it serves.
+    The first line on standard output is the URL that it serves, the second that of the operator API; with several
+    processes each has a line. `/version` of either names the operator API as `operator_url`.
     """
     with reporting_errors():
         options = read_options(
             listen=listen,
+            operator=operator,
+            allow_remote=allow_remote,
             engines=engine or [],
             daemon=daemon,
             policy=policy,
@@ -151,10 +170,15 @@ def read_options(
     keep_from_s: float = BATCH_S,
     keep_answers_s: float = 3600.0,
     keep_answers_mb: float = 1024.0,
+    operator: str = "127.0.0.1:0",
+    allow_remote: bool = False,
 ) -> GatewayOptions:
     """Raises ProblemFaults that names every bad flag."""
     faults: list[str] = []
-    host, port = _address(listen, faults)
+    host, port = _address("listen", listen, allow_remote, faults)
+    operator_host, operator_port = _address("operator", operator, allow_remote, faults)
+    if operator_port and operator_port + processes - 1 > MOST_PORT:
+        faults.append(f"--operator: must leave ports for --processes {processes}, got {operator!r}")
     routes = _routes(engines, faults)
     tags = _pairs("affinity", "TAG=POOL", affinity, faults)
     pool_of = _pairs("pool", "ENGINE=POOL", pools, faults)
@@ -190,6 +214,8 @@ def read_options(
     return GatewayOptions(
         host=host,
         port=port,
+        operator_host=operator_host,
+        operator_port=operator_port,
         node=NodeId(gateway_id),
         engines=tuple(routes),
         engine_kind=engine_kind,
@@ -233,12 +259,15 @@ def _keep(
     return Keep(ledger, keep_from_s, keep_answers_s, int(keep_answers_mb * (1 << 20)))
 
 
-def _address(listen: str, faults: list[str]) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        faults.append(f"--listen: must be HOST:PORT, got {listen!r}")
+def _address(flag: str, address: str, allow_remote: bool, faults: list[str]) -> tuple[str, int]:
+    try:
+        host, port = parse_address(address)
+    except ValueError as error:
+        faults.append(f"--{flag}: {error}, got {address!r}")
         return "", 0
-    return host.strip("[]"), int(port)
+    if not allow_remote and (fault := remote_fault(host, "add --allow-remote")):
+        faults.append(f"--{flag}: {fault}, got {address!r}")
+    return host, port
 
 
 def _pairs(flag: str, form: str, items: Sequence[str], faults: list[str]) -> dict[str, str]:
@@ -258,11 +287,17 @@ def _routes(engines: list[str], faults: list[str]) -> list[Route]:
     routes: list[Route] = []
     for item in engines:
         name, separator, url = item.partition("=")
-        parts = urlsplit(url)
-        if not name or not separator or parts.scheme not in ("http", "https") or not parts.netloc:
-            faults.append(f"--engine: must be ID=URL with an http URL, got {item!r}")
+        wrong = "" if name and separator else "must be ID=URL with an http URL"
+        try:
+            check_url(url)
+        except ValueError as error:
+            wrong = wrong or f"URL {error}"
+        if wrong:
+            faults.append(f"--engine: {wrong}, got {item!r}")
         elif any(route.engine == name for route in routes):
             faults.append(f"--engine: {name!r} is given twice")
+        elif twin := next((route.engine for route in routes if same_address(route.url, url)), None):
+            faults.append(f"--engine: must have another URL than {twin!r}, got {item!r}")
         else:
             routes.append(Route(EngineId(name), url.rstrip("/")))
     return routes

@@ -9,6 +9,7 @@ from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.formats import duration, load_index, time_of_day
 from orchestrrl.cli.groups import RUNNING_DAEMON
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table
+from orchestrrl.cli.status import policy_summary
 from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -49,6 +50,7 @@ def reasons(found: dict[str, Any]) -> list[str]:
         f"{escape(found['gate_reason'])}",
         f"{spread}, theta {load_index(found['theta'])}; {len(found['moves'])} moves, "
         f"stopped because {escape(found['stopped_because'] or 'nothing was to be done')}",
+        *policy_summary(found["policy"], found["policy_reason"]),
     ]
 
 

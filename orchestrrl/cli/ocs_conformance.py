@@ -1,8 +1,9 @@
 """`orchestrrl ocs conformance`: the suite of all drivers against one's own switch, on ports that one names."""
 
-import asyncio
 import logging
+import signal
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
@@ -16,10 +17,12 @@ from ocs_drivers.registry import make_driver
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.groups import ocs_group
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_table, reporting_errors, stderr
+from orchestrrl.cli.running import STOP_SIGNALS, until_stopped
 from orchestrrl.errors import ProblemFaults
 
 # Of the device, in errors and tables.
 DEVICE = "lab"
+SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 OF_THE_PROCESS = {"make_foreign": "what any client of a driver process makes belongs to that process"}
 
 
@@ -51,8 +54,9 @@ def conformance(
     """Check that a driver does with your switch what every driver must do.
 
     It runs by itself, without a daemon, and moves mirrors: use a switch in a lab, or ports that nobody needs. Faults
-    that nobody injects into real glass are skipped, and the reason is told. Exit status 0: nothing failed; 1:
-    something did, or the ports are not free; 2: malformed.
+    that nobody injects into real glass are skipped, and the reason is told. However it ends, Ctrl-C, SIGTERM and SIGHUP
+    included, the ports are freed; what could not be freed is named, with the way to do it. Exit status 0: nothing
+    failed; 1: something did, or the ports are not free; 2: malformed; 128 and the signal's number: stopped by one.
 
     Examples:
 
@@ -100,28 +104,45 @@ def conformance(
 
     logging.getLogger("ocs_drivers").setLevel(logging.ERROR)  # of changes that revert themselves, as they must
 
-    async def run() -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        with stderr.status("the first test") as status:
-            async for outcome in run_suite(suite, [f"test_{name}" for name in chosen]):
-                status.update(f"{len(outcomes) + 1} of {len(chosen or known)}: after {_short(outcome.name)}")
-                outcomes.append(outcome)
-        return outcomes
+    outcomes: list[Outcome] = []
 
+    async def run() -> None:
+        with stderr.status("the first test") as status:
+            async with aclosing(run_suite(suite, [f"test_{name}" for name in chosen])) as ended:
+                async for outcome in ended:
+                    status.update(f"{len(outcomes) + 1} of {len(chosen or known)}: after {_short(outcome.name)}")
+                    outcomes.append(outcome)
+
+    def say_that_it_stops() -> None:
+        stderr.print(
+            "stopping: the ports are freed first; Ctrl-C or SIGTERM, a second or more from now, stops that too"
+        )
+
+    stopped_by, stop = None, ""
     try:
-        outcomes = asyncio.run(run())
+        stopped_by = until_stopped(run(), SIGNALS, say_that_it_stops)
     except InvalidOptions as error:
         with reporting_errors():
             raise ProblemFaults([_as_flag(fault) for fault in error.faults]) from error
     except DriverError as error:
-        fail(str(error))
+        stop = str(error)
+    finally:
+        if suite.leftover:  # before anything else that could fail
+            stderr.print(str(suite.leftover), markup=False, soft_wrap=True)
+    if stop:
+        fail(stop)
     counts = {state: sum(outcome.state is state for outcome in outcomes) for state in State}
     if as_json:
-        print_json({"driver": driver, **counts, "tests": [asdict(outcome) for outcome in outcomes]})
+        left = {name: [str(pair) for pair in getattr(suite.leftover, name)] for name in ("up", "gone")}
+        signal_name = stopped_by.name if stopped_by is not None else None
+        tests = [asdict(outcome) for outcome in outcomes]
+        print_json({"driver": driver, **counts, "stopped_by": signal_name, "left": left, "tests": tests})
     else:
         rows = [(_short(each.name), each.state, duration(each.took_s), each.detail) for each in outcomes]
         title = f"{driver}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
         print_table(title, ("test", "", "took", "why"), rows, left=("", "why"))
+    if stopped_by is not None:
+        fail(f"stopped by {stopped_by.name}{'' if suite.leftover else ': the ports are free again'}", 128 + stopped_by)
     if counts[State.FAILED]:
         raise typer.Exit(EXIT_FAILURE)
 

@@ -18,6 +18,7 @@ from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.faults import FaultSchedule, parse_schedule
 from ocs_drivers.model import BootBehaviour, Connectivity, Facts
 from ocs_drivers.virtual import VirtualWire
+from orchestrrl.addresses import remote_fault
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.groups import ocs_group
 from orchestrrl.cli.output import reporting_errors, stdout
@@ -42,6 +43,9 @@ def emulate(
     jitter_ms: Annotated[float, typer.Option(help="At most so much more, at random.")] = 0.0,
     boot: Annotated[Boot, typer.Option(help="What becomes of circuits when it restarts.")] = Boot.DARK,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0 takes a free one.")] = "127.0.0.1:0",
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Permit a --listen that is not loopback: anybody may move circuits.")
+    ] = False,
     faults: Annotated[
         Path | None,
         typer.Option(help="YAML with what goes wrong when: a list of at_s, kind, and port, items, silent or delay_s."),
@@ -69,7 +73,7 @@ def emulate(
         wrong: list[str] = []
         schedule = _schedule(faults, wrong)
         panel = _panel(wrong, ports, delay_ms, jitter_ms, BootBehaviour(boot), seed, schedule)
-        host, port = _address(listen, wrong)
+        host, port = _address(listen, allow_remote, wrong)
         emulator = _made(protocol, panel, _quirks(quirk or (), wrong), wrong)
         if emulator is not None:
             wrong += _beyond(schedule, emulator.device.facts)
@@ -214,12 +218,14 @@ def _panel(
     return Panel(sizes[0], sizes[1], delay_ms / 1000, jitter_ms / 1000, boot, seed, schedule)
 
 
-def _address(listen: str, wrong: list[str]) -> tuple[str, int]:
+def _address(listen: str, allow_remote: bool, wrong: list[str]) -> tuple[str, int]:
     host, _, digits = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not digits.isdecimal() or int(digits) > 65535:
         wrong.append(f"--listen: must be HOST:PORT, got {listen!r}")
         return "127.0.0.1", 0
+    if not allow_remote and (fault := remote_fault(host, "add --allow-remote")):
+        wrong.append(f"--listen: {fault}, got {listen!r}")
     return host, int(digits)
 
 

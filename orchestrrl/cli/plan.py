@@ -51,7 +51,8 @@ def explain_plan(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_js
         return
     print_lines(explain.headline(found, now_unix_s))
     optional = {"note", "takes", "moves", "of all samples"}
-    print_table("Alternatives", explain.ALTERNATIVE_COLUMNS, explain.alternative_rows(found), optional=optional)
+    if found["alternatives"]:
+        print_table("Alternatives", explain.ALTERNATIVE_COLUMNS, explain.alternative_rows(found), optional=optional)
     if found["instances"]:
         print_table("Proposed fleet", explain.FLEET_COLUMNS, explain.fleet_rows(found))
     print_lines([*explain.predictions(found), explain.calibration(status["plan_calibration"])])

@@ -38,7 +38,7 @@ def read_problem(source: str, model: type[Part], checks: Iterable[Check] = ()) -
     try:
         problem = model.model_validate(document)
     except ValidationError as error:
-        faults += faults_of(error)
+        faults += faults_of(error, model)
     for check in checks:
         faults += check(document)
     if problem is None or faults:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrrl.addresses import check_url
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors, stderr
 from orchestrrl.cli.running import until_stopped
@@ -85,6 +86,10 @@ def measure(
             max_sequences=max_sequences,
             kv_capacity_tokens=kv_capacity_tokens,
         )
+        try:
+            check_url(url)
+        except ValueError as error:
+            raise ProblemFaults([f"URL: {error}, got {url!r}"]) from None
         measured: list[Measured] = []
         until_stopped(_measure(connect(engine, url), wanted, existing, measured))
         if not measured:

@@ -4,7 +4,8 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -28,21 +29,51 @@ def keep_loaded() -> None:
     gc.freeze()
 
 
-def until_stopped(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run until the coroutine ends, or cancel it on SIGTERM or SIGINT and wait for its clean-up."""
-    asyncio.run(_until_stopped(coroutine))
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Signals that follow the first within so long are the same wish: a terminal that closes sends SIGHUP twice.
+SAME_STOP_S = 1.0
 
 
-async def _until_stopped(coroutine: Coroutine[Any, Any, None]) -> None:
+def until_stopped(
+    coroutine: Coroutine[Any, Any, None],
+    signals: Iterable[signal.Signals] = STOP_SIGNALS,
+    on_signal: Callable[[], None] = lambda: None,
+) -> signal.Signals | None:
+    """Run until the coroutine ends, or cancel it on one of `signals`, wait for its clean-up and return the last one.
+    Another signal cancels the clean-up, too, unless it is SIGHUP or follows the first within `SAME_STOP_S`. A signal
+    that the process was started to ignore, such as SIGHUP under nohup, stays ignored."""
+    return asyncio.run(_until_stopped(coroutine, signals, on_signal))
+
+
+async def _until_stopped(
+    coroutine: Coroutine[Any, Any, None], signals: Iterable[signal.Signals], on_signal: Callable[[], None]
+) -> signal.Signals | None:
     task = asyncio.ensure_future(coroutine)
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, task.cancel)
+    received: list[signal.Signals] = []
+
+    ignored_until_s = 0.0
+
+    def stop(number: signal.Signals) -> None:
+        nonlocal ignored_until_s
+        if received and (number is signal.SIGHUP or loop.time() < ignored_until_s):
+            return
+        if not received:
+            ignored_until_s = loop.time() + SAME_STOP_S
+        received.append(number)
+        task.cancel()
+        with suppress(OSError):  # the terminal may be gone
+            on_signal()
+
+    heeded = [number for number in signals if number in STOP_SIGNALS or signal.getsignal(number) != signal.SIG_IGN]
+    for number in heeded:
+        loop.add_signal_handler(number, stop, number)
     try:
         await asyncio.wait({task})
     finally:
-        for number in signals:
+        for number in heeded:
             loop.remove_signal_handler(number)
-    if not task.cancelled():
-        task.result()
+    if task.cancelled():
+        return received[-1] if received else None
+    task.result()
+    return None

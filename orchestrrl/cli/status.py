@@ -1,6 +1,7 @@
 """What the daemon sees, and what it may do: status, workers, requests, mode, move."""
 
 import contextlib
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -23,7 +24,8 @@ _MODE_TO_PB = {Mode.ADVISE: control_pb2.MODE_ADVISE, Mode.ACT: control_pb2.MODE_
 MOVE_TIMEOUT_S = 120.0  # a move waits for the destination's first token
 
 WORKER_COLUMNS = (
-    *("worker", "health", "run", "wait", "max", "KV used", "KV tokens", "decode", "load", "seen", "runs as", "pool"),
+    *("worker", "health", "run", "wait", "max", "KV used", "KV tokens", "decode", "load", "seen", "step times"),
+    *("runs as", "pool"),
 )
 
 
@@ -72,9 +74,10 @@ def workers(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) ->
         print_json(found)
         return
     _print_workers(found["workers"])
+    print_lines([f"[yellow]{escape(remark)}[/yellow]" for remark in remarks(found["workers"])])
     print_table(
         "What they are",
-        ("worker", "engine", "models", "max length", "preemptions", "url"),
+        ("worker", "engine", "models", "max length", "preemptions", "url", "step times"),
         (_identity(worker) for worker in found["workers"]),
     )
 
@@ -172,11 +175,16 @@ def summary(seen: dict[str, Any]) -> list[str]:
     lines = [
         f"OrchestrRL {seen['version']}, mode [bold]{seen['mode']}[/bold], generation {seen['generation']}, "
         f"up {duration(seen['uptime_s'])}",
+        *trouble(seen),
         f"requests: {count(seen['requests_running'])} running, {count(seen['requests_waiting'])} waiting, "
         f"{count(seen['requests_finished'])} finished",
         f"moves: {count(seen['moves_done'])} done, {count(seen['moves_failed'])} failed, "
         f"{count(seen['tokens_recomputed'])} tokens recomputed, {count(seen['tokens_loaded'])} moved as KV",
+        f"failovers: {count(seen['failovers'])} requests went on after their engine failed, "
+        f"{count(seen['failover_requests_recomputed'])} of them recomputed "
+        f"({count(seen['failover_tokens_recomputed'])} tokens)",
         f"fast loop: {escape(seen['balance_reason'])}",
+        *policy_summary(seen["balance_policy"], seen["balance_policy_reason"]),
         f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_words(seen['plan_control'])}",
         calibration(seen["plan_calibration"]),
         *gate_summary(seen["gate"]),
@@ -184,12 +192,44 @@ def summary(seen: dict[str, Any]) -> list[str]:
         *fabric_summary(seen),
         *(f"[yellow]{pause['part']} is paused[/yellow]: {escape(pause_words(pause))}" for pause in seen["pauses"]),
     ]
+    lines += [f"[yellow]{escape(remark)}[/yellow]" for remark in remarks(seen["workers"], seen["remarks"])]
     sick = [worker for worker in seen["workers"] if worker["reported"] and worker["health"] != "ok"]
     lines += [
         f"[red]{escape(w['engine_id'])} is {w['health']}[/red]: {escape(w['health_detail'] or 'no reason given')}"
         for w in sick
     ]
     return lines
+
+
+def policy_summary(policy: str, reason: str) -> list[str]:
+    """How moves are chosen and why, e.g. `policy: load_index: no step times for e0: ...`; nothing before a decision."""
+    return [f"policy: [bold]{policy}[/bold]: {escape(reason)}"] if policy else []
+
+
+def trouble(seen: dict[str, Any]) -> list[str]:
+    """Why the mode is not the configured one, damage of the journal, and defects; nothing where all is well."""
+    lines = [f"mode: {escape(seen['mode_reason'])}"] if seen["mode_reason"] and not seen["journal_damage"] else []
+    lines += [f"[red]the journal is damaged[/red]: {escape(text)}" for text in seen["journal_damage"]]
+    if seen["journal_damage"]:
+        lines.append('`orchestrrl mode act --reason "..."` confirms the damage and lets the daemon act again')
+    lines += [
+        f"[yellow]entry {entry['sequence']} of the journal is left out[/yellow]: {escape(entry['detail'])}"
+        for entry in seen["journal_set_aside"]
+    ]
+    return [*lines, *(defect_words(defect, seen["now_unix_s"]) for defect in seen["defects"])]
+
+
+def defect_words(defect: dict[str, Any], now_unix_s: float) -> str:
+    """E.g. `fast_loop: 3 turns running ended by KeyError at orchestrrl/balance.py:88: 'e0' (last 1 s ago)`."""
+    running = f"{defect['running']} turns running ended by" if defect["running"] else "goes on after"
+    what = escape(f"{defect['type']} at {defect['place']}: {defect['message']}")
+    last = f"last {ago(now_unix_s - defect['last_unix_s'])}, {count(defect['total'])} in all"
+    return f"[{'red' if defect['running'] else 'yellow'}]{defect['part']}[/]: {running} {what} ({last})"
+
+
+def remarks(workers: Iterable[dict[str, Any]], nodes: Iterable[str] = ()) -> list[str]:
+    """Faults in how engines and nodes are named and reported, one sentence each."""
+    return [*nodes, *(remark for worker in workers for remark in worker["remarks"])]
 
 
 def gate_summary(gate: dict[str, Any] | None) -> list[str]:
@@ -282,6 +322,7 @@ def worker_row(worker: dict[str, Any]) -> tuple[object, ...]:
         rate(worker["decode_tokens_per_s"]),
         load_index(worker["load_index"]),
         ago(worker["age_s"]),
+        worker["step_times_source"] or None,
         worker["configuration"] or None,
         worker["pool"] or None,
     )
@@ -304,13 +345,24 @@ def ago(age_s: float | None) -> str:
 
 
 def _print_workers(listed: list[dict[str, Any]]) -> None:
-    print_table("Workers", WORKER_COLUMNS, (worker_row(worker) for worker in listed), optional={"runs as", "pool"})
+    print_table(
+        "Workers", WORKER_COLUMNS, (worker_row(worker) for worker in listed), optional={"step times", "runs as", "pool"}
+    )
 
 
 def _identity(worker: dict[str, Any]) -> tuple[object, ...]:
     offers = worker["capabilities"]
+    step_times = worker["step_times_detail"] or None
     if offers is None:
-        return (worker["engine_id"], "not asked yet", None, None, worker["preemptions_total"], worker["url"])
+        return (
+            worker["engine_id"],
+            "not asked yet",
+            None,
+            None,
+            worker["preemptions_total"],
+            worker["url"],
+            step_times,
+        )
     return (
         worker["engine_id"],
         f"{offers['engine']} {offers['version']}",
@@ -318,6 +370,7 @@ def _identity(worker: dict[str, Any]) -> tuple[object, ...]:
         count(offers["max_model_len_tokens"]),
         worker["preemptions_total"],
         worker["url"],
+        step_times,
     )
 
 

@@ -22,13 +22,13 @@ In an environment without our dependencies (a trainer's, or vLLM's) the same is
 `python -m orchestrrl.weights.peer_main`, with our package on the path. It needs grpcio, protobuf, pydantic, aiohttp,
 prometheus-client, numpy and xxhash there, and torch for the transports gloo and nccl; tcp needs nothing else.
 
-Example: `orchestrrl sync peer --id train0 --daemon 10.0.0.1:7070 --pod train0 --tor train0-tor0`
+Example: `orchestrrl sync peer --id train0 --daemon 10.0.0.1:7070 --allow-remote --pod train0 --tor train0-tor0`
 
 Where engines come and go, `--engines-here` has the daemon tell which there are.
 
-Example: `orchestrrl sync peer --id gen1 --daemon 10.0.0.1:7070 --engines-here --tp 8`
+Example: `orchestrrl sync peer --id gen1 --daemon 10.0.0.1:7070 --allow-remote --engines-here --tp 8`
 
-Example: `orchestrrl sync peer --id gen0 --daemon 10.0.0.1:7070 --engine e0=http://127.0.0.1:8000 --tp 8 --gpu 512`
+Example: `orchestrrl sync peer --id gen0 --daemon 10.0.0.1:7070 --allow-remote --engine e0=http://127.0.0.1:8000 --tp 8`
 """
 
 
@@ -81,6 +81,13 @@ def peer(
             metavar="ADDRESS", help="This host, as other peers reach it. Default: that of the way towards the daemon."
         ),
     ] = "",
+    allow_remote: Annotated[
+        bool,
+        typer.Option(
+            "--allow-remote",
+            help="Permit a --host that is not loopback: other peers are believed without authentication.",
+        ),
+    ] = False,
     transports: Annotated[
         list[str] | None,
         typer.Option(
@@ -118,6 +125,7 @@ def peer(
         product=product,
         folder=folder,
         host=host,
+        allow_remote=allow_remote,
         transports=transports or (),
         gpu=gpu,
         pod=pod,

@@ -27,6 +27,7 @@ from orchestrrl.cli.status import (
     health_words,
     kv_used,
     summary,
+    trouble,
     weights_summary,
 )
 from orchestrrl.cli.switch_words import switch_summary
@@ -85,7 +86,8 @@ async def look(client: ControlClient) -> dict[str, Any]:
 
 def picture(seen: dict[str, Any]) -> RenderableType:
     status, balance, plan = seen["status"], seen["balance"], seen["plan"]
-    parts: list[RenderableType] = [*summary(status)[:3], *gate_summary(status["gate"])]
+    whole, worries = summary(status), trouble(status)
+    parts: list[RenderableType] = [*whole[: 4 + len(worries)], *gate_summary(status["gate"])]
     parts += weights_summary(seen["weights"], status["now_unix_s"])
     parts += [*switch_summary(status["switch"]), _workers(status["workers"])]
     if balance is not None:

@@ -16,13 +16,15 @@ ALL_ENTRIES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MethodMark:
-    """The running requests that moved by one method, and whose end was seen; seconds are medians, of engines."""
+    """The requests that moved with their context by one method, as predicted, and were seen to go on; seconds are
+    medians, of engines."""
 
     method: str
     moves: int
     context_tokens: float  # median
     predicted_s: float
     actual_s: float
+    predicted_over_actual: float  # of these medians
     other_s: float  # what the other method was predicted to take; 0: it was not to be had
 
 
@@ -47,13 +49,20 @@ async def marks_by_method(control: ControlClient, speed: float) -> list[MethodMa
 
 def _marks(moved: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], speed: float) -> Iterator[MethodMark]:
     for method in MoveMethod:
-        found = [(order, item) for order, item in moved if item["method"] == order["method"] == method]
+        found = [
+            (order, item)
+            for order, item in moved
+            if item["method"] == order["method"] == method and order["predicted_s"] > 0
+        ]
         if found:
+            predicted_s = speed * median(order["predicted_s"] for order, _ in found)
+            actual_s = speed * median(item["duration_s"] for _, item in found)
             yield MethodMark(
                 method=method,
                 moves=len(found),
                 context_tokens=median(item["loaded_tokens"] + item["recomputed_tokens"] for _, item in found),
-                predicted_s=speed * median(order["predicted_s"] for order, _ in found),
-                actual_s=speed * median(item["duration_s"] for _, item in found),
+                predicted_s=predicted_s,
+                actual_s=actual_s,
+                predicted_over_actual=predicted_s / actual_s,
                 other_s=speed * median(order["other_s"] for order, _ in found),
             )

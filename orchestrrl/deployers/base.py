@@ -99,6 +99,11 @@ class FleetIdentity:
 ENTRY_POINT_GROUP = "orchestrrl.deployers"
 
 
+def known_deployers() -> list[str]:
+    """Return the names of the products that are installed."""
+    return sorted(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))
+
+
 def make_deployer(
     product: str, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock
 ) -> Deployer:

@@ -60,7 +60,7 @@ def read_options(options: Mapping[str, Any]) -> KubernetesOptions:
     try:
         read = KubernetesOptions.model_validate(dict(options))
     except ValidationError as error:
-        raise ProblemFaults([f"options.{fault}" for fault in faults_of(error)]) from None
+        raise ProblemFaults([f"options.{fault}" for fault in faults_of(error, KubernetesOptions)]) from None
     faults = []
     if len(set(read.nodes)) != len(read.nodes):
         faults.append(f"options.nodes: must differ, got {shorten(list(read.nodes))}")

@@ -77,7 +77,7 @@ class LocalDeployer:
         try:
             self._options = LocalOptions.model_validate(dict(options))
         except ValidationError as error:
-            raise ProblemFaults([f"options.{fault}" for fault in faults_of(error)]) from None
+            raise ProblemFaults([f"options.{fault}" for fault in faults_of(error, LocalOptions)]) from None
         self._launch = launch
         self._identity = identity
         self._clock = clock

@@ -77,7 +77,7 @@ class RayDeployer:
         try:
             self._options = RayOptions.model_validate(dict(options))
         except ValidationError as error:
-            raise ProblemFaults([f"options.{fault}" for fault in faults_of(error)]) from None
+            raise ProblemFaults([f"options.{fault}" for fault in faults_of(error, RayOptions)]) from None
         if self._options.python is None and find_spec("ray") is None:
             raise Permanent("deployer ray needs ray: pip install 'orchestrrl[ray]', or name a python that has it")
         self._launch = launch

@@ -6,12 +6,13 @@ says the request is wrong) and `OutcomeUnknown` (the connection broke after the 
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
 from orchestrrl.errors import Permanent, Retryable
 from planner.model import EngineHealth
 
@@ -46,8 +47,10 @@ class Capabilities:
     sleep: bool = False
     scale_elastic_ep: bool = False
     tokens_endpoint: bool = False
+    routed_experts: bool = False  # whole answers have each token's experts, and streamed ones do not
     max_model_len_tokens: int | None = None
     max_sequences: int | None = None
+    serving: ServingFacts = UNKNOWN_SERVING
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class EngineMetrics:
     prompt_tokens_total: int
     preemptions_total: int
     loaded_tokens_total: int | None = None  # prompt tokens whose KV came from elsewhere; None: it does not say
+    server: str = ""  # identifies the server's process among those of all hosts; empty: nothing does
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,8 @@ class GenerationRequest:
     endpoint: Endpoint
     body: Mapping[str, Any]
     coalesce_tokens: int = 1  # this many tokens in a chunk, but for the first and the last, where the engine can
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # of the client, credentials among them
+    verbatim: bool = False  # send the body unchanged; the answer comes in `Chunk.answer` or `Chunk.event`
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,11 @@ class Chunk:
     finish_reason: str | None = None  # stop | length | abort | ...
     stop_reason: int | str | None = None
     raw: Mapping[str, Any] | None = None  # the engine's own choice object, for fields that are only passed on
+    choice_fields: Mapping[str, Any] | None = None  # other fields of its choice object
+    answer_fields: Mapping[str, Any] | None = None  # other fields of the object around the choice
+    usage: Mapping[str, Any] | None = None  # the engine's own, with the last chunk
+    answer: Mapping[str, Any] | None = None  # the whole answer to a verbatim request
+    event: Mapping[str, Any] | None = None  # an event of the streamed answer to one; empty with the last
 
 
 class Refused(Permanent):

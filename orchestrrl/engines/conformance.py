@@ -97,19 +97,19 @@ class Bench:
         assert self.capabilities.max_sequences is not None
         return self.capabilities.max_sequences
 
-    def start(self, prompt: Any = PROMPT, *, chat: bool = False, **body: Any) -> Run:
-        """Send a request: greedy, and without an end of its own, unless `body` says otherwise."""
+    def start(self, prompt: Any = PROMPT, *, chat: bool = False, verbatim: bool = False, **body: Any) -> Run:
+        """Send a request: greedy, and without an end of its own, unless `body` overrides it. `verbatim`: as it is."""
         asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         defaults = {"model": self.capabilities.models[0], "temperature": 0, "ignore_eos": True}
         endpoint = Endpoint.CHAT if chat else Endpoint.COMPLETIONS
         run = Run(f"conformance-{time.time_ns()}-{next(_numbers)}")
-        request = GenerationRequest(run.id, endpoint, {**defaults, **asked, **body})
+        request = GenerationRequest(run.id, endpoint, {**defaults, **asked, **body}, verbatim=verbatim)
         run.task = asyncio.create_task(self._read(request, run))
         self._started.append(run)
         return run
 
-    async def run(self, prompt: Any = PROMPT, *, chat: bool = False, **body: Any) -> Run:
-        return await self.start(prompt, chat=chat, **body).done()
+    async def run(self, prompt: Any = PROMPT, *, chat: bool = False, verbatim: bool = False, **body: Any) -> Run:
+        return await self.start(prompt, chat=chat, verbatim=verbatim, **body).done()
 
     async def _read(self, request: GenerationRequest, run: Run) -> None:
         async for chunk in self.engine.generate(request):
@@ -254,6 +254,28 @@ class EngineConformance:
             assert choice["finish_reason"] == "length"
             assert choice["prompt_token_ids"] == list(PROMPT)
             assert answer["usage"] == answer["usage"] | {"prompt_tokens": 5, "completion_tokens": 60}
+
+    async def test_the_last_chunk_has_the_usage(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            *_, last = (await bench.run(max_tokens=7)).chunks
+            assert last.usage is not None
+            assert (last.usage["prompt_tokens"], last.usage["completion_tokens"]) == (len(PROMPT), 7)
+
+    async def test_a_body_that_is_sent_as_it_is_gets_the_engines_own_answer(self, engine: Engine) -> None:
+        async with at(engine) as bench:
+            parsed = await bench.run(max_tokens=20)
+            whole = await bench.run(max_tokens=20, verbatim=True, prompt_logprobs=0)
+            (chunk,) = whole.chunks
+            assert chunk.answer is not None
+            assert chunk.finish_reason == "length"
+            (choice,) = chunk.answer["choices"]
+            assert choice["text"] == parsed.text
+            assert len(choice["prompt_logprobs"]) == len(PROMPT)
+            streamed = await bench.run(max_tokens=20, verbatim=True, stream=True)
+            *events, last = streamed.chunks
+            assert (last.event, last.finish_reason) == ({}, "length")
+            parts = [each.event["choices"][0]["text"] for each in events if each.event]
+            assert "".join(parts) == parsed.text
 
     async def test_max_tokens_is_cut_to_the_room_in_the_context(self, engine: Engine) -> None:
         async with at(engine) as bench:

@@ -6,13 +6,15 @@ tells the engine to stop. A general client costs several times as much for each 
 
 import asyncio
 import errno
+import re
 import ssl
 from base64 import b64encode
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
+from orchestrrl.addresses import without_login
 from orchestrrl.engines.base import NoConnection
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 
@@ -23,6 +25,7 @@ KEEP_IDLE_S = 2.0
 STREAM_END_S = 5.0  # between what the reader wanted of an answer and the answer's end
 MOST_HEAD_BYTES = 65_536
 _OWN_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # a token of RFC 9110
 _ONCE = frozenset({"content-length", "transfer-encoding"})
 MOST_PENDING_BYTES = 1 << 20  # of an answer that nobody reads; then the engine has to wait
 
@@ -320,6 +323,8 @@ class Exchange:
     async def begin(self) -> Connection:
         """Send, and wait for the answer's head. Raises Retryable when the engine cannot be reached, OutcomeUnknown when
         the connection breaks, Permanent when the answer is not HTTP."""
+        loop = asyncio.get_running_loop()
+        sent_s = 0.0
         while True:
             connection = self._pool.take_kept()
             kept = connection is not None
@@ -330,10 +335,13 @@ class Exchange:
                 if self._closed:
                     raise OutcomeUnknown(f"{self._pool.where}: closed before it was sent")
                 connection.send(self._request)
+                sent_s = loop.time()
                 await connection.read_head()
             except OutcomeUnknown:
-                # The engine had given the kept connection up before it read what was sent.
-                if kept and not connection.answered and not self._closed:
+                # The engine had given the kept connection up before it read what was sent, which shows soon: one that
+                # breaks later may have generated meanwhile.
+                soon = loop.time() < sent_s + KEEP_IDLE_S
+                if kept and soon and not connection.answered and not self._closed:
                     continue
                 raise
             return connection
@@ -360,10 +368,10 @@ class Pool:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise Permanent(f"{url}: not a URL: {error}") from error
+            raise Permanent(f"{without_login(url)}: not a URL: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Permanent(f"{url}: not a URL")
-        self.where = url
+            raise Permanent(f"{without_login(url)}: not a URL")
+        self.where = without_login(url)
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = port or (443 if self._tls else 80)
@@ -373,17 +381,17 @@ class Pool:
         if parts.username is not None:
             login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             own.setdefault("Authorization", f"Basic {b64encode(login.encode()).decode()}")
-        self._head = written(own)
+        self._own_names = frozenset(name.lower() for name in own)
+        self._head = written(own.items())
         self._idle: deque[Connection] = deque()  # the last used is the last
         self._open: set[Connection] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
 
-    def exchange(self, path: str, body: bytes, headers: Mapping[str, str]) -> Exchange:
-        """A POST; nothing is sent yet."""
+    def exchange(self, path: str, body: bytes, headers: Iterable[tuple[str, str]]) -> Exchange:
+        """A POST; nothing is sent yet. A header that this pool itself sends wins over one of the same name."""
         line = f"POST {self._path}{path} HTTP/1.1\r\n".encode()
-        return Exchange(
-            self, b"%b%b%bContent-Length: %d\r\n\r\n%b" % (line, self._head, written(headers), len(body), body)
-        )
+        head = written(pair for pair in headers if pair[0].lower() not in self._own_names)
+        return Exchange(self, b"%b%b%bContent-Length: %d\r\n\r\n%b" % (line, self._head, head, len(body), body))
 
     def take_kept(self) -> Connection | None:
         while self._idle:
@@ -437,9 +445,12 @@ class Pool:
         self._sweep_timer = loop.call_at(self._idle[0].idle_since_s + KEEP_IDLE_S, self._sweep) if self._idle else None
 
 
-def written(headers: Mapping[str, str]) -> bytes:
-    """As HTTP has them. Raises ValueError for a name or a value that would break out of its line."""
-    for name, value in headers.items():
-        if "\r" in value or "\n" in value or "\0" in value or not name.replace("-", "").isalnum():
+def written(headers: Iterable[tuple[str, str]]) -> bytes:
+    """As HTTP has them. Bytes of a value that are no UTF-8 are those that a surrogate escape stands for. Raises
+    ValueError for a name or a value that would break out of its line."""
+    lines = []
+    for name, value in headers:
+        if "\r" in value or "\n" in value or "\0" in value or _NAME.fullmatch(name) is None:
             raise ValueError(f"header {name}: {value!r} does not fit in a line")
-    return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
+        lines.append(f"{name}: {value}\r\n")
+    return "".join(lines).encode(errors="surrogateescape")

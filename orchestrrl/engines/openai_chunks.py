@@ -11,6 +11,11 @@ from typing import Any
 from orchestrrl.engines.base import Chunk, TokenLogprob
 
 _TEXTS = (b'"text":"', b'"text": "', b'"content":"', b'"content": "')
+# Fields that Chunk or the writer of the answer has a place for.
+_CHOICE_FIELDS = frozenset(
+    {"index", "text", "delta", "message", "logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids"}
+)
+_ANSWER_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage", "prompt_token_ids"})
 _TOKENS = (b'"token_ids":[', b'"token_ids": [')
 
 
@@ -77,13 +82,7 @@ class ChunkReader:
         return None if "\\" in text or not text.isprintable() else (tuple(map(int, listed)), text)
 
     def _parsed(self, data: bytes) -> Chunk | None:
-        try:
-            event = json.loads(data)
-        except RecursionError as error:
-            raise ValueError("nested too deeply") from error
-        if event.get("error") is not None:
-            raise StreamError(event)
-        chunk = parse_chunk(event)
+        chunk = parse_chunk(parse_event(data))
         if self._tries and chunk is not None and chunk.token_ids and plain(chunk):
             self._tries -= 1
             self._frame = _frame(data) or self._frame
@@ -114,13 +113,31 @@ def plain(chunk: Chunk) -> bool:
     """Whether it tells of a text and its tokens, and of nothing else."""
     parsed = (chunk.raw or {}).get("delta") or {}
     told = (chunk.prompt_token_ids, chunk.logprobs, chunk.finish_reason, chunk.stop_reason)
-    return told == (None,) * 4 and not any(parsed[name] for name in parsed.keys() - {"role", "content"})
+    more = (chunk.choice_fields, chunk.answer_fields, chunk.usage)
+    return (
+        told == (None,) * 4
+        and more == (None,) * 3
+        and not any(parsed[name] for name in parsed.keys() - {"role", "content"})
+    )
+
+
+def parse_event(data: bytes) -> dict[str, Any]:
+    """One event of a stream. Raises StreamError for an error object, and ValueError and others for no event at all."""
+    try:
+        event: dict[str, Any] = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if event.get("error") is not None:
+        raise StreamError(event)
+    return event
 
 
 def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
-    """A `/v1/completions` or `/v1/chat/completions` stream event as a Chunk; None for one without a choice (usage)."""
+    """A `/v1/completions` or `/v1/chat/completions` stream event as a Chunk. One without a choice has the usage of the
+    whole answer; None for one that has none."""
     if not event["choices"]:
-        return None
+        usage, fields = event.get("usage"), _others(event, _ANSWER_FIELDS)
+        return Chunk(usage=usage, answer_fields=fields) if usage or fields else None
     choice = event["choices"][0]
     token_ids = tuple(choice.get("token_ids") or ())
     prompt_ids = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
@@ -132,7 +149,21 @@ def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
         finish_reason=choice.get("finish_reason"),
         stop_reason=choice.get("stop_reason"),
         raw=choice,
+        choice_fields=_others(choice, _CHOICE_FIELDS),
+        answer_fields=_others(event, _ANSWER_FIELDS),
     )
+
+
+def _others(found: Mapping[str, Any], known: frozenset[str]) -> Mapping[str, Any] | None:
+    """Return the fields that are neither known nor null; None where there are none."""
+    if found.keys() <= known:
+        return None
+    return {name: value for name, value in found.items() if name not in known and value is not None} or None
+
+
+def other_answer_fields(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of an answer, or of an event of one, beside its choices, its name and its usage."""
+    return _others(event, _ANSWER_FIELDS) or {}
 
 
 def parse_logprobs(logprobs: Mapping[str, Any] | None, tokens: int) -> tuple[TokenLogprob, ...] | None:

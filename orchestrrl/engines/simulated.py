@@ -138,7 +138,7 @@ class SimulatedServer:
 
     async def _models(self, _: web.Request) -> web.Response:
         model: dict[str, Any] = {"id": self._options.model_name, "object": "model", "owned_by": "orchestrrl"}
-        model["max_model_len"] = self._options.max_model_len_tokens
+        model |= {"root": self._options.model_root, "max_model_len": self._options.max_model_len_tokens}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:

@@ -9,7 +9,7 @@ from orchestrrl.engines.handover import EXTERNAL_SOURCE
 from orchestrrl.engines.simulated_asks import Ask
 from orchestrrl.engines.simulated_runtime import Part, Runtime
 from orchestrrl.engines.simulated_tokens import FIRST_WORD, TokenModel
-from orchestrrl.engines.vllm_info import BEGAN_AT
+from orchestrrl.engines.vllm_info import BEGAN_AT, COUNTED_SINCE
 
 
 class Formatter:
@@ -165,4 +165,6 @@ def metrics_page(runtime: Runtime, model_name: str, asleep: bool = False) -> str
             inside = ",".join(f'{key}="{item}"' for key, item in pairs.items())
             lines.append(f"vllm:{name}{{{inside}}} {float(value)}")
     lines += ["# TYPE process_start_time_seconds gauge", f"{BEGAN_AT}{runtime.began_s!r}"]
+    inside = ",".join(f'{key}="{item}"' for key, item in labels.items())
+    lines += ["# TYPE vllm:generation_tokens_created gauge", f"{COUNTED_SINCE}{inside}}} {runtime.began_s!r}"]
     return "\n".join(lines) + "\n"

@@ -44,11 +44,14 @@ class ManagedFace:
             "model_config": {
                 "model": str(options.weights or options.model_name),
                 "max_model_len": options.max_model_len_tokens,
+                "dtype": "torch.bfloat16",
+                "quantization": None,
                 "enable_sleep_mode": options.enable_sleep_mode,
             },
             "cache_config": {
                 "block_size": options.block_tokens,
                 "num_gpu_blocks": options.shape.blocks // options.data_parallel_size,
+                "cache_dtype": "auto",
             },
             "parallel_config": {
                 "tensor_parallel_size": said.get("tp", options.tensor_parallel_size),
@@ -58,11 +61,15 @@ class ManagedFace:
                 "enable_elastic_ep": options.enable_elastic_ep,
             },
             "scheduler_config": {"max_num_seqs": options.max_num_seqs},
+            "device_config": {"device": "cuda" if options.gpu else "cpu"},
             "weight_transfer_config": self._weights.config,
         }
         if request.query.get("config_format", "text") != "json":
             config = json.dumps(config)
-        return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": {}})
+        gpus = options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
+        listing = "\n".join(f"GPU {number}: {options.gpu}" for number in range(gpus)) if options.gpu else None
+        system = {"nvidia_gpu_models": listing}
+        return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": system})
 
     # --- sleep
 

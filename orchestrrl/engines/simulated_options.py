@@ -34,6 +34,9 @@ class SimulatedOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model_name: str = "simulated"
+    # What it claims to be: a published name, and a GPU as `nvidia-smi -L` names it; empty: its host has none.
+    model_root: str = "Qwen/Qwen2.5-14B-Instruct"
+    gpu: str = "NVIDIA H800"
     alpha_s: Annotated[float, Field(gt=0)] = 0.0184
     beta_s: Annotated[float, Field(ge=0)] = 0.000081
     gamma_s: Annotated[float, Field(ge=0)] = 4.1e-8

@@ -4,11 +4,13 @@ Features are found in `/openapi.json`, never inferred from a version. `/pause`, 
 exist with VLLM_SERVER_DEV_MODE=1 only; without them an attempt is still stopped, by closing its connection.
 """
 
+import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,13 @@ from orchestrrl.engines.base import (
     PauseMode,
     Refused,
 )
-from orchestrrl.engines.exchange import Exchange, Pool
+from orchestrrl.engines.exchange import Connection, Exchange, Pool
 from orchestrrl.engines.handover import EXTERNAL_SOURCE
 from orchestrrl.engines.managed import EngineLayout, Excerpt
-from orchestrrl.engines.openai_chunks import ChunkReader, StreamError
+from orchestrrl.engines.openai_chunks import ChunkReader, StreamError, parse_event
+from orchestrrl.engines.serving import named
 from orchestrrl.engines.vllm_calls import BUSY_STATUSES, NOT_OF_VLLM, Calls, failure
-from orchestrrl.engines.vllm_info import ServerInfo
+from orchestrrl.engines.vllm_info import ServerInfo, server_identity
 from orchestrrl.engines.vllm_managed import Management
 from orchestrrl.engines.vllm_transfer import VllmTransfers
 from orchestrrl.engines.vllm_weights import VllmWeights
@@ -38,6 +41,8 @@ from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, shorte
 
 # What vLLM makes of `X-Request-Id: x`. It ignores ids that it does not know, so both are named.
 ENGINE_ID_FORMS = ("cmpl-{}-0", "chatcmpl-{}")
+
+USAGE_WITHIN_S = 1.0  # after an answer's last token
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -85,9 +90,10 @@ class VllmEngine:
         self._timeout_s = timeout_s
         self._headers = dict(headers or {})
         self._calls = Calls(self.url, self.name, timeout_s=timeout_s, session=session, headers=self._headers)
+        self._where = self._calls.where
         self._management = Management(self._calls)
         self.weights = VllmWeights(self._calls, self._management, self.metrics, self._model)
-        self.transfers = VllmTransfers(self.url, self._management)
+        self.transfers = VllmTransfers(self._where, self._management)
         self._pool: Pool | None = None
         self._attempts: dict[str, _Attempt] = {}
 
@@ -98,28 +104,32 @@ class VllmEngine:
             completion = api["components"]["schemas"].get("CompletionRequest", {})
             token_ids = "return_token_ids" in completion.get("properties", {})
         version = (await self._calls.json("GET", "/version")).get("version", "") if "/version" in paths else ""
-        models = await self._models()
+        served = await self._served()
         info = await self._management.info() if "/server_info" in paths else ServerInfo()
+        main = next(iter(served), {})
+        model = named(main.get("root")) or info.serving.model or named(main.get("id"))
         return Capabilities(
             engine=self.name,
             version=version,
-            models=tuple(models),
+            models=tuple(str(each["id"]) for each in served),
             token_ids=token_ids,
             abort_requests="/abort_requests" in paths,
             pause={"/pause", "/resume", "/is_paused"} <= paths,
             collective_rpc="/collective_rpc" in paths,
             weight_transfer={"/init_weight_transfer_engine", "/update_weights"} <= paths,
+            routed_experts=info.routed_experts,
             sleep=info.sleep and {"/sleep", "/wake_up"} <= paths,
             scale_elastic_ep=info.elastic_ep and "/scale_elastic_ep" in paths,
             tokens_endpoint="/inference/v1/generate" in paths,
-            max_model_len_tokens=next(iter(models.values()), None),
+            max_model_len_tokens=main.get("max_model_len"),
             max_sequences=info.max_sequences,
+            serving=replace(info.serving, model=model),
         )
 
     async def metrics(self) -> EngineMetrics:
         status, text = await self._calls.exchange("GET", "/metrics")
         if status != 200:
-            raise failure(f"{self.url}/metrics", status, text, None)
+            raise failure(f"{self._where}/metrics", status, text, None)
         with self._calls.reading("/metrics"):
             return parse_metrics(text)
 
@@ -137,42 +147,38 @@ class VllmEngine:
         answer = await self._calls.json("POST", "/v1/completions", body)
         with self._calls.reading("/v1/completions"):
             if answer["choices"][0]["finish_reason"] not in ("length", "stop"):
-                raise Permanent(f"{self.url}: a completion of one token ended as {shorten(answer['choices'][0])}")
+                raise Permanent(f"{self._where}: a completion of one token ended as {shorten(answer['choices'][0])}")
         return time.monotonic() - started_s
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         path = "/v1/completions" if request.endpoint is Endpoint.COMPLETIONS else "/v1/chat/completions"
-        body = json.dumps(_asked(request), separators=(",", ":")).encode()
-        exchange = self._open_pool().exchange(path, body, {"X-Request-Id": request.request_id})
+        asked = request.body if request.verbatim else _asked(request)
+        body = json.dumps(asked, separators=(",", ":"), allow_nan=False).encode()
+        headers = [("X-Request-Id", request.request_id), *request.headers]
+        exchange = self._open_pool().exchange(path, body, headers)
         attempt = self._attempts[request.request_id] = _Attempt(exchange)
-        tokens, finish_reason = 0, None
+        finished = False
         try:
             connection = await exchange.begin()
             if connection.status != 200:
                 text = (await connection.read_all()).decode(errors="replace")
                 exchange.leave()
-                raise failure(self.url + path, connection.status, text, connection.headers.get("retry-after"))
-            events, reader = sse.Events(), ChunkReader()
-            while data := await connection.read():
-                with self._calls.reading(path):
-                    told, at = events.feed(data), 0
-                while at < len(told):
-                    if told[at] == sse.DONE:
-                        at += 1
-                        # vLLM leaves out the last chunk of a request that was aborted before its first token.
-                        if finish_reason is None and not tokens:
-                            finish_reason = "abort"
-                            yield Chunk(finish_reason=finish_reason)
-                        continue
-                    chunk, at = self._chunk(path, reader, told, at)
-                    if chunk is not None:
-                        attempt.heard = True
-                        tokens += len(chunk.token_ids)
-                        finish_reason = finish_reason or chunk.finish_reason
-                        yield chunk
-            if finish_reason is None:
+                raise failure(self._where + path, connection.status, text, connection.headers.get("retry-after"))
+            streamed = connection.headers.get("content-type", "").startswith("text/event-stream")
+            if request.verbatim and not streamed:
+                chunks = self._whole(path, connection)
+            elif request.verbatim and request.body.get("stream"):
+                chunks = self._events(path, connection)
+            else:
+                chunks = self._chunks(path, connection)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    attempt.heard = True
+                    finished = finished or chunk.finish_reason is not None
+                    yield chunk
+            if not finished:
                 raise OutcomeUnknown(
-                    f"{self.url}{path}: the stream of {request.request_id} ended without a finish_reason"
+                    f"{self._where}{path}: the stream of {request.request_id} ended without a finish_reason"
                 )
         except OutcomeUnknown:
             if not attempt.abandoned:
@@ -180,10 +186,67 @@ class VllmEngine:
             yield Chunk(finish_reason="abort")
         finally:
             self._attempts.pop(request.request_id, None)
-            if finish_reason is not None:
+            if finished:
                 exchange.leave()
             else:
                 exchange.close()
+
+    async def _chunks(self, path: str, connection: Connection) -> AsyncGenerator[Chunk]:
+        """Read a streamed answer. The finishing chunk waits for the engine's usage, which follows at once."""
+        events, reader = sse.Events(), ChunkReader()
+        begun, last = False, None
+        while data := await _read(connection, within_s=None if last is None else USAGE_WITHIN_S):
+            with self._calls.reading(path):
+                received, at = events.feed(data), 0
+            while at < len(received):
+                if received[at] == sse.DONE:
+                    at += 1
+                    # vLLM leaves out the last chunk of a request that was aborted before its first token.
+                    if last is None and not begun:
+                        last = Chunk(finish_reason="abort")
+                    if last is not None:
+                        yield last
+                        return
+                    continue
+                chunk, at = self._chunk(path, reader, received, at)
+                if chunk is None:
+                    continue
+                if last is not None:
+                    last = _completed(last, chunk)
+                elif chunk.finish_reason is not None:
+                    last = chunk
+                else:
+                    begun = begun or bool(chunk.token_ids)
+                    yield chunk
+        if last is not None:
+            yield last
+
+    async def _whole(self, path: str, connection: Connection) -> AsyncGenerator[Chunk]:
+        """Read an answer that comes as one JSON document."""
+        text = await connection.read_all()
+        with self._calls.reading(path):
+            answer = json.loads(text)
+            reasons = [choice["finish_reason"] for choice in answer["choices"]]
+        yield Chunk(finish_reason="abort" if "abort" in reasons else (reasons or [None])[-1] or "stop", answer=answer)
+
+    async def _events(self, path: str, connection: Connection) -> AsyncGenerator[Chunk]:
+        """Read a streamed answer event by event, each as the engine wrote it."""
+        events, finish_reason = sse.Events(), None
+        while data := await connection.read():
+            with self._calls.reading(path):
+                received = events.feed(data)
+            for each in received:
+                if each == sse.DONE:
+                    yield Chunk(finish_reason=finish_reason or "abort", event={})
+                    return
+                with self._raising(path):
+                    event = parse_event(each)
+                    reasons = [choice.get("finish_reason") for choice in event["choices"]]
+                finish_reason = next((reason for reason in reasons if reason), finish_reason)
+                if finish_reason != "abort":
+                    yield Chunk(event=event)
+        if finish_reason is not None:
+            yield Chunk(finish_reason=finish_reason, event={})
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         # An attempt that we have not heard of yet may not be known to the engine either, and would slip through.
@@ -252,7 +315,9 @@ class VllmEngine:
         if await self.asleep():
             return
         if (now := await self.metrics()).running or now.waiting:
-            raise Permanent(f"{self.url}: has {now.running + now.waiting} requests, which it would lose in its sleep")
+            raise Permanent(
+                f"{self._where}: has {now.running + now.waiting} requests, which it would lose in its sleep"
+            )
         await self._management.sleep()
 
     async def wake(self) -> None:
@@ -277,31 +342,38 @@ class VllmEngine:
         return self._pool
 
     def _chunk(self, path: str, reader: ChunkReader, events: Sequence[bytes], at: int) -> tuple[Chunk | None, int]:
-        try:
+        with self._raising(path):
             return reader.read_on(events, at)
+        raise AssertionError("unreachable")
+
+    @contextmanager
+    def _raising(self, path: str) -> Iterator[None]:
+        """Raise errors that the engine sends as events, and malformed events, as errors of ours."""
+        try:
+            yield
         except StreamError as told:
             status, message = told.error.get("code"), told.error.get("message")
             if isinstance(status, int) and 400 <= status < 500 and status not in BUSY_STATUSES:
-                raise Refused(f"{self.url}{path}: {message}", status, told.event) from told
+                raise Refused(f"{self._where}{path}: {message}", status, told.event) from told
             # The engine gave up midway, often because it is dying: as good as a cut stream.
-            raise OutcomeUnknown(f"{self.url}{path}: the stream ended with an error: {message}") from told
+            raise OutcomeUnknown(f"{self._where}{path}: the stream ended with an error: {message}") from told
         except NOT_OF_VLLM as error:
             raise self._calls.nonsense(path, error) from error
 
     async def _model(self) -> str:
-        return next(iter(await self._models()), "")
+        return next((str(model["id"]) for model in await self._served()), "")
 
-    async def _models(self) -> dict[str, int | None]:
-        """Longest context of each model by its name, the served model first."""
+    async def _served(self) -> list[dict[str, Any]]:
+        """The entries of /v1/models, each with an `id`, the served model first."""
         answer = await self._calls.json("GET", "/v1/models")
         with self._calls.reading("/v1/models"):
-            return {str(model["id"]): model.get("max_model_len") for model in answer["data"]}
+            return [{**model, "id": str(model["id"])} for model in answer["data"]]
 
 
 def parse_metrics(text: str) -> EngineMetrics:
     """vLLM's `/metrics`, summed over the engines of one server (data parallelism), with the mean of their KV usage.
 
-    Raises ValueError or KeyError for a page that lacks any of them.
+    Raises ValueError or KeyError for a page that lacks any of them, or has what is no count.
     """
     # Most of the page is histograms, which cost much to parse and say nothing here.
     wanted = "\n".join(line for line in text.splitlines() if line.startswith(_SAMPLES))
@@ -309,6 +381,8 @@ def parse_metrics(text: str) -> EngineMetrics:
     capacity_tokens, loaded_tokens = 0, None
     for family in text_string_to_metric_families(wanted + "\n"):
         for sample in family.samples:
+            if not (math.isfinite(sample.value) and sample.value >= 0):
+                raise ValueError(f"{sample.name}: must be a finite number >= 0, got {sample.value}")
             values.setdefault(sample.name, []).append(sample.value)
             if sample.name == CACHE_CONFIG:
                 # Each of a server's engines has a line, and in each line are the blocks of them all.
@@ -322,16 +396,35 @@ def parse_metrics(text: str) -> EngineMetrics:
         kv_usage_fraction=sum(values[KV_USAGE]) / len(values[KV_USAGE]),
         kv_capacity_tokens=capacity_tokens,
         generation_tokens_total=int(sum(values[GENERATED])),
-        prompt_tokens_total=int(sum(values[PROMPT])) - (loaded_tokens or 0),
+        prompt_tokens_total=max(0, int(sum(values[PROMPT])) - (loaded_tokens or 0)),
         preemptions_total=int(sum(values[PREEMPTIONS])),
         loaded_tokens_total=loaded_tokens,
+        server=server_identity(text),
     )
 
 
 def _asked(request: GenerationRequest) -> dict[str, Any]:
     """The body of an attempt."""
-    body = {**request.body, "stream": True, "return_token_ids": True}
+    options = {"include_usage": True}
+    body = {**request.body, "stream": True, "stream_options": options, "return_token_ids": True}
     if request.coalesce_tokens > 1:
         # Servers that do not know it ignore it.
         body.setdefault("stream_interval", request.coalesce_tokens)
     return body
+
+
+async def _read(connection: Connection, *, within_s: float | None) -> bytes:
+    """Return the next bytes of the answer; none where it has ended or nothing comes within `within_s`."""
+    if within_s is None:
+        return await connection.read()
+    try:
+        async with asyncio.timeout(within_s):
+            return await connection.read()
+    except (TimeoutError, OrchestrRLError):
+        return b""
+
+
+def _completed(last: Chunk, closing: Chunk) -> Chunk:
+    """Return the finishing chunk with the fields of the events after it."""
+    fields = {**(last.answer_fields or {}), **(closing.answer_fields or {})}
+    return replace(last, usage=closing.usage or last.usage, answer_fields=fields or None)

@@ -11,13 +11,14 @@ from typing import Any
 
 import aiohttp
 
+from orchestrrl.addresses import without_login
 from orchestrrl.engines.base import Refused
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 
 RETRY_AFTER_S = 1.0
 BUSY_STATUSES = frozenset({408, 425, 429})
 # What reading a document of another form raises.
-NOT_OF_VLLM = (ValueError, KeyError, IndexError, TypeError, AttributeError)
+NOT_OF_VLLM = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError)
 
 
 class Calls:
@@ -37,6 +38,7 @@ class Calls:
         headers: Mapping[str, str],
     ) -> None:
         self.url = url
+        self.where = without_login(url)  # for messages
         self.timeout_s = timeout_s
         self._product = product
         self._session = session
@@ -50,7 +52,7 @@ class Calls:
         had its effect, OutcomeUnknown."""
         status, text = await self.exchange(method, path, body, timeout_s)
         if status != 200:
-            raise failure(self.url + path, status, text, None)
+            raise failure(self.where + path, status, text, None)
         with self.reading(path):
             return json.loads(text)
 
@@ -83,7 +85,7 @@ class Calls:
     @contextmanager
     def _reporting(self, path: str, sent: type[Retryable] | type[OutcomeUnknown]) -> Iterator[None]:
         """Network failures as ours: Retryable before the request was sent, `sent` once it may have arrived."""
-        where = self.url + path
+        where = self.where + path
         try:
             yield
         except aiohttp.InvalidURL as error:
@@ -105,16 +107,20 @@ class Calls:
             raise self.nonsense(path, error) from error
 
     def nonsense(self, path: str, error: Exception) -> Permanent:
-        return Permanent(f"{self.url}{path}: not an answer of {self._product}: {error!r}")
+        return Permanent(f"{self.where}{path}: not an answer of {self._product}: {error!r}")
 
 
 def failure(where: str, status: int, text: str, retry_after: str | None) -> OrchestrRLError:
     """An HTTP status that is not 200 as an error of ours, with the engine's own words."""
     try:
         body = json.loads(text)
-        message = body["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError):
+        body = None
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    if not isinstance(message, str):
         message = shorten(text, 300)
+    if not isinstance(body, dict):
         body = {"error": {"message": message, "type": "error", "param": None, "code": status}}
     if status in BUSY_STATUSES or status >= 500:
         after_s = float(retry_after) if retry_after and retry_after.isdecimal() else RETRY_AFTER_S

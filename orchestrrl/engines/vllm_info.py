@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrrl.engines.managed import EngineLayout
+from orchestrrl.engines.serving import CPU, ServingFacts, gpu_of, kv_bits, listed_gpus, named, ranks, weight_bits
 
 PATH = "/server_info?config_format=json"
+MOST_IDENTITY = 256  # characters
 BEGAN_AT = "process_start_time_seconds "
+COUNTED_SINCE = "vllm:generation_tokens_created{"
 TIMEOUT_S = 60.0  # the first answer collects facts about the machine, which takes seconds
 
 
@@ -25,6 +28,8 @@ class ServerInfo:
     elastic_ep: bool = False  # --enable-elastic-ep
     model: str | None = None  # that it was started with: a name, or a folder of its machine
     weight_backend: str | None = None  # --weight-transfer-config
+    serving: ServingFacts = field(default_factory=ServingFacts)
+    routed_experts: bool = False  # --enable-return-routed-experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,41 @@ def read_server_info(answer: Mapping[str, Any]) -> ServerInfo:
         elastic_ep=parallel.get("enable_elastic_ep") is True,
         model=config.get("model_config", {}).get("model"),
         weight_backend=(config.get("weight_transfer_config") or {}).get("backend"),
+        serving=_serving(config, answer.get("system_env")),
+        # Versions have it in the one or the other.
+        routed_experts=any(
+            (config.get(part) or {}).get("enable_return_routed_experts") is True
+            for part in ("aux_output_config", "model_config")
+        ),
     )
+
+
+def _serving(config: Mapping[str, Any], system: object) -> ServingFacts:
+    """`system`: what vLLM collected of its host, absent in some versions."""
+    model, parallel, cache = (_section(config, name) for name in ("model_config", "parallel_config", "cache_config"))
+    device = named(_section(config, "device_config").get("device"))
+    gpu, why = "", ""
+    if device.startswith(CPU):
+        why = "the engine runs on CPUs"
+    elif isinstance(system, dict) and (listed := listed_gpus(system.get("nvidia_gpu_models"))):
+        gpu, why = gpu_of(listed)
+    return ServingFacts(
+        model=named(model.get("model")),
+        weight_bits=weight_bits(model.get("dtype"), model.get("quantization")),
+        kv_bits=kv_bits(cache.get("cache_dtype")),
+        tp=ranks(parallel.get("tensor_parallel_size")),
+        pp=ranks(parallel.get("pipeline_parallel_size")),
+        dp=ranks(_replicas_served(parallel)) if "data_parallel_size" in parallel else None,
+        ep=flag if isinstance(flag := parallel.get("enable_expert_parallel"), bool) else None,
+        device=device,
+        gpu=gpu,
+        gpu_detail=why,
+    )
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def began_at(metrics_page: str) -> str:
@@ -63,6 +102,24 @@ def began_at(metrics_page: str) -> str:
     where it is not told, as by several processes that answer as one server."""
     told = (line for line in metrics_page.splitlines() if line.startswith(BEGAN_AT))
     return next(told, "").removeprefix(BEGAN_AT)
+
+
+def server_identity(metrics_page: str) -> str:
+    """Identify the server's process: by when it was started, which is told to 10 ms, and when it began to count tokens,
+    which is told to a microsecond. Whoever reads the page of one process reads the same, by whatever address.
+
+    Empty where either is missing, as where several processes answer as one server, or where its environment
+    switches such series off: the first alone does not tell apart servers that were started together.
+    """
+    began = created = ""
+    for line in metrics_page.splitlines():
+        if line.startswith(BEGAN_AT):
+            began = line.removeprefix(BEGAN_AT)
+        elif line.startswith(COUNTED_SINCE):
+            since = line.rpartition(" ")[2]
+            created = min(created, since) if created else since  # of the replicas in the process
+    identity = f"{began}/{created}"
+    return identity if began and created and len(identity) <= MOST_IDENTITY and identity.isprintable() else ""
 
 
 def _replicas_served(parallel: Mapping[str, Any]) -> int:

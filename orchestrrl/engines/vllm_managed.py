@@ -31,7 +31,7 @@ class Management:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._url = calls.url
+        self._url = calls.where  # for messages
         self._known: tuple[str, AsStarted] | None = None  # when the process was started that told it
 
     async def as_started(self, page: str | None = None) -> AsStarted:

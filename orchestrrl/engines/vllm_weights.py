@@ -63,7 +63,7 @@ class VllmWeights:
         model: Callable[[], Awaitable[str]],
     ) -> None:
         self._calls = calls
-        self._url = calls.url
+        self._url = calls.where  # for messages
         self._management = management
         self._metrics = metrics
         self._model = model

@@ -34,7 +34,9 @@ class CircuitOwners:
     def recover(self, begun: Iterable[tuple[str, Diff]]) -> None:
         """What earlier daemons owned. `begun`: changes without a result; nobody knows what of them is up by now."""
         for switch, entry in self._journal.latest_by_subject(Kind.CIRCUITS_OWNED).items():
-            pairs = frozenset(map(CrossConnect.parse, entry.body["pairs"]))
+            pairs = self._journal.interpret(entry, lambda body: frozenset(map(CrossConnect.parse, body["pairs"])))
+            if pairs is None:
+                continue
             self._of(switch).take(pairs)
             self._written[switch] = pairs
         for switch, diff in begun:

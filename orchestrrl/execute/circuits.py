@@ -15,6 +15,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -35,7 +36,7 @@ from ocs_drivers.model import (
     utc,
 )
 from orchestrrl.clock import Clock
-from orchestrrl.errors import OrchestrRLError
+from orchestrrl.errors import OrchestrRLError, few
 from orchestrrl.execute.circuit_owners import CircuitOwners
 from orchestrrl.journal import Journal, Kind
 
@@ -88,6 +89,7 @@ class CircuitExecutor:
         self._turns = {switch: asyncio.Lock() for switch in switches}
         self._count = itertools.count(1)
         self._open: dict[str, CircuitOperation] = {}
+        self._undone: dict[str, _Undone] = {}  # open ones that were rolled back, and not read since
         self._prepared: dict[str, CircuitOperation] = {}
         self._not_seen_since_s: dict[str, float] = {}  # of open ones, none of which their switch shows
         self._armed: dict[str, Armed] = {}  # of those prepared, where the driver can
@@ -287,15 +289,19 @@ class CircuitExecutor:
             self._close(_outcome(operation, False, str(error)), gone=operation.diff.add)
             raise
         if is_timed and not result.done and result.revision == operation.diff.revision:
-            outcome = _outcome(operation, False, f"{_why(result)}; nothing took, the switch is as it was")
-            outcome = replace(outcome, items=result.items, revision=result.revision)
-            return self._close(outcome, gone=operation.diff.add)
+            now = await self._read_after(operation, f"{_why(result)}; not read since")
+            if not _is_begun(operation.diff, now.cross_connects):
+                detail = f"{_why(result)}; nothing took, {compared_with_before(operation.diff, now)}"
+                outcome = replace(_outcome(operation, False, detail, now.revision), items=result.items)
+                return self._close(outcome, gone=operation.diff.add)
         return await self._finish(operation, result, began_s)
 
     def recover(self) -> int:
         """Take up the changes that the journal has no result of; their number. `settle` brings them to an end."""
         for entry in self._journal.open_operations(Kind.CIRCUITS_INTENT):
-            self._open[entry.subject] = operation_from_json(entry.subject, entry.body)
+            operation = self._journal.interpret(entry, partial(operation_from_json, entry.subject))
+            if operation is not None:
+                self._open[operation.id] = operation
         self.owners.recover((operation.switch, operation.diff) for operation in self.open)
         return len(self._open)
 
@@ -347,8 +353,13 @@ class CircuitExecutor:
         if not _is_begun(diff, reading.cross_connects) and await self._has_waited(operation, facts):
             reading = await self.owners.claim(operation.switch, await driver.cross_connects())
         if not _is_begun(diff, reading.cross_connects):
-            outcome = _outcome(operation, False, "was not begun; the switch is as it was", reading.revision)
+            if (undone := self._undone.get(operation.id)) is not None:
+                return self._close_undone(operation, undone, reading)
+            outcome = _outcome(
+                operation, False, f"was not begun; {compared_with_before(diff, reading)}", reading.revision
+            )
             return self._close(outcome, gone=diff.add)
+        self._undone.pop(operation.id, None)  # it is there again, or not all of it was undone
         if operation.revert_in_s is not None:
             return await self._undo(operation, "was on trial, and nobody confirmed it", ())
         try:
@@ -443,8 +454,12 @@ class CircuitExecutor:
     async def _undo(self, operation: CircuitOperation, why: str, items: tuple[ItemResult, ...]) -> CircuitOutcome:
         """Bring the switch back to what it was, and say exactly what is where if that fails too."""
         switch = operation.switch
+        undone = _Undone(why, items)
         try:
             back = await self._switches[switch].rollback(operation.diff)
+        except OutcomeUnknown:  # stays open
+            self._undone[operation.id] = undone
+            raise
         except Permanent as error:
             outcome = _outcome(operation, False, f"{why}; not rolled back: {error}")
             return self._close(replace(outcome, items=items))
@@ -453,9 +468,28 @@ class CircuitExecutor:
         if not back.done:
             outcome = _outcome(operation, False, f"{why}; not rolled back: {_why(back)}", back.revision)
             return self._close(replace(outcome, items=items))
-        outcome = _outcome(operation, False, f"{why}; rolled back, the switch is as it was", back.revision)
-        undone = tuple(replace(item, done=False, detail="rolled back" if item.done else item.detail) for item in items)
-        return self._close(replace(outcome, items=undone, rolled_back=True), gone=operation.diff.add)
+        self._undone[operation.id] = undone
+        now = await self._read_after(operation, f"{why}; rolled back by its driver's word, and not read since")
+        return self._close_undone(operation, undone, now)
+
+    def _close_undone(self, operation: CircuitOperation, undone: "_Undone", now: Reading) -> CircuitOutcome:
+        """End a change that was rolled back, by what its switch shows now."""
+        why, items = undone.why, undone.items
+        if amiss := _not_undone(operation.diff, now):
+            outcome = _outcome(operation, False, f"{why}; rolled back, then shown otherwise: {amiss}", now.revision)
+            return self._close(replace(outcome, items=items))
+        outcome = _outcome(
+            operation, False, f"{why}; rolled back, {compared_with_before(operation.diff, now)}", now.revision
+        )
+        items = tuple(replace(item, done=False, detail="rolled back" if item.done else item.detail) for item in items)
+        return self._close(replace(outcome, items=items, rolled_back=True), gone=operation.diff.add)
+
+    async def _read_after(self, operation: CircuitOperation, words: str) -> Reading:
+        """Read the switch after a change of it; raises OutcomeUnknown, with `words`, where it cannot be read."""
+        try:
+            return await self._switches[operation.switch].cross_connects()
+        except DriverError as error:
+            raise OutcomeUnknown(f"{words}: {error}", device=operation.switch) from error
 
     async def _verified(self, operation: CircuitOperation) -> tuple[CrossConnect, ...]:
         """The circuits of the change that are in place and dark; raises OutcomeUnknown if the switch disagrees."""
@@ -480,6 +514,7 @@ class CircuitExecutor:
         self._write(Kind.CIRCUITS_RESULT, outcome.operation, outcome_to_json(outcome))
         self._open.pop(outcome.operation, None)
         self._not_seen_since_s.pop(outcome.operation, None)
+        self._undone.pop(outcome.operation, None)
         logger.info("circuits %s on %s: done=%s %s", outcome.operation, outcome.switch, outcome.done, outcome.detail)
         return outcome
 
@@ -488,6 +523,14 @@ class CircuitExecutor:
 
     def _write(self, kind: Kind, subject: str, body: Mapping[str, Any]) -> None:
         self._journal.append(self._clock.now_s(), kind, subject, body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Undone:
+    """Why a change was rolled back, and what had become of it port by port."""
+
+    why: str
+    items: tuple[ItemResult, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,6 +545,28 @@ class _Trial:
 
 def _is_begun(diff: Diff, present: frozenset[CrossConnect]) -> bool:
     return not present >= frozenset(diff.remove) or bool(present & frozenset(diff.add))
+
+
+def _not_undone(diff: Diff, now: Reading) -> str:
+    """Return how the circuits of a change differ from what they were before it; "" where they do not."""
+    state = {circuit.cross_connect: circuit.state for circuit in now.circuits}
+    amiss = [f"{pair} is up" for pair in diff.add if pair in state]
+    amiss += [f"{pair} is not up" for pair in diff.remove if pair not in state]
+    amiss += [
+        f"{pair} is {state[pair]}" for pair in diff.remove if state.get(pair, CircuitState.TUNED) != CircuitState.TUNED
+    ]
+    return few(amiss)
+
+
+def compared_with_before(diff: Diff, now: Reading) -> str:
+    """Return how a switch on which nothing of a change is left compares with what it was before the change."""
+    lost, new = sorted(diff.before - now.cross_connects), sorted(now.cross_connects - diff.before)
+    if amiss := _not_undone(diff, now):
+        return f"its circuits are listed as they were, and {amiss}"
+    if not lost and not new:
+        return "the switch is as it was"
+    others = few([*(f"-{pair}" for pair in lost), *(f"+{pair}" for pair in new)], between=" ")
+    return f"its circuits are as they were, and others have changed since: {others}"
 
 
 def _outcome(operation: CircuitOperation, done: bool, detail: str, revision: int = 0) -> CircuitOutcome:

@@ -1,16 +1,15 @@
 """Switches and the fleet that they left, in the journal: written and read in one form."""
 
-import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from orchestrrl.deployers.command_line import EngineSpec
 from orchestrrl.engines.managed import Excerpt
 from orchestrrl.journal import Entry, Journal, JournalReader, Kind
-from orchestrrl.switch import Switch, SwitchId, SwitchReport
-
-logger = logging.getLogger(__name__)
+from orchestrrl.switch import StepKind, StepState, Switch, SwitchId, SwitchReport
 
 SWITCH = TypeAdapter(Switch)
 EXCERPT = TypeAdapter(Excerpt)
@@ -49,9 +48,7 @@ def write_end(journal: Journal, at_s: float, report: SwitchReport, fleet: Fleet)
 def read_fleet(journal: JournalReader) -> Fleet | None:
     """None: no switch has ended here."""
     latest = journal.latest(Kind.SWITCH_ENDED)
-    if latest is None:
-        return None
-    return Fleet(_SPECS.validate_python(latest.body["serving"]), _SPECS.validate_python(latest.body["asleep"]))
+    return None if latest is None else journal.interpret(latest, _fleet_from)
 
 
 def read_open(journal: JournalReader) -> OpenSwitch | None:
@@ -62,9 +59,13 @@ def read_open(journal: JournalReader) -> OpenSwitch | None:
     begun, ended = opened[-1], journal.latest(Kind.SWITCH_ENDED)
     if ended is not None and ended.sequence > begun.sequence:  # it has ended, and that could not be written down
         return None
-    switch = SWITCH.validate_python(begun.body["switch"])
+    switch = journal.interpret(begun, lambda body: SWITCH.validate_python(body["switch"]))
+    if switch is None:
+        return None
     steps = [
-        entry for entry in journal.since(begun.sequence, (Kind.SWITCH_STEP,), MOST_STEPS) if entry.subject == switch.id
+        entry
+        for entry in journal.since(begun.sequence, (Kind.SWITCH_STEP,), MOST_STEPS)
+        if entry.subject == switch.id and journal.interpret(entry, _checked_step) is not None
     ]
     return OpenSwitch(switch, tuple(steps))
 
@@ -73,8 +74,22 @@ def read_history(journal: JournalReader) -> dict[SwitchId, SwitchReport]:
     """Oldest first."""
     reports = {}
     for entry in journal.tail(HISTORY, (Kind.SWITCH_ENDED,)):
-        try:
-            reports[SwitchId(entry.subject)] = REPORT.validate_python(entry.body["report"])
-        except (ValidationError, KeyError):
-            logger.warning("switch %s is left out: another version wrote it", entry.subject)
+        report = journal.interpret(entry, lambda body: REPORT.validate_python(body["report"]))
+        if report is not None:
+            reports[SwitchId(entry.subject)] = report
     return reports
+
+
+def _fleet_from(body: Mapping[str, Any]) -> Fleet:
+    return Fleet(_SPECS.validate_python(body["serving"]), _SPECS.validate_python(body["asleep"]))
+
+
+def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body of a step, which has what a resumed switch reads of it."""
+    StepKind(body["kind"]), StepState(body["state"])
+    if "reference" in body:
+        EXCERPT.validate_python(body["reference"])
+    missing = {"engine", "number", "direction", "detail", "began_s", "took_s"} - body.keys()
+    if missing:
+        raise ValueError(f"has no {min(missing)}")
+    return body

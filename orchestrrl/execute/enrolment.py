@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from balancer.leave import leave
+from orchestrrl.addresses import check_url
 from orchestrrl.clock import Clock
-from orchestrrl.config import Config, check_url
+from orchestrrl.config import Config
 from orchestrrl.engine_facts import engine_facts
 from orchestrrl.errors import Permanent, ProblemFaults, shorten
 from orchestrrl.execute.moves import MovesOutcome
@@ -104,7 +105,7 @@ class Enrolment:
             self._change("add", engine, self.roster.with_readmitted(engine), reason)
             return
         views = self._state.engines(self._clock.now_s())
-        faults = [*_identity_faults(new, views), *self._place_faults(new, views)]
+        faults = [*self._identity_faults(new, views), *self._place_faults(new, views)]
         if faults:
             raise ProblemFaults(faults)
         name = ConfigurationId(new.configuration) if new.configuration else None
@@ -124,12 +125,18 @@ class Enrolment:
         """Nothing new goes there; `move`: what is there goes elsewhere, round by round. Raises ProblemFaults for an
         engine that is not known."""
         self._require_known(engine)
-        self._change("drain", engine, self.roster.with_drained(engine, move), reason)
+        roster = self.roster
+        for name in self._names_of(engine):
+            roster = roster.with_drained(name, move)
+        self._change("drain", engine, roster, reason)
 
     def undrain(self, engine: EngineId, reason: str = "") -> None:
         """It takes requests again."""
         self._require_known(engine)
-        self._change("undrain", engine, self.roster.with_undrained(engine), reason)
+        roster = self.roster
+        for name in self._names_of(engine):
+            roster = roster.with_undrained(name)
+        self._change("undrain", engine, roster, reason)
 
     async def remove(self, engine: EngineId, force: bool = False, reason: str = "") -> Removal:
         """It is none of ours from now on, whoever reports it. What still runs there finishes: its gateway keeps the
@@ -146,8 +153,17 @@ class Enrolment:
         if there:
             self._check_movable()
         moved = await self._empty(engine, reason) if there else set()
-        self._change("remove", engine, self.roster.with_removed(engine), reason)
+        roster = self.roster
+        for name in self._names_of(engine):
+            roster = roster.with_removed(name)
+        self._change("remove", engine, roster, reason)
         return Removal(len(moved), len(self._requests_on(engine) - moved))
+
+    def _names_of(self, engine: EngineId) -> list[EngineId]:
+        """The engine's id, and those that only nodes use for it: they would be its id once nothing else names it."""
+        names = self._state.names(self._clock.now_s())
+        others = {id for _, id in names.others.get(engine, ())}
+        return [engine, *sorted(id for id in others if names.is_other(id) and id not in self.roster.removed)]
 
     # --- moving what leaves
 
@@ -180,9 +196,12 @@ class Enrolment:
 
     def _takes(self, engine: EngineView) -> bool:
         """Of one without an agent only its gateways know whether it is well."""
-        well = engine.health is EngineHealth.OK or not self._state.reported(engine.id)
+        well = not self._state.reported(engine.id) or (engine.health is EngineHealth.OK and self._fresh(engine))
         changing = engine.id in self._routes.draining or engine.id in self._routes.expected
         return well and not (engine.draining or engine.outdated or changing)
+
+    def _fresh(self, engine: EngineView) -> bool:
+        return engine.age_s is not None and engine.age_s <= self.config.fast.stale_after_s
 
     def _round_ended(self, moves: Sequence[RequestMove], task: "asyncio.Task[MovesOutcome]") -> None:
         self._round = None
@@ -258,20 +277,22 @@ class Enrolment:
                 faults.append(f"gpus[{place}]: is named twice, got {gpu}")
         return faults
 
-
-def _identity_faults(new: NewEngine, views: Sequence[EngineView]) -> list[str]:
-    faults = []
-    if not new.engine.strip():
-        faults.append(f"engine_id: must not be empty, got {new.engine!r}")
-    here = next((view for view in views if view.id == new.engine), None)
-    if here is not None:
-        where = f"is the id of an engine already, at {here.url or 'an unknown URL'}; remove that one first"
-        faults.append(f"engine_id: {where}, got {new.engine!r}")
-    try:
-        check_url(new.url)
-    except ValueError as error:
-        faults.append(f"url: {error}, got {new.url!r}")
-    twin = next((v for v in views if v.id != new.engine and v.url and v.url.rstrip("/") == new.url.rstrip("/")), None)
-    if twin is not None:
-        faults.append(f"url: is that of {twin.id} already, got {new.url!r}")
-    return faults
+    def _identity_faults(self, new: NewEngine, views: Sequence[EngineView]) -> list[str]:
+        faults, now_s = [], self._clock.now_s()
+        if not new.engine.strip():
+            faults.append(f"engine_id: must not be empty, got {new.engine!r}")
+        here = next((view for view in views if view.id == new.engine), None)
+        if here is not None:
+            where = f"is the id of an engine already, at {here.url or 'an unknown URL'}; remove that one first"
+            faults.append(f"engine_id: {where}, got {new.engine!r}")
+        called = self._state.engine_called(EngineId(new.engine), now_s)
+        if called != new.engine:
+            faults.append(f"engine_id: is what nodes call {called}, got {new.engine!r}")
+        try:
+            check_url(new.url)
+        except ValueError as error:
+            faults.append(f"url: {error}, got {new.url!r}")
+        twin = self._state.engine_at(new.url, now_s)
+        if twin is not None and twin != new.engine:
+            faults.append(f"url: is that of {twin} already, got {new.url!r}")
+        return faults

@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 from orchestrrl.clock import Clock
@@ -28,6 +28,7 @@ from orchestrrl.execute.fabric_queue import Announced, Circuits, PeriodQueue, la
 from orchestrrl.fabric_intents import parse_intent
 from orchestrrl.holds import HoldBook, Part
 from orchestrrl.journal import Journal
+from orchestrrl.lifetimes import MOST_S
 from orchestrrl.periods import CommitReport, ControlState, FabricControl, PeriodReport, PeriodState
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Stage
@@ -90,6 +91,7 @@ class Coordinator:
         self.times = times
         self.rules = rules or Rules()
         self.glance = Glance()  # as the switches were last seen, or left
+        self.defects = 0  # faults of ours that were met while running
         self.period = ""  # whose circuits came up last, as far as it is known
         self._glass = glass
         self._holds = holds
@@ -126,9 +128,15 @@ class Coordinator:
         still until it is over, so it needs no window; circuits of training are changed in windows all the same. `job`:
         whose, where the intent does not say. Raises ProblemFaults, and Permanent for a name that nobody has given an
         intent to."""
-        if not (isfinite(within_s) and within_s >= 0):
-            raise ProblemFaults([f"within_s: must be >= 0 (0: as configured), got {within_s}"])
-        intent = parse_intent(period, intent_json, job) if intent_json else self._book.intent(period, job)
+        faults = []
+        if not 0 <= within_s <= MOST_S:
+            faults.append(f"within_s: must be >= 0 and <= {MOST_S:.0f} (0: as configured), got {within_s}")
+        try:
+            intent = parse_intent(period, intent_json, job) if intent_json else self._book.intent(period, job)
+        except ProblemFaults as error:
+            raise ProblemFaults([*faults, *error.faults]) from None
+        if faults:
+            raise ProblemFaults(faults)
         return self.expect(intent, within_s, boundary=boundary)
 
     def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> Announced:
@@ -240,12 +248,21 @@ class Coordinator:
 
     async def run(self) -> None:
         """Never returns. A period that fails is told of and logged, and the next one has its turn."""
+        has_looked = False
         try:
-            await self.look()
-            self._left, self._seen_to = self.glance.of_site, self.glance.failures
             while True:
-                period = await self._next()
-                self._active[period] = asyncio.ensure_future(self._safely(period))
+                try:
+                    if not has_looked:
+                        await self.look()
+                        self._left, self._seen_to = self.glance.of_site, self.glance.failures
+                        has_looked = True
+                    period = await self._next()
+                    self._active[period] = asyncio.ensure_future(self._safely(period))
+                except Exception:
+                    # A fault of ours, or of one driver's, is no reason to stop: periods under way go on.
+                    self.defects += 1
+                    logger.exception("the switches could not be looked after")
+                    await self._clock.sleep(LOOK_EVERY_S)
         finally:
             for task in self._active.values():
                 task.cancel()

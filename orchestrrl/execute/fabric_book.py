@@ -6,9 +6,11 @@ counted, and written down with the next that is.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
-from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
+from orchestrrl.errors import OrchestrRLError, Permanent
 from orchestrrl.fabric_intents import intent_to_json, parse_intent
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.periods import PERIOD, PeriodReport, PeriodState, SwitchTook
@@ -35,12 +37,13 @@ class PeriodBook:
         self._alike: dict[_Key, tuple[str, str, float]] = {}  # how each ended when it was written down last
         self._untold: Counter[_Key] = Counter()  # endings alike since then
         for entry in journal.tail(REMEMBERED, (Kind.PERIOD_INTENT,)):
-            try:
-                self._remember(parse_intent(entry.subject, entry.body["intent"]), entry.sequence)
-            except ProblemFaults as error:
-                logger.warning("the intent of %s is left out: %s", entry.subject, error)
+            intent = journal.interpret(entry, partial(_intent_from, entry.subject))
+            if intent is not None:
+                self._remember(intent, entry.sequence)
         for entry in journal.tail(REMEMBERED, (Kind.PERIOD,)):
-            self.over.append(PERIOD.validate_python({k: v for k, v in entry.body.items() if k != "alike_before"}))
+            report = journal.interpret(entry, _report_from)
+            if report is not None:
+                self.over.append(report)
 
     def know(self, intent: Intent, now_s: float) -> None:
         """Under its job and name, from now on. Raises Permanent where that cannot be written down."""
@@ -115,6 +118,14 @@ class PeriodBook:
         if len(self._intents) > REMEMBERED:
             oldest = next(iter(self._intents))
             del self._intents[oldest], self._written[oldest]
+
+
+def _intent_from(period: str, body: Mapping[str, Any]) -> Intent:
+    return parse_intent(period, body["intent"])
+
+
+def _report_from(body: Mapping[str, Any]) -> PeriodReport:
+    return PERIOD.validate_python({name: value for name, value in body.items() if name != "alike_before"})
 
 
 def _key(intent: Intent) -> _Key:

@@ -2,7 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -31,11 +32,11 @@ class OperatorsWord:
         self._control = FabricControl()
         self.masked: tuple[str, ...] = ()
         self.changed: Callable[[], None] = lambda: None  # called after each change
-        latest = journal.latest(Kind.FABRIC_CONTROL)
-        if latest is not None:
-            self._control = _CONTROL.validate_python(latest.body["control"])
+        said = journal.newest(Kind.FABRIC_CONTROL, _said_in)
+        if said is not None:
+            self._control, masked = said
             # A site that has changed since knows some of it no more.
-            self.masked = tuple(each for each in latest.body["masked"] if not self._mask_faults(each))
+            self.masked = tuple(each for each in masked if not self._mask_faults(each))
             pins = tuple(each for each in self._control.cross_connects if not self._pin_faults(each))
             if pins != self._control.cross_connects:
                 self._control = FabricControl(reason="what was pinned is not of this site any more")
@@ -174,6 +175,10 @@ class OperatorsWord:
             nics=frozenset((ServerId(server), int(index)) for server, _, index in nics),
             servers=frozenset(map(ServerId, found["server"])),
         )
+
+
+def _said_in(body: Mapping[str, Any]) -> tuple[FabricControl, tuple[str, ...]]:
+    return _CONTROL.validate_python(body["control"]), tuple(map(str, body["masked"]))
 
 
 def _cross_connect(text: str) -> PortPair:

@@ -84,8 +84,8 @@ class FabricRouting:
         self._tried: tuple[frozenset[Link], float] = (frozenset(), 0.0)  # what `tend` tried last, and its next pause
         self._again_s = 0.0
         self._recorded_s = -math.inf
-        latest = journal.latest(Kind.STEERED)
-        self._recorded = frozenset(PortPair(*each) for each in (latest.body["cross_connects"] if latest else ()))
+        recorded = journal.newest(Kind.STEERED, _recorded_in)
+        self._recorded = recorded or frozenset()
 
     @property
     def interfaces(self) -> Mapping[Port, Interface]:
@@ -232,6 +232,10 @@ class FabricRouting:
             self._recorded, self._recorded_s = self._over, self._clock.now_s()
             body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._recorded)]}
             self._journal.append(self._recorded_s, Kind.STEERED, "", body)
+
+
+def _recorded_in(body: Mapping[str, Any]) -> frozenset[PortPair]:
+    return frozenset(PortPair(*each) for each in body["cross_connects"])
 
 
 def _listed(some: Mapping[Any, str]) -> str:

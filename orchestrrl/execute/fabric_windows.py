@@ -14,6 +14,7 @@ from math import inf
 from typing import Any
 
 from orchestrrl.clock import Clock
+from orchestrrl.errors import LimitReached, shorten
 from planner.fabric.clocks import Exchange, OffsetEstimator
 from planner.fabric.slack import Remaining
 from planner.fabric.windows import CLOSED, HostWindows, Window, intersect
@@ -113,7 +114,7 @@ class Stream:
         self._hub.news(None)
 
     def says(self, job: str, said_s: float, rank: int, word: Remaining | Hold) -> None:
-        if self._is_the_hosts:
+        if self._is_the_hosts and job in self._host.jobs:  # agents are asked for jobs that they have not, too
             self._host.said[job] = said_s, rank, word
             self._hub.news(job)
 
@@ -134,6 +135,11 @@ class Stream:
         if self._host.stream is self:
             self._host.stream, self._host.gone_s = None, self._hub.clock.now_s()
             self._hub.news(None)
+
+
+async def _all_told(hosts: Sequence[Host]) -> None:
+    for host in hosts:
+        await host.slack_told.wait()
 
 
 class JobWatch:
@@ -172,8 +178,9 @@ class JobWatch:
 class TraceHub:
     """Every host that has an agent which reads recorders. `quantile`: of a window's length, that is counted on."""
 
-    def __init__(self, clock: Clock, quantile: float = QUANTILE) -> None:
+    def __init__(self, clock: Clock, quantile: float = QUANTILE, most_hosts: int = 8192) -> None:
         self.quantile = quantile
+        self._most_hosts = most_hosts
         self.clock = clock
         self.hosts: dict[str, Host] = {}
         self._watches: dict[int, JobWatch] = {}
@@ -261,7 +268,7 @@ class TraceHub:
             host.slack_told.clear()
             if host.stream is not None:
                 host.stream.put(Summarise())
-        told = asyncio.ensure_future(asyncio.gather(*(host.slack_told.wait() for host in asked)))
+        told = asyncio.ensure_future(_all_told(asked))
         alarm = asyncio.ensure_future(self.clock.sleep(SLACK_WITHIN_S))
         both: set[asyncio.Future[Any]] = {told, alarm}
         try:
@@ -272,7 +279,11 @@ class TraceHub:
         return json.dumps([json.loads(host.slack_json) for host in asked if host.slack_json])
 
     def attach(self, name: str, jobs: Jobs) -> Stream:
-        """An agent's stream begins. A second agent of the same host takes the first one's place."""
+        """An agent's stream begins. A second agent of the same host takes the first one's place. Raises
+        LimitReached."""
+        if name not in self.hosts and len(self.hosts) >= self._most_hosts and len(self.known()) >= self._most_hosts:
+            limit = f"at most {self._most_hosts} hosts can be traced at a time (limits.nodes)"
+            raise LimitReached(f"hello.host: {limit}, got {shorten(name)} as one more")
         host = self.hosts.setdefault(name, Host(name))
         if host.stream is not None:
             host.stream.put(None)

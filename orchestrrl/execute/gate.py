@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import PauseMode
-from orchestrrl.errors import Permanent, ProblemFaults, Retryable
+from orchestrrl.errors import Permanent, ProblemFaults, Retryable, few
 from orchestrrl.execute.gate_orders import AGAIN_S, ANSWER_S, GateOrders, Order, Quieting, rested, why
 from orchestrrl.execute.runner import Runner
 from orchestrrl.gate import Ending, GateState, Lease, Opened, time_of_day
@@ -29,12 +29,14 @@ from planner.model import EngineId, NodeId
 logger = logging.getLogger(__name__)
 
 LEASE_S = 60.0  # where none is asked for
+LEASE_LEAST_S = 0.001  # less is lost when it is added to the time of day
 LEASE_MAX_S = 24 * 3600.0  # whoever dies with a lease keeps the fleet for so long
 # Gateways that say that a gate is closed which was opened so long ago have not heard of it.
 MISSED_S = 2.0
 UNHEARD_S = 600.0  # a daemon that was away for so long need not hurry
 LEASES_REMEMBERED = 256
 BUSY_POLL_S = 0.25
+NAMES_TOLD = 32
 OUTDATED = "has not the fleet's weights, as far as anybody told: gets no requests until its version is told"
 
 
@@ -166,9 +168,9 @@ class GateKeeper:
 
     def recover(self) -> None:
         """Take up the gate as the daemon before left it. Nobody waits any more for a fleet that was to come to rest."""
-        latest = self._journal.latest(Kind.GATE)
-        if latest is not None:
-            self._state = GateState.from_body(latest.body["state"])
+        state = self._journal.newest(Kind.GATE, lambda body: GateState.from_body(body["state"]))
+        if state is not None:
+            self._state = state
             if self._state.opened is not None:
                 self._ended(self._state.opened)
             if self._state.lease is not None and self._state.quiet:
@@ -432,11 +434,13 @@ def _said_before(
 
 
 def _seconds_faults(name: str, value: float) -> list[str]:
-    if 0 <= value <= LEASE_MAX_S:
+    if value == 0 or LEASE_LEAST_S <= value <= LEASE_MAX_S:
         return []
+    if 0 < value < LEASE_LEAST_S:
+        return [f"{name}: must be 0 (the usual) or >= {LEASE_LEAST_S:g}, got {value}"]
     return [f"{name}: must be from 0 (the usual) to {LEASE_MAX_S:g}, got {value}"]
 
 
 def _engine_faults(name: str, engines: Iterable[EngineId], known: Collection[EngineId]) -> list[str]:
-    names = ", ".join(sorted(known)) or "none"
+    names = few(sorted(known), NAMES_TOLD, ", ") or "none"
     return [f"{name}: is not a known engine (known: {names}), got {e!r}" for e in engines if e not in known]

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
@@ -71,8 +71,10 @@ class Runner:
     def recover(self) -> int:
         """Take up the open operations of earlier generations; their number."""
         for entry in self._journal.open_operations():
-            operation = _OPERATION.validate_python(entry.body["operation"])
-            node = NodeId(entry.body["node"])
+            read = self._journal.interpret(entry, _written)
+            if read is None:
+                continue
+            operation, node = read
             # It may have been sent, so it counts as sent.
             self._open[operation.id] = OpenOperation(operation, node, operation.valid_until_s, sends=1)
         return len(self._open)
@@ -161,6 +163,10 @@ class Runner:
         self._on_closed(opened.operation, result)
         if opened.result is not None and not opened.result.done():
             opened.result.set_result(result)
+
+
+def _written(body: Mapping[str, Any]) -> tuple[Operation, NodeId]:
+    return _OPERATION.validate_python(body["operation"]), NodeId(str(body["node"]))
 
 
 async def answers(

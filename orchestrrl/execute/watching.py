@@ -133,6 +133,7 @@ class DeployedWatch:
             health_detail=observation.health_detail,
             sample=observation.sample,
             capabilities=observation.capabilities,
+            server=observation.server,
         )
         self._plane.engine_reported(report, STAND_IN)
 

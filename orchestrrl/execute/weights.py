@@ -311,12 +311,20 @@ class WeightSync:
 
     async def run(self) -> None:
         """Until cancelled. What a defect leaves is seen to as what a daemon before has left."""
-        serving = asyncio.ensure_future(self._serving.run())
-        serving.add_done_callback(_log_defect)
+        serving = asyncio.ensure_future(self._keep_serving())
         try:
             await self._until_cancelled()
         finally:
             serving.cancel()
+
+    async def _keep_serving(self) -> None:
+        while True:
+            try:
+                await self._serving.run()
+            except Exception:
+                self.defects += 1
+                logger.exception("peers were not told which engines there are")
+            await self._clock.sleep(self._settings.patience_s / 10)
 
     async def _until_cancelled(self) -> None:
         while True:
@@ -463,11 +471,6 @@ class WeightSync:
     def _wanted(self) -> list[int]:
         runs = [run.record.report.version for run in (self._running, self._next) if run is not None]
         return runs + ([] if self._desk.collecting is None else [self._desk.collecting.report.version])
-
-
-def _log_defect(task: asyncio.Future[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("peers are not told any longer which engines there are: %s", error, exc_info=error)
 
 
 def _stands(state: PeerState) -> PeerStands:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import cut
@@ -63,6 +63,10 @@ class Committed:
     at_s: float = 0.0
     plane: str = TREE
     before: int | None = None  # what the gate had as the fleet's newest when it was committed
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.version < 2**64:
+            raise ValueError(f"version must be from 0 to 2**64 - 1, got {self.version}")
 
     @property
     def is_kept(self) -> bool:
@@ -218,11 +222,12 @@ class WeightBook:
 
     def recover(self) -> list[LeftOpen]:
         """What the daemon before has left."""
-        latest = self._journal.latest(Kind.WEIGHTS)
-        if latest is not None:
-            self.fleet = _FLEET.validate_python(latest.body["fleet"])
+        fleet = self._journal.newest(Kind.WEIGHTS, lambda body: _FLEET.validate_python(body["fleet"]))
+        self.fleet = fleet or Fleet()
         for entry in self._journal.tail(REMEMBERED, (Kind.SYNC_ENDED,)):
-            self.over.append(SYNC.validate_python(entry.body["report"]))
+            report = self._journal.interpret(entry, _report_from)
+            if report is not None:
+                self.over.append(report)
         self.map = self._read_map()
         left = self.left_open()
         if left or self.fleet.committed is not None:
@@ -235,9 +240,12 @@ class WeightBook:
         for entry in self._journal.open_operations(Kind.SYNC_BEGAN):
             changed: dict[EngineId, None] = {}
             for step in self._journal.since(entry.sequence, (Kind.SYNC_STEP,), limit=1_000_000):
-                if step.subject == entry.subject and step.body["step"] == "install":
-                    changed.update(dict.fromkeys(EngineId(engine) for engine in step.body["engines"]))
-            left.append(LeftOpen(SYNC.validate_python(entry.body["report"]), tuple(changed)))
+                if step.subject == entry.subject and step.body.get("step") == "install":
+                    engines = self._journal.interpret(step, lambda body: [EngineId(each) for each in body["engines"]])
+                    changed.update(dict.fromkeys(engines or ()))
+            report = self._journal.interpret(entry, _report_from)
+            if report is not None:
+                left.append(LeftOpen(report, tuple(changed)))
         return left
 
     def began(self, report: SyncReport) -> None:
@@ -290,6 +298,10 @@ class WeightBook:
         path = self._map_path(self.fleet.committed.sync)
         try:
             return _MAP.validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
+        except (OSError, ValueError) as error:
             logger.error("%s: %s; engines that lack bytes wait for the next version", path, error)
             return None
+
+
+def _report_from(body: Mapping[str, Any]) -> SyncReport:
+    return SYNC.validate_python(body["report"])

@@ -1,19 +1,23 @@
 """One attempt at a request on one engine: what the engine is asked, and its answer, chunk by chunk, into the record."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest
 from orchestrrl.engines.handover import loading, saving
+from orchestrrl.engines.openai_chunks import other_answer_fields
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown
+from orchestrrl.gateway.decoding import Detokenizer, TextAfterCut
 from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.handing import left_by, wait_s
 from orchestrrl.gateway.ledger import Record
-from orchestrrl.gateway.movable import continued
+from orchestrrl.gateway.movable import MOST_TOKENS, PORTABLE_FIELDS, UNTIED_FIELDS, continued
 from orchestrrl.gateway.moving import Moving
-from orchestrrl.gateway.seam import Seam, open_seam
+from orchestrrl.gateway.seam import open_seam
 from orchestrrl.gateway.slot import Slot
 
 logger = logging.getLogger(__name__)
@@ -29,22 +33,59 @@ class Attempt:
         self._clock = clock
         self._began: tuple[float, int] | None = None  # when its first token came, and how many there were then
         self._version = slot.policy_version  # of the policy that its last tokens came from
+        self._continues = bool(record.generated_ids)
+        self.joinable = True  # the engine's fields describe the whole answer
         self._gathered = False  # the engine keeps tokens back until there are some for a chunk
         self.left = left_by(record, slot, fleet)  # when it is cut
+
+    async def decide_form(self) -> None:
+        """Decide whether the engine is sent the body unchanged, and whether the request has to stay there."""
+        record, slot = self._record, self._slot
+        may_be_whole = not record.streaming and not record.delivered
+        if may_be_whole and not record.relayed_because and slot.capabilities is None:
+            await self._fleet.learn(slot)
+        whole_field = _whole_field(slot) if may_be_whole else ""
+        if self._continues and whole_field:
+            logger.warning(
+                "request %s begins anew: %s would return %s of its last part", record.id, slot.id, whole_field
+            )
+            context_before = record.context_tokens
+            record.forget_answer()
+            slot.waiting_tokens += record.context_tokens - context_before
+            self._continues = False
+        if self._continues:
+            return
+        because = record.relayed_because
+        if not because and whole_field:
+            because = f"{whole_field}: only the engine's own whole answer has it"
+        record.relayed = bool(because)
+        if not because and slot.tying_field:
+            because = f"{slot.tying_field}: it describes one undivided answer"
+        record.immovable_because = record.immovable_because or because
+        if record.relayed:
+            self._version = slot.policy_version
+            record.versions.add(self._version, 0)
+            if not record.streaming:
+                slot.run_whole(record)
 
     def request(self, coalesce_tokens: int, move: Moving | None) -> GenerationRequest:
         """What the engine is asked: from the beginning, or from the tokens that are there. `move`: the one that brought
         the request here."""
         record = self._record
         self._gathered = coalesce_tokens > 1
+        if record.relayed:
+            whole = {**record.body, **record.form_fields}
+            return GenerationRequest(record.attempt_id, record.endpoint, whole, 1, record.headers, verbatim=True)
         kv = self._kv_fields(move)
         if not record.generated_ids:
             body = {**record.body, **kv} if kv else record.body
-            return GenerationRequest(record.attempt_id, record.endpoint, body, coalesce_tokens)
+            return GenerationRequest(record.attempt_id, record.endpoint, body, coalesce_tokens, record.headers)
         assert record.prompt_ids is not None
         assert record.max_tokens is not None
         body = continued(record.endpoint, record.body, record.prompt_ids, record.generated_ids, record.max_tokens)
-        return GenerationRequest(record.attempt_id, Endpoint.COMPLETIONS, {**body, **kv}, coalesce_tokens)
+        return GenerationRequest(
+            record.attempt_id, Endpoint.COMPLETIONS, {**body, **kv}, coalesce_tokens, record.headers
+        )
 
     def _kv_fields(self, move: Moving | None) -> Mapping[str, Any]:
         """What the body says of KV: what to leave, and what to load."""
@@ -59,17 +100,29 @@ class Attempt:
         Raises as engines do, OutcomeUnknown too where the stream ends without a word.
         """
         record, slot = self._record, self._slot
-        seam = await self._seam()
         if record.max_tokens is None and not record.immovable_because:
             await self._learn_context_length()
         # The protocol has it that the iterator can be closed.
         stream = cast("AsyncGenerator[Chunk, None]", slot.engine.generate(request))
+        # The engine computes the context meanwhile.
+        opening = asyncio.create_task(self._seam()) if record.generated_ids else None
+        seam = None
         try:
             async for chunk in stream:
+                if opening is not None:
+                    seam, opening = await opening, None
                 text = chunk.text if seam is None else await seam.text(chunk)
+                if chunk.choice_fields or chunk.answer_fields or chunk.usage:
+                    chunk = self._joined(chunk)
+                    if not self.joinable:
+                        return False
                 given_up = chunk.finish_reason == "abort"
                 finished = chunk.finish_reason is not None and not given_up
-                self._take(request.endpoint, _unfinished(chunk) if given_up else chunk, text)
+                if chunk.answer is not None or chunk.event is not None:
+                    if not given_up:
+                        self._relay(chunk)
+                else:
+                    self._take(request.endpoint, _unfinished(chunk) if given_up else chunk, text)
                 took(chunk)
                 if seam is not None:
                     record.text_complete = not seam.open
@@ -78,7 +131,13 @@ class Attempt:
                 if finished or given_up:
                     return finished
         finally:
-            await stream.aclose()
+            if opening is not None:
+                opening.cancel()
+            try:
+                await stream.aclose()
+            finally:
+                if opening is not None:
+                    await asyncio.gather(opening, return_exceptions=True)
         raise OutcomeUnknown(f"{slot.id}: the stream of {request.request_id} ended without a finish_reason")
 
     def step_s(self) -> float:
@@ -88,6 +147,48 @@ class Attempt:
         began_s, tokens_then = self._began
         made = len(self._record.generated_ids) - tokens_then
         return (self._record.progressed_s - began_s) / made if made > 0 else 0.0
+
+    def _joined(self, chunk: Chunk) -> Chunk:
+        """Return the chunk without fields that describe the last part of a continued answer alone."""
+        record, slot = self._record, self._slot
+        tying = next((name for name in chunk.choice_fields or () if name not in UNTIED_FIELDS), "")
+        tying = tying or next((name for name in chunk.answer_fields or () if name not in UNTIED_FIELDS), "")
+        if tying:
+            if not record.immovable_because:  # else it may be due to what this one client asks for
+                slot.tying_field = tying
+            record.immovable_because = record.immovable_because or f"{tying}: it describes one undivided answer"
+        if not self._continues:
+            return chunk
+        if tying:
+            lost = "begins anew" if not record.delivered else "loses it"
+            logger.warning(
+                "request %s was moved, and %s returns %s for its last part: it %s", record.id, slot.id, tying, lost
+            )
+            self.joinable = record.delivered
+        fields = {name: value for name, value in (chunk.choice_fields or {}).items() if name in PORTABLE_FIELDS}
+        kept = {name: value for name, value in (chunk.answer_fields or {}).items() if name in PORTABLE_FIELDS}
+        return replace(chunk, choice_fields=fields or None, answer_fields=kept or None, usage=None)
+
+    def _relay(self, chunk: Chunk) -> None:
+        """Record an event or a whole answer that is passed on unchanged."""
+        record, slot = self._record, self._slot
+        was, context_before = record.state, record.context_tokens
+        passed_on = chunk.answer or chunk.event or {"choices": ()}
+        usage = passed_on.get("usage")
+        if isinstance(usage, Mapping):
+            record.usage = usage
+            record.prompt_tokens_estimate = _count(usage, "prompt_tokens", record.prompt_tokens_estimate)
+        if any(choice.get("routed_experts") is not None for choice in passed_on["choices"]):
+            slot.whole_field = "routed_experts"
+        if chunk.event and not passed_on["choices"]:  # the last one, which describes the whole answer
+            record.answer_fields.update(other_answer_fields(passed_on))
+        version = slot.policy_version if chunk.event else self._version
+        record.relay(chunk, _added_tokens(passed_on, record.relayed_tokens), self._clock.now_s(), version)
+        if chunk.answer is not None and slot.policy_version != self._version:
+            record.versions.add(None, 0)  # some of its tokens are of the one, and some of the other
+        slot.advance(record, context_before, was, self._clock.now_s())
+        if was is not record.state or chunk.answer is not None:
+            self._fleet.trust(slot)
 
     def _take(self, endpoint: Endpoint, chunk: Chunk, text: str) -> None:
         record, slot = self._record, self._slot
@@ -101,6 +202,7 @@ class Attempt:
             version, self._version = (self._version if gathered else version), version
         self._gathered = self._gathered or len(chunk.token_ids) > 1
         record.append(chunk, text, extra, now_s, version)
+        record.usage = chunk.usage if chunk.usage is not None else record.usage
         slot.advance(record, context_before, was, now_s)
         if chunk.token_ids:
             # An engine that shows text after a single token holds nothing back.
@@ -124,13 +226,16 @@ class Attempt:
             else:
                 record.max_tokens = longest - len(record.prompt_ids)
 
-    async def _seam(self) -> Seam | None:
+    async def _seam(self) -> TextAfterCut | None:
+        """None where the cut is on a whole character."""
         record = self._record
         if record.text_complete or not record.generated_ids:
             return None
         context = [*(record.prompt_ids or ())[-64:], *record.generated_ids[-64:]]
         keep = bool(record.body.get("include_stop_str_in_output"))
-        return await open_seam(self._slot.engine, context, keep_stop_token=keep)
+        detokenizer = Detokenizer(self._slot, self._fleet)
+        seam = await open_seam(detokenizer, context, keep_stop_token=keep)
+        return None if seam is None and not detokenizer.failed else TextAfterCut(record, seam)
 
     async def _learn_context_length(self) -> None:
         """Without max_tokens an answer may fill the context, and a continued one must be told how much is left."""
@@ -139,6 +244,27 @@ class Attempt:
         except OrchestrRLError as error:
             logger.debug("capabilities of %s: %s", self._slot.id, error)
             self._record.immovable_because = "its engine's context length is not known"
+
+
+def _added_tokens(passed_on: Mapping[str, Any], before: int) -> int:
+    """Return the tokens that an event or a whole answer adds to those counted before; negative where these were too
+    many. A choice without token ids counts as one token."""
+    usage = passed_on.get("usage")
+    if isinstance(usage, Mapping):
+        return _count(usage, "completion_tokens", before) - before
+    return sum(len(choice.get("token_ids") or "?") for choice in passed_on["choices"])
+
+
+def _count(usage: Mapping[str, Any], name: str, otherwise: int) -> int:
+    value = usage.get(name)
+    return value if type(value) is int and 0 <= value <= MOST_TOKENS else otherwise
+
+
+def _whole_field(slot: Slot) -> str:
+    """Return the field that the engine's whole answers have and its streams lack; empty where none is known."""
+    if slot.capabilities is not None and slot.capabilities.routed_experts:
+        return "routed_experts"
+    return slot.whole_field
 
 
 def _unfinished(chunk: Chunk) -> Chunk:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from orchestrrl.addresses import same_address, without_login
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError
 from orchestrrl.gateway.ask import Ask
@@ -20,7 +21,7 @@ from orchestrrl.gateway.slot import Slot
 from orchestrrl.gateway.store import Entry, Store
 from orchestrrl.gateway.versions import lag
 from orchestrrl.operations import ItemResult, RequestMove, Route
-from orchestrrl.reports import GatewayReport
+from orchestrrl.reports import GatewayEngine, GatewayReport
 from planner.model import EngineId, NodeId, RequestId
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Job:
         self._wake = asyncio.Event()
         self._listener: Callable[[Record], None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._counted: set[RequestId] = set()  # records whose answer, or lack of one, is counted
 
     @property
     def records(self) -> Sequence[Record]:
@@ -129,7 +131,8 @@ class Job:
         self._tell(record)
 
     def _grown(self, record: Record) -> None:
-        if record.done:
+        if record.done and record.id not in self._counted:  # the relay calls again when it is over
+            self._counted.add(record.id)
             self._gateway.answered(record)
         self._tell(record)
 
@@ -189,7 +192,7 @@ class Gateway:
 
     def answered(self, record: Record) -> None:
         """The record has its answer, or none; its client may not have it yet."""
-        if record.versions.oldest is not None:
+        if record.versions.oldest is not None and record.generated_tokens:
             self.version_lags[lag(record.versions.oldest, self.fleet.policy_version)] += 1
         self._ended(record)
 
@@ -227,13 +230,13 @@ class Gateway:
         return True
 
     def set_routes(self, routes: Iterable[Route], expected: Expected | None = None) -> list[str]:
-        known = {slot.id: slot for slot in self.fleet}
+        known = {id(slot) for slot in self.fleet}
         routes = tuple(routes)
         faults = self.fleet.set_routes(routes, expected)
         for slot in self.fleet:
-            if known.get(slot.id) is not slot:
+            if id(slot) not in known:
                 self.gate.meet(slot)
-                self.fleet.in_background(self._learn(slot))
+                self.fleet.in_background(self.fleet.learn(slot))
         newest = (route.newest_policy_version for route in routes)
         self.gate.learn(next((version for version in newest if version is not None), None))
         self.gate.wake_engines()
@@ -265,7 +268,7 @@ class Gateway:
         held = to_come and (move.hold_s > 0 or move.to_engine in self.fleet.expected)
         if target is None and not held:
             return ItemResult(move.request, False, f"engine {move.to_engine!r} is not in the routes")
-        if (relay.record.engine or "") != move.from_engine:
+        if (relay.record.engine or "") not in (move.from_engine, self.fleet.id_of(move.from_engine)):
             return ItemResult(move.request, False, f"is on {relay.record.engine or 'no engine'} by now")
         if not move.from_engine:
             return relay.redirect(move.to_engine, move.hold_s)
@@ -279,7 +282,53 @@ class Gateway:
         now_s = self.clock.now_s()
         sequence, finished = self.ledger.report()
         in_flight = tuple(record.view(now_s) for record in self.ledger)
-        return GatewayReport(self.node, sequence, now_s, self.url, in_flight, finished, self.gate.report())
+        failovers = self.fleet.failovers.report(sequence)
+        return GatewayReport(
+            self.node,
+            sequence,
+            now_s,
+            self.url,
+            in_flight,
+            finished,
+            self.gate.report(),
+            failovers,
+            incarnation=self.fleet.incarnation,
+        )
+
+    def acknowledge(self, sequence: int) -> None:
+        """The daemon holds every report up to this one."""
+        self.ledger.acknowledge(sequence)
+        self.fleet.failovers.acknowledge(sequence)
+
+    def own_engines(self) -> tuple[GatewayEngine, ...]:
+        """Engines under the ids that the gateway was started with."""
+        fleet = self.fleet
+        return tuple(
+            GatewayEngine(engine, without_login(url), fleet.servers.get(engine, ""), fleet.known_as.get(engine))
+            for engine, url in fleet.own.items()
+        )
+
+    async def identify_engines(self) -> None:
+        """Read which servers are behind the gateway's own ids. Where the daemon has left one of these out of its
+        routes, one of the routes may lead to the same server by another address: then that is its id."""
+        fleet = self.fleet
+        slots = {engine: fleet.get(engine) for engine in fleet.own}
+        lost = [engine for engine, slot in slots.items() if slot is None or not slot.routed]
+        asked = [slot for slot in fleet if lost or any(slot is own for own in slots.values())]
+        await asyncio.gather(*(self._identify(slot) for slot in asked))
+        for engine, slot in slots.items():
+            if slot is not None and slot.server and same_address(slot.engine.url, fleet.own[engine]):
+                fleet.servers[engine] = slot.server
+        by_server = {slot.server: slot.id for slot in asked if slot.routed and slot.server}
+        for engine in lost:
+            if (same := by_server.get(fleet.servers.get(engine, ""))) is not None:
+                fleet.use_id(engine, same)
+
+    async def _identify(self, slot: Slot) -> None:
+        try:
+            slot.server = (await slot.engine.metrics()).server
+        except OrchestrRLError as error:
+            logger.debug("metrics of %s: %s", slot.id, error)
 
     async def watch(self) -> None:
         """Leave engines that hang, until cancelled."""
@@ -289,14 +338,9 @@ class Gateway:
             stalled = [relay for relay in self.relays.values() if relay.stalled(now_s)]
             await asyncio.gather(*(relay.leave_stalled() for relay in stalled))
             # Engines that were not up yet when they were met.
-            await asyncio.gather(*(self._learn(slot) for slot in self.fleet if slot.usable))
-
-    async def _learn(self, slot: Slot) -> None:
-        """What the engine offers, before anybody needs it."""
-        try:
-            await self.fleet.capabilities(slot)
-        except OrchestrRLError as error:
-            logger.debug("capabilities of %s: %s", slot.id, error)
+            for slot in self.fleet:
+                slot.unlearnable = False
+            await asyncio.gather(*(self.fleet.learn(slot) for slot in self.fleet if slot.usable))
 
     async def models(self) -> dict[str, int | None]:
         """Longest context of each model by its name, over the engines that answer."""

@@ -15,10 +15,11 @@ import logging
 import re
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from orchestrrl.engines.base import Endpoint
+from orchestrrl.gateway.headers import end_to_end
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +47,19 @@ _STREAM_HEAD = (
 )
 _DEFECT = b'{"error":{"message":"a defect of the gateway","type":"InternalServerError","param":null,"code":500}}'
 _TOO_SLOW = (
-    b'{"error":{"message":"the request was not all there after %d s","type":"BadRequestError","param":null,"code":408}}'
-    % REQUEST_WITHIN_S
+    b'{"error":{"message":"the request was not all there after %d s",'
+    b'"type":"RequestTimeoutError","param":null,"code":408}}' % REQUEST_WITHIN_S
 )
 _REASONS = {
     200: "OK",
     400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
     404: "Not Found",
     408: "Request Timeout",
     409: "Conflict",
+    413: "Content Too Large",
+    422: "Unprocessable Content",
     429: "Too Many Requests",
     503: "Service Unavailable",
 }
@@ -69,6 +74,7 @@ class Head:
     group: str
     tag: str
     body_bytes: int
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for engines; credentials among them
 
 
 def read_head(head: bytes) -> Head | None:
@@ -82,9 +88,10 @@ def read_head(head: bytes) -> Head | None:
     length: int | None = None
     host = False
     labels: dict[bytes, str] = {}
+    others: list[tuple[str, str]] = []
     for line in lines:
-        name, separator, value = line.partition(b":")
-        name = name.lower()
+        shown_name, separator, value = line.partition(b":")
+        name = shown_name.lower()
         if not separator or not name.replace(b"-", b"").isalnum() or name in _UNUSUAL:
             return None
         if name in _LABELS:
@@ -100,12 +107,17 @@ def read_head(head: bytes) -> Head | None:
             if length is not None or not value.isdigit() or len(value) > 10:
                 return None
             length = int(value)
-        elif name == b"connection" and value.strip(b" \t").lower() != b"keep-alive":
-            return None
+        elif name == b"connection":
+            if value.strip(b" \t").lower() != b"keep-alive":
+                return None
+        else:
+            if not name.isascii():  # letters of other alphabets
+                return None
+            others.append((shown_name.decode(), value.strip(b" \t").decode("utf-8", "surrogateescape")))
     if not host or length is None or length > MOST_BODY_BYTES:
         return None
     request_id, group, tag = (labels.get(name, "") for name in (b"x-request-id", b"x-group-id", b"x-tag"))
-    return Head(endpoint, request_id, group, tag, length)
+    return Head(endpoint, request_id, group, tag, length, end_to_end(others))
 
 
 def may_be_a_head(data: bytes) -> bool:
@@ -128,6 +140,12 @@ class Door(asyncio.Protocol):
         self.writable = True
         self._drained: asyncio.Future[None] | None = None
         self.on_writable: Callable[[], None] | None = None
+
+    @property
+    def peer(self) -> object:
+        """The client's address."""
+        address = None if self._transport is None else self._transport.get_extra_info("peername")
+        return address[0] if address else None
 
     @property
     def busy(self) -> bool:

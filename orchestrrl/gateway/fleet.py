@@ -4,13 +4,15 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from orchestrrl.addresses import same_address, server_address
 from orchestrrl.clock import Clock
 from orchestrrl.engines.base import Capabilities, Engine
-from orchestrrl.errors import OrchestrRLError
+from orchestrrl.errors import OrchestrRLError, Permanent
 from orchestrrl.gateway.expected import Expected
+from orchestrrl.gateway.failovers import Failovers
 from orchestrrl.gateway.ledger import Record
 from orchestrrl.gateway.queue import Queue, Waiter, Waits
 from orchestrrl.gateway.routing import Newcomer, Routing
@@ -26,6 +28,7 @@ Connect = Callable[[str], Engine]
 # A suspect is asked again after this long, doubling up to the cap.
 RECHECK_FIRST_S = 0.25
 RECHECK_CAP_S = 5.0
+LEARN_S = 2.0  # a request waits no longer for what its engine offers
 
 
 class NoEngine(Exception):
@@ -58,11 +61,15 @@ class Fleet:
         self._pools = pools or {}
         self.queue = Queue()
         self.waits = Waits()
+        self.failovers = Failovers()
         self._placed: dict[Waiter, Callable[[Slot | NoEngine], None]] = {}  # who wants to know of it
         self._giving_up = False  # those who are alone too long are looked for
         self._usable_slots: list[Slot] | None = None  # None: to be looked up again
         self._last: EngineId | None = None  # chosen
         self._slots: dict[EngineId, Slot] = {}
+        self.own: dict[EngineId, str] = {}  # engines that the gateway was started with, with their URLs
+        self.known_as: dict[EngineId, EngineId] = {}  # ids of these that have given way to the daemon's
+        self.servers: dict[EngineId, str] = {}  # identities of the servers of these, as last read
         self.kv_versions: Counter[str] = Counter()  # how many engines have each
         self._contexts: set[float] = set()  # tokens that the contexts of engines in the routes hold
         self._expected = Expected()  # as last told
@@ -85,7 +92,16 @@ class Fleet:
         return self._slots.get(slot.id) is slot or any(other is slot for other in self._retired)
 
     def get(self, engine: EngineId | None) -> Slot | None:
-        return None if engine is None else self._slots.get(engine)
+        if engine is None:
+            return None
+        return self._slots.get(engine) or self._slots.get(self.id_of(engine))
+
+    def id_of(self, engine: EngineId) -> EngineId:
+        """The daemon's id of an engine, where the gateway was started with another one."""
+        return self.known_as.get(engine, engine)
+
+    def now_s(self) -> float:
+        return self._clock.now_s()
 
     @property
     def expected(self) -> frozenset[EngineId]:
@@ -100,9 +116,11 @@ class Fleet:
         faults = []
         named = set()
         came = self._expect(expected or Expected())
+        routes = tuple(routes)
+        self._rename(routes)
         for route in routes:
             slot = self._slots.get(route.engine)
-            if slot is not None and route.url and route.url.rstrip("/") != slot.engine.url.rstrip("/"):
+            if slot is not None and route.url and not _leads_to(route.url, slot):
                 self._retire(slot)
                 slot = None
             if slot is None:
@@ -117,6 +135,8 @@ class Fleet:
             if slot.id in came and route.health is not EngineHealth.GONE:
                 # Whatever it was before, the daemon has seen it start.
                 slot.suspect_because = ""
+                slot.forget_offers()
+                self.in_background(self.learn(slot))
             if slot.suspect_because:
                 self._recheck(slot)
         for slot in list(self._slots.values()):
@@ -125,6 +145,45 @@ class Fleet:
                 self.forget_if_empty(slot)
         self.announce()
         return faults
+
+    def _rename(self, routes: Iterable[Route]) -> None:
+        """The gateway's own engines that the routes name by other ids are the same ones, with all that is on them.
+        Another engine at an address that a daemon's engine had is a new one."""
+        urls = {route.engine: route.url for route in routes}
+        ours = {*self.own, *self.known_as.values()}
+        for own in self.known_as.keys() & urls.keys():
+            del self.known_as[own]  # the daemon uses it itself
+        strays = {
+            server_address(slot.engine.url): slot
+            for slot in self._slots.values()
+            if slot.id not in urls and slot.routed and slot.id in ours
+        }
+        for engine, url in urls.items() if strays else ():
+            slot = strays.get(server_address(url)) if url and engine not in self._slots else None
+            if slot is None:
+                continue
+            logger.info("engine %s is %s to the daemon", slot.id, engine)
+            self.use_id(slot.id, engine)
+            self._slots[engine] = self._slots.pop(slot.id)
+            for record in slot.records.values():
+                if record.engine == slot.id:
+                    record.engine = engine
+            slot.id = engine
+            del strays[server_address(url)]
+        for engine, url in self.own.items() if strays else ():
+            same = next(
+                (id for id in urls if id in self._slots and same_address(self._slots[id].engine.url, url)), None
+            )
+            if engine not in urls and same is not None:
+                self.use_id(engine, same)
+
+    def use_id(self, own: EngineId, engine: EngineId) -> None:
+        """An id of one of the gateway's own engines gives way to the daemon's."""
+        for first in self.own:
+            if own in (first, self.known_as.get(first)):
+                self.known_as[first] = engine
+                if first == engine:
+                    del self.known_as[first]
 
     def _expect(self, expected: Expected) -> frozenset[EngineId]:
         """Returns those that are not expected any longer: they have come, or never will."""
@@ -368,6 +427,23 @@ class Fleet:
             self._note_contexts()
         return slot.capabilities
 
+    async def learn(self, slot: Slot) -> None:
+        """Return once it is known what the engine offers, or cannot be known soon."""
+        if slot.capabilities is not None or slot.unlearnable:
+            return
+        if slot.learning is None or slot.learning.done():
+            slot.learning = self.in_background(self._learn(slot))
+        await asyncio.wait({slot.learning}, timeout=LEARN_S)
+
+    async def _learn(self, slot: Slot) -> None:
+        try:
+            await self.capabilities(slot)
+        except OrchestrRLError as error:
+            logger.debug("capabilities of %s: %s", slot.id, error)
+            slot.unlearnable = isinstance(error, Permanent)
+        finally:
+            await self._close_if_gone(slot)
+
     def _note_contexts(self) -> None:
         self._contexts = {slot.context_limit_tokens for slot in self._slots.values() if slot.routed}
 
@@ -395,6 +471,13 @@ class Fleet:
         finally:
             await self._close_if_gone(slot)
 
+    async def detokenize(self, slot: Slot, token_ids: Sequence[int]) -> str:
+        """Raises what the engine raises."""
+        try:
+            return await slot.engine.detokenize(token_ids)
+        finally:
+            await self._close_if_gone(slot)
+
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
@@ -416,6 +499,8 @@ class Fleet:
                 await self._clock.sleep(delay_s)
                 delay_s = min(RECHECK_CAP_S, delay_s * 2)
                 if await slot.engine.healthy():
+                    slot.forget_offers()  # it may have been started again, with other options
+                    await self.learn(slot)
                     self.trust(slot)
         finally:
             slot.rechecking = False
@@ -446,3 +531,10 @@ class Fleet:
             await self._clock.sleep(1.0)
         self._retired = [other for other in self._retired if other is not slot]
         await slot.engine.close()
+
+
+def _leads_to(url: str, slot: Slot) -> bool:
+    """Whether the URL is the engine's, if perhaps in other words: then those that have worked are kept."""
+    if url.rstrip("/") == slot.engine.url.rstrip("/"):
+        return True
+    return same_address(url, slot.engine.url) and not slot.suspect_because

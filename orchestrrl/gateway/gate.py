@@ -158,7 +158,7 @@ class Gate:
     async def _come_to_rest(self, order: CloseGate) -> None:
         if order.mode is not PauseMode.KEEP:
             for relay in list(self._relays.values()):
-                if not relay.record.generated_ids:
+                if not relay.record.generated_ids and not relay.record.fixed_because:
                     relay.withdraw()
                 elif order.mode is PauseMode.ABORT:
                     relay.end("abort", "paused")

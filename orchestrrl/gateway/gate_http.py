@@ -3,7 +3,6 @@
 A gateway with a daemon passes all of it on, since there may be other gateways. One without answers for itself alone.
 """
 
-import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
@@ -13,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrrl.engines.base import PauseMode
 from orchestrrl.errors import OrchestrRLError, ProblemFaults, faults_of
+from orchestrrl.gateway.body import BadAsk, read_json
 from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.http_faults import read_body
 from orchestrrl.gateway.openai import error_body
 from orchestrrl.operations import CloseGate, FrozenRequests, ItemResult, OpenGate
 from planner.model import EngineId, RequestId
@@ -118,13 +119,12 @@ class GateFace:
         self, kind: type[Asked], act: Callable[[Any], Awaitable[Mapping[str, Any]]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
-            text = await request.read() or b"{}"
+            text = await read_body(request, empty=b"{}")
             try:
-                asked = kind.model_validate(json.loads(text))
+                asked = kind.model_validate(read_json(text))
             except ValidationError as error:
-                return _error(400, "; ".join(faults_of(error)))
-            except (ValueError, RecursionError) as error:
-                return _error(400, f"the body is not JSON: {error}")
+                faults = faults_of(error)
+                raise BadAsk("; ".join(faults), faults[0].partition(":")[0]) from error
             return await self._answer(asked, lambda: act(asked))
 
         return handle

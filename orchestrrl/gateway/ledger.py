@@ -26,6 +26,9 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] | None = None
     extra: Mapping[str, Any] | None = None
     version: int | None = None  # of the policy that generated them
+    choice_fields: Mapping[str, Any] | None = None  # other fields of the engine's choice object
+    answer_fields: Mapping[str, Any] | None = None
+    event: Mapping[str, Any] | None = None  # instead of all that: an event to pass on unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,10 @@ class Record:
     max_version_lag: int | None = None  # None: it may become as old as it likes
     on_stale: OnStale = OnStale.ABORT
     immovable_because: str = ""  # why it may not be continued elsewhere once it has tokens; empty: it may
+    relayed_because: str = ""  # why the engine is sent the body unchanged and its answer relayed; empty: it is not
+    pinned_because: str = ""  # why it may not leave its engine even before the first token; empty: it may
+    form_fields: Mapping[str, Any] = field(default_factory=dict)  # of the body, about the form of the answer
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for engines; credentials among them
     prompt_ids: tuple[int, ...] | None = None  # None: not tokenised yet
     prompt_tokens_estimate: int = 1
 
@@ -65,6 +72,12 @@ class Record:
     versions: Versions = field(default_factory=Versions)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    choice_fields: dict[str, Any] = field(default_factory=dict)  # of the engine's own, for the whole answer
+    answer_fields: dict[str, Any] = field(default_factory=dict)
+    usage: Mapping[str, Any] | None = None  # the engine's own, of an answer that it made alone
+    relayed: bool = False  # the present attempt relays the engine's own answer
+    relayed_answer: Mapping[str, Any] | None = None  # that answer, where it is not streamed
+    relayed_tokens: int = 0  # generated in it
     failure: Failure | None = None
     delivered: bool = False  # something of the answer has been sent to the client
     text_complete: bool = True  # False: the last tokens may end inside a character whose text is still to come
@@ -102,12 +115,24 @@ class Record:
         return self.prompt_tokens + len(self.generated_ids)
 
     @property
+    def generated_tokens(self) -> int:
+        return len(self.generated_ids) or self.relayed_tokens
+
+    @property
+    def fixed_because(self) -> str:
+        """Why the request may not leave its engine now; empty where it may. Without a token it starts anew elsewhere,
+        unless its answer is relayed, which does not show how far it has come."""
+        if self.engine is not None and self.pinned_because:
+            return self.pinned_because
+        return self.immovable_because if self.generated_ids or (self.relayed and self.engine is not None) else ""
+
+    @property
     def movable_now(self) -> bool:
-        """Without a token yet, any request is simply asked again elsewhere."""
-        return not self.generated_ids or not self.immovable_because
+        return not self.fixed_because
 
     def begin_attempt(self, engine: EngineId, now_s: float) -> None:
         self.engine = engine
+        self.relayed = False
         self.attempt += 1
         self.state = RequestState.WAITING
         self.progressed_s = now_s
@@ -134,10 +159,33 @@ class Record:
             self.logprobs.extend(chunk.logprobs)
         if extra:
             self.extras.append(extra)
-        if self.streaming and (chunk.token_ids or text or extra):
-            self._undelivered.append(Delta(chunk.token_ids, text, chunk.logprobs, extra, version))
+        fields, answer_fields = chunk.choice_fields, chunk.answer_fields
+        if fields:
+            _merge(self.choice_fields, fields)
+        if answer_fields:
+            _merge(self.answer_fields, answer_fields)
+        if self.streaming and (chunk.token_ids or text or extra or fields or answer_fields):
+            delta = Delta(chunk.token_ids, text, chunk.logprobs, extra, version, fields, answer_fields)
+            self._undelivered.append(delta)
         if chunk.finish_reason is not None:
             self.finish(chunk.finish_reason, chunk.stop_reason, now_s)
+
+    def relay(self, chunk: Chunk, tokens: int, now_s: float, version: int | None = None) -> None:
+        """Take what is passed on unchanged: an event, a whole answer, or a stream's end. `tokens`: generated in it."""
+        self.progressed_s = now_s
+        if chunk.event is not None or chunk.answer is not None:
+            if chunk.event != {}:  # the end of a stream has no tokens
+                self.versions.add(version, self.relayed_tokens)
+            self.state = RequestState.RUNNING
+            if self.started_s is None:
+                self.started_s = now_s
+        if chunk.event:
+            self._undelivered.append(Delta((), "", version=version, event=chunk.event))
+        self.relayed_tokens += tokens
+        if chunk.answer is not None:
+            self.relayed_answer = chunk.answer
+        if chunk.finish_reason is not None:
+            self.finish(chunk.finish_reason, None, now_s)
 
     def finish(self, finish_reason: str, stop_reason: int | str | None, now_s: float) -> None:
         self.finish_reason = finish_reason
@@ -151,6 +199,7 @@ class Record:
     def hold(self) -> None:
         """The gateway itself holds the request: it is on no engine."""
         self.engine = None
+        self.relayed = False
         self.state = RequestState.WAITING
 
     def forget_answer(self) -> None:
@@ -159,6 +208,10 @@ class Record:
             raise ValueError(f"request {self.id} has been answered in part and cannot start over")
         self.generated_ids = array("I")
         self.logprobs = None
+        self.choice_fields.clear()
+        self.answer_fields.clear()
+        self.usage = self.relayed_answer = None
+        self.relayed_tokens = 0
         self.extras.clear()
         self._undelivered.clear()
         self._text = io.StringIO()
@@ -179,14 +232,14 @@ class Record:
             engine=self.engine,
             state=self.state,
             prompt_tokens=self.prompt_tokens,
-            generated_tokens=len(self.generated_ids),
+            generated_tokens=self.generated_tokens,
             max_tokens=self.max_tokens,
             group=self.group,
             tag=self.tag,
             movable=self.movable_now,
             moves=self.moves,
             age_s=max(0.0, now_s - self.arrived_s),
-            movable_detail="" if self.movable_now else self.immovable_because,
+            movable_detail=self.fixed_because,
             quiet_s=max(0.0, now_s - self.progressed_s),
             policy_version=self.versions.oldest,
             group_enough=self.group_enough,
@@ -197,7 +250,7 @@ class Record:
             id=self.id,
             engine=self.engine,
             prompt_tokens=self.prompt_tokens,
-            generated_tokens=len(self.generated_ids),
+            generated_tokens=self.generated_tokens,
             finish_reason=self.finish_reason or "error",
             moves=self.moves,
             tag=self.tag,
@@ -205,6 +258,13 @@ class Record:
             group=self.group,
             group_enough=self.group_enough,
         )
+
+
+def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Add the fields of a part of an answer: lists are concatenated, any other value replaces the one before."""
+    for name, value in part.items():
+        before = whole.get(name)
+        whole[name] = [*before, *value] if isinstance(before, list) and isinstance(value, list) else value
 
 
 class DuplicateRequest(ValueError):

@@ -4,11 +4,12 @@ Without the daemon the gateway goes on by its last orders; nothing here is in th
 """
 
 import asyncio
+from dataclasses import replace
 
 import grpc
-from google.protobuf.message import Message
 
 from orchestrrl import __version__
+from orchestrrl.addresses import host_id
 from orchestrrl.clock import Clock
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.expected import Expected
@@ -24,14 +25,17 @@ from orchestrrl.operations import (
     SetRoutes,
     status_of,
 )
-from orchestrrl.reports import NodeHello, NodeKind
+from orchestrrl.reports import GatewayEngine, NodeHello, NodeKind
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
-from orchestrrl.rpc.convert import ack_from_pb, gateway_report_to_pb
+from orchestrrl.rpc.convert import ack_from_pb, gateway_engine_to_pb, gateway_report_to_pb
 from orchestrrl.rpc.convert_node import hello_to_pb, operation_from_pb, result_to_pb
 from orchestrrl.rpc.node import NodeLink, ReportStream
 from orchestrrl.rpc.pb import agent_pb2, control_pb2, control_pb2_grpc, telemetry_pb2
 from planner.model import EngineId, RequestId
 
+# Which servers are behind the engines' ids is read this often; at first sooner, since engines may still be starting.
+IDENTIFY_EVERY_S = 30.0
+IDENTIFY_AT_FIRST_S = 1.0
 MOVE_ANSWER_S = 30.0  # of the daemon, which waits for the gateway that has the request
 
 
@@ -41,20 +45,34 @@ class GatewayLink:
     def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float, clock: Clock) -> None:
         self._gateway = gateway
         self._target = target
-        hello = NodeHello(
-            node=gateway.node,
-            kind=NodeKind.GATEWAY,
-            engines=tuple(slot.id for slot in gateway.fleet),
-            version=__version__,
-            url=gateway.url,
+        self._clock = clock
+        gateway.fleet.own = {slot.id: slot.engine.url for slot in gateway.fleet}
+        self._told: tuple[GatewayEngine, ...] | None = None  # on this stream
+        self._hello = hello_to_pb(
+            NodeHello(
+                node=gateway.node,
+                kind=NodeKind.GATEWAY,
+                engines=tuple(gateway.fleet.own),
+                version=__version__,
+                url=gateway.url,
+                incarnation=gateway.fleet.incarnation,
+                addresses=gateway.own_engines(),
+                host=host_id(),
+            )
         )
-        self._node = NodeLink(target, hello_to_pb(hello), self._handle, clock=clock)
+        self._node = NodeLink(target, self._hello, self._handle, clock=clock)
         self._reports = ReportStream(
-            target, "ReportRequests", self._report, report_interval_s, clock=clock, on_ack=self._acknowledge
+            target,
+            "ReportRequests",
+            self._report,
+            report_interval_s,
+            clock=clock,
+            on_ack=self._acknowledge,
+            on_open=self._opened,
         )
 
     async def run(self) -> None:
-        await asyncio.gather(self._node.run(), self._reports.run())
+        await asyncio.gather(self._node.run(), self._reports.run(), self._identify())
 
     async def _handle(self, message: agent_pb2.Operation) -> agent_pb2.OperationResult:
         try:
@@ -98,8 +116,27 @@ class GatewayLink:
             return ItemResult(request, False, f"is not here, and the daemon says: {error.details()}")
         return ItemResult(request, answer.done, answer.detail)
 
-    async def _report(self) -> Message:
-        return gateway_report_to_pb(self._gateway.report())
+    async def _identify(self) -> None:
+        """Keep the identities of engines that the gateway was started with, for as long as it runs."""
+        wait_s = IDENTIFY_AT_FIRST_S
+        while self._gateway.fleet.own:
+            await self._gateway.identify_engines()
+            await self._clock.sleep(wait_s)
+            wait_s = min(IDENTIFY_EVERY_S, 2 * wait_s)
+
+    def _opened(self) -> None:
+        self._told = None
+
+    async def _report(self) -> telemetry_pb2.GatewayReport:
+        engines = self._gateway.own_engines()
+        if engines == self._told:
+            return gateway_report_to_pb(self._gateway.report())
+        self._told = engines
+        # The next hello has them as well.
+        del self._hello.engine_ids[:], self._hello.engines[:]
+        self._hello.engine_ids.extend(self._gateway.fleet.id_of(engine.engine) for engine in engines)
+        self._hello.engines.extend(map(gateway_engine_to_pb, engines))
+        return gateway_report_to_pb(replace(self._gateway.report(), engines=engines))
 
     def _acknowledge(self, message: telemetry_pb2.ReportAck) -> None:
-        self._gateway.ledger.acknowledge(ack_from_pb(message).sequence)
+        self._gateway.acknowledge(ack_from_pb(message).sequence)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from orchestrrl.failover_metrics import failover_metrics
 from orchestrrl.gateway.versions import OnStale
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class GatewayCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
         yield from self._moves()
+        yield from failover_metrics(PREFIX, self._gateway.fleet.failovers.totals)
         yield from self._queue()
         yield from self._engines()
         yield from self._store()

@@ -4,21 +4,34 @@ Chunks are put together as text around the few parts that change, since one is m
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from orchestrrl.engines.base import Endpoint, TokenLogprob
 from orchestrrl.gateway.ledger import Delta, Record
+from orchestrrl.gateway.movable import UNTIED_FIELDS
 
 DONE = b"data: [DONE]\n\n"
+# Of an answer or an event, what the gateway writes itself.
+_WRITTEN_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage"})
 
-_ERROR_TYPES = {400: "BadRequestError", 404: "NotFoundError", 409: "ConflictError", 413: "RequestTooLargeError"}
+_ERROR_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    411: "LengthRequiredError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    500: "InternalServerError",
+}
 
 
 def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
-    kind = _ERROR_TYPES.get(status, "InternalServerError" if status == 500 else "ServiceUnavailableError")
+    kind = _ERROR_TYPES.get(status, "ServiceUnavailableError" if status > 500 else "BadRequestError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
@@ -48,32 +61,85 @@ class Form:
         return f"{'chatcmpl' if self.endpoint is Endpoint.CHAT else 'cmpl'}-{self.request_id}"
 
 
-def usage(records: Iterable[Record], prompts: Iterable[Record]) -> dict[str, int]:
-    """Tokens of all answers; `prompts` are the records whose prompts count, one for each distinct prompt."""
+def usage(records: Sequence[Record], prompts: Sequence[Record]) -> dict[str, Any]:
+    """Tokens of all answers; `prompts` are the records whose prompts count, one for each distinct prompt. The engines'
+    further counts are added up where no answer has moved."""
     prompt_tokens = sum(record.prompt_tokens for record in prompts)
-    completion_tokens = sum(len(record.generated_ids) for record in records)
-    return {
+    completion_tokens = sum(record.generated_tokens for record in records)
+    counts = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+    for name in (records[0].usage or {}).keys() - counts.keys():
+        parts = [record.usage or {} for record in (prompts if name.startswith("prompt") else records)]
+        counts[name] = _sum([part.get(name) for part in parts])
+    return counts
+
+
+def _sum(parts: Sequence[Any]) -> Any:
+    """Add up counts of several answers, or objects of such counts; None where they cannot be added."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, Mapping) for part in parts):
+        return {name: _sum([part.get(name) for part in parts]) for name in parts[0]}
+    return sum(parts) if all(isinstance(part, int | float) for part in parts) else None
 
 
 def response(form: Form, records: Sequence[Record], answers_per_prompt: int) -> dict[str, Any]:
     """The whole answer. Records are in order of their index."""
     chat = form.endpoint is Endpoint.CHAT
-    write = _chat_choice if chat else _completion_choice
     body: dict[str, Any] = {
         "id": form.answer_id,
         "object": "chat.completion" if chat else "text_completion",
         "created": form.created_unix_s,
         "model": form.model,
-        "choices": [write(form, index, record) for index, record in enumerate(records)],
+        "choices": _choices(form, records),
         "usage": usage(records, records[::answers_per_prompt]),
     }
     if chat and form.token_ids:
         body["prompt_token_ids"] = _prompt_ids(records[0])
+    body.update(_common_fields(records))
+    if len(records) == 1 and records[0].relayed_answer is not None:
+        body["model"] = records[0].relayed_answer.get("model", form.model)
+        body["usage"] = records[0].relayed_answer.get("usage", body["usage"])
     return body
+
+
+def _choices(form: Form, records: Sequence[Record]) -> list[dict[str, Any]]:
+    write = _chat_choice if form.endpoint is Endpoint.CHAT else _completion_choice
+    common = _common_fields(records)
+    choices: list[dict[str, Any]] = []
+    for record in records:
+        # Fields that differ between answers stand with each choice.
+        fields = {name: value for name, value in _engine_fields(record).items() if name not in common}
+        if record.relayed_answer is None:
+            choices.append({**write(form, len(choices), record), **record.choice_fields, **fields})
+            continue
+        for choice in record.relayed_answer["choices"]:
+            passed_on = {**choice, "index": len(choices), **fields}
+            if form.policy_versions:
+                tokens = len(choice.get("token_ids") or ()) or record.relayed_tokens
+                passed_on["policy_versions"] = _policy_versions(record, tokens)
+            choices.append(passed_on)
+    return choices
+
+
+def _engine_fields(record: Record) -> Mapping[str, Any]:
+    """Return the engine's fields beside the choices."""
+    if record.relayed_answer is None:
+        return record.answer_fields
+    return {name: value for name, value in record.relayed_answer.items() if name not in _WRITTEN_FIELDS}
+
+
+def _common_fields(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the fields beside the choices that are equal in all answers."""
+    first, *others = [_engine_fields(record) for record in records]
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in fields and fields[name] == value for fields in others)
+    }
 
 
 def _completion_choice(form: Form, index: int, record: Record) -> dict[str, Any]:
@@ -88,12 +154,12 @@ def _completion_choice(form: Form, index: int, record: Record) -> dict[str, Any]
         choice["token_ids"] = list(record.generated_ids)
         choice["prompt_token_ids"] = _prompt_ids(record)
     if form.policy_versions:
-        choice["policy_versions"] = _policy_versions(record)
+        choice["policy_versions"] = _policy_versions(record, len(record.generated_ids))
     return choice
 
 
-def _policy_versions(record: Record) -> list[dict[str, int | None]]:
-    spans = record.versions.spans(len(record.generated_ids))
+def _policy_versions(record: Record, tokens: int) -> list[dict[str, int | None]]:
+    spans = record.versions.spans(tokens)
     return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 
@@ -113,7 +179,7 @@ def _chat_choice(form: Form, index: int, record: Record) -> dict[str, Any]:
     if form.token_ids:
         choice["token_ids"] = list(record.generated_ids)
     if form.policy_versions:
-        choice["policy_versions"] = _policy_versions(record)
+        choice["policy_versions"] = _policy_versions(record, len(record.generated_ids))
     return choice
 
 
@@ -165,7 +231,7 @@ def _chat_logprobs(logprobs: Sequence[TokenLogprob], top: int) -> list[dict[str,
     return [
         {
             **_chat_logprob(item.token, item.logprob),
-            "top_logprobs": [_chat_logprob(token, value) for token, value in item.top[:top]],
+            "top_logprobs": [_chat_logprob(token, value) for token, value in (item.top if top < 0 else item.top[:top])],
         }
         for item in logprobs
     ]
@@ -181,6 +247,8 @@ class ChunkWriter:
     def __init__(self, form: Form, index: int, record: Record) -> None:
         self._form = form
         self._record = record
+        self._index = index
+        self._ended = False  # a finish_reason has been written
         self._chat = form.endpoint is Endpoint.CHAT
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         head = {"id": form.answer_id, "object": kind, "created": form.created_unix_s, "model": form.model}
@@ -191,13 +259,30 @@ class ChunkWriter:
 
     def chunks(self, deltas: Sequence[Delta], *, last: bool) -> bytes:
         """The deltas as events; with `last`, the finish_reason goes with the final one."""
-        parts = [self._begin()]
+        parts = []
         ends = self._record.finish_reason if last else None
         for number, delta in enumerate(deltas, 1):
-            parts.append(self._chunk(delta, ends if number == len(deltas) else None))
-        if last and not deltas:
+            if delta.event is not None:
+                parts.append(self._passed_on(delta.event, delta.version))
+            else:
+                parts.append(self._begin())
+                parts.append(self._chunk(delta, ends if number == len(deltas) else None))
+        if last and not self._ended:
+            parts.append(self._begin())
             parts.append(self._chunk(Delta((), ""), ends))
         return "".join(parts).encode()
+
+    def _passed_on(self, event: Mapping[str, Any], version: int | None) -> str:
+        """Return an event unchanged but for the answer's name. The usage of all answers comes at the end."""
+        if not event["choices"]:
+            return ""
+        self._begun = True
+        choices = [{**choice, "index": self._index} for choice in event["choices"]]
+        self._ended = self._ended or any(choice.get("finish_reason") is not None for choice in choices)
+        if self._form.policy_versions:
+            choices = [{**choice, "policy_version": version} for choice in choices]
+        named = {"id": self._form.answer_id, "created": self._form.created_unix_s, "choices": choices}
+        return f"data: {json.dumps({**event, **named}, separators=(',', ':'))}\n\n"
 
     def _begin(self) -> str:
         """A chat stream opens with the role."""
@@ -210,6 +295,7 @@ class ChunkWriter:
     def _chunk(self, delta: Delta, finish_reason: str | None) -> str:
         form = self._form
         self._tokens += len(delta.token_ids)
+        self._ended = finish_reason is not None
         prompt_ids = ""
         if self._chat:
             content = self._chat_delta(delta)
@@ -228,7 +314,9 @@ class ChunkWriter:
             ends += f',"token_ids":[{",".join(map(str, delta.token_ids))}]'
         if form.policy_versions:
             ends += f',"policy_version":{json.dumps(delta.version)}'
-        return f'{self._head}{content},"logprobs":{logprobs},{ends}{prompt_ids}}}]{self._usage()}}}\n\n'
+        ends += _written(delta.choice_fields)
+        others = _written(delta.answer_fields)
+        return f'{self._head}{content},"logprobs":{logprobs},{ends}{prompt_ids}}}]{others}{self._usage()}}}\n\n'
 
     def _chat_delta(self, delta: Delta) -> str:
         if delta.extra is None:
@@ -259,6 +347,11 @@ class ChunkWriter:
         return f',"usage":{json.dumps(counts, separators=(",", ":"))}'
 
 
+def _written(fields: Mapping[str, Any] | None) -> str:
+    """Return the JSON of fields that follow others within an object."""
+    return f",{json.dumps(fields, separators=(',', ':'))[1:-1]}" if fields else ""
+
+
 def usage_chunk(form: Form, records: Sequence[Record], answers_per_prompt: int) -> bytes:
     """The last chunk of a stream that was asked for its usage."""
     chat = form.endpoint is Endpoint.CHAT
@@ -270,5 +363,6 @@ def usage_chunk(form: Form, records: Sequence[Record], answers_per_prompt: int) 
             "model": form.model,
             "choices": [],
             "usage": usage(records, records[::answers_per_prompt]),
+            **{name: value for name, value in _common_fields(records).items() if name in UNTIED_FIELDS},
         }
     )

@@ -1,7 +1,7 @@
 """Several gateway processes on one port: each is a gateway of its own, and the daemon sees them all as its nodes.
 
-The kernel spreads connections over them (SO_REUSEPORT). A process that dies takes its own requests with it and is
-started again; when this one dies, they end too.
+The kernel spreads trainers' connections over them (SO_REUSEPORT). Each has an operator API of its own, which shows its
+own requests. A process that dies takes its requests with it and is started again; when this one dies, they end too.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 from orchestrrl.errors import Permanent
-from orchestrrl.gateway.service import GatewayOptions, Place, log_to_stderr, print_url, serve
+from orchestrrl.gateway.server import url_of
+from orchestrrl.gateway.service import (
+    GatewayOptions,
+    Place,
+    log_to_stderr,
+    operator_port_of,
+    print_urls,
+    serve,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +41,21 @@ _CONTEXT = multiprocessing.get_context("spawn")
 @dataclass(frozen=True, slots=True)
 class _Child:
     process: SpawnProcess
-    line: Connection  # it writes its URL; it ends when our end is closed
+    line: Connection  # it writes its URLs; it ends when our end is closed
     place: Place
 
 
 def serve_many(options: GatewayOptions) -> None:
-    """Serve until SIGTERM or SIGINT. The shared URL is the first line of output, once all listen. Raises Permanent when
-    one of them cannot."""
+    """Serve until SIGTERM or SIGINT. The shared URL is the first line of output, once all listen, then that of each
+    process's operator API. Raises Permanent when one of them cannot."""
     with _reserved(options.host, options.port) as port, _signals() as told:
-        children = [_started(options, Place(index, port)) for index in range(options.processes)]
+        places = [Place(index, port) for index in range(options.processes)]
+        for place in places:
+            _check_free(options.operator_host, operator_port_of(options, place))
+        children = [_started(options, place) for place in places]
         try:
-            for child in children:
-                _await_url(child)
-            shown = f"[{options.host}]" if ":" in options.host else options.host
-            print_url(f"http://{shown}:{port}")
+            operator_urls = [_await_operator_url(child) for child in children]
+            print_urls(url_of(options.host, port), *operator_urls)
             _keep_running(options, children, told)
         finally:
             _end(children, options.drain_s)
@@ -77,15 +87,21 @@ def _started(options: GatewayOptions, place: Place) -> _Child:
 def _run(options: GatewayOptions, place: Place, line: Connection) -> None:
     """One of the processes."""
     log_to_stderr(options.log_level)
-    asyncio.run(serve(options, line.send, place, line.fileno()))
+    try:
+        asyncio.run(serve(options, lambda *urls: line.send(urls), place, line.fileno()))
+    except Permanent as error:
+        logger.error("gateway process %d: %s", place.index, error)
+        sys.exit(1)
 
 
-def _await_url(child: _Child) -> None:
+def _await_operator_url(child: _Child) -> str:
     wait([child.line, child.process.sentinel])
     if not child.line.poll():
         raise Permanent(f"gateway process {child.place.index} ended with {child.process.exitcode} before it listened")
     try:
-        logger.info("gateway process %d listens on %s too", child.place.index, child.line.recv())
+        url, operator_url = child.line.recv()
+        logger.info("gateway process %d listens on %s too", child.place.index, url)
+        return str(operator_url)
     except EOFError as error:
         raise Permanent(f"gateway process {child.place.index} ended before it listened") from error
 
@@ -120,6 +136,16 @@ def _reserved(host: str, port: int) -> Iterator[int]:
             raise Permanent(f"--listen {host}:{port}: {error.strerror or error}") from error
         bound_port: int = holder.getsockname()[1]
         yield bound_port
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raises Permanent where an operator API could not listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind((host, port))
+        except OSError as error:
+            raise Permanent(f"--operator {host}:{port}: {error.strerror or error}") from error
 
 
 @contextmanager

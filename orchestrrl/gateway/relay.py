@@ -77,7 +77,10 @@ class Relay:
         self._hung_on: set[EngineId] = set()
         self._stalled = False  # the present attempt is left because it made no token
         self._failures = 0
+        self._failed: list[tuple[EngineId, bool]] = []  # since its last token: engine, and whether it had computed
+        self._sent_tokens = 0  # context of the present attempt
         self._delay_s = 0.0
+        self._computed_before: int | None = None  # tokens by the engine, when the request seemed stalled
 
     async def run(self) -> None:
         """Until the record is done. Cancelled: the attempt is stopped on its engine."""
@@ -129,7 +132,7 @@ class Relay:
         self._answer_move(False, "it begins anew")
         if self._pump_task is None or self._slot is None:
             self.record.forget_answer()
-        elif self.record.generated_ids:
+        elif self.record.generated_ids or self.record.relayed:
             self._restarting = True
             self._pump_task.cancel()
         return True
@@ -246,7 +249,7 @@ class Relay:
         if self._slot is None or self._pump_task is None or self._pump_task.done():
             return "is between two engines"
         if not record.movable_now:
-            return f"cannot be continued elsewhere: {record.immovable_because}"
+            return f"cannot be continued elsewhere: {record.fixed_because}"
         return ""
 
     def _answer_move(self, done: bool, detail: str = "") -> None:
@@ -358,13 +361,14 @@ class Relay:
     async def _attempt(self, slot: Slot) -> None:
         """One attempt, and what follows from how it ended."""
         record = self.record
+        self._sent_tokens = record.context_tokens
         slot.enter(record, self._now_s())
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
         self._slot = slot
         self._attempted = attempt = Attempt(record, slot, self._fleet, self._clock)
         coalesce = 1 if record.streaming else self._limits.coalesce_tokens
-        request = attempt.request(coalesce, self._move if self._move is not None and self._move.submitted else None)
-        self._pump_task = task = asyncio.create_task(attempt.run(request, self._took))
+        move = self._move if self._move is not None and self._move.submitted else None
+        self._pump_task = task = asyncio.create_task(self._pump(attempt, coalesce, move))
         over = asyncio.Event()
 
         def see(task: asyncio.Task[bool]) -> None:
@@ -391,16 +395,28 @@ class Relay:
         if len(record.generated_ids) > tokens_before:
             self._failures = 0
         if not record.done:
-            self._settle(slot, task)
+            self._settle(slot, task, attempt)
+
+    async def _pump(self, attempt: Attempt, coalesce_tokens: int, move: Moving | None) -> bool:
+        await attempt.decide_form()
+        return await attempt.run(attempt.request(coalesce_tokens, move), self._took)
 
     def _took(self, chunk: Chunk) -> None:
         """The record has what the chunk brought."""
+        if self._failed and (chunk.token_ids or self.record.done):
+            self._count_failovers()
         if self._move is not None and self._move.target is self._slot and (chunk.token_ids or chunk.finish_reason):
             self._arrived()
         if self.record.streaming:
             self._grown(self.record)
 
-    def _settle(self, slot: Slot, task: "asyncio.Task[bool]") -> None:
+    def _count_failovers(self) -> None:
+        """The request goes on after its engine failed."""
+        failed, self._failed = self._failed, []
+        for engine, computed in failed:
+            self._fleet.failovers.count(engine, self._sent_tokens if computed else None, self._now_s())
+
+    def _settle(self, slot: Slot, task: "asyncio.Task[bool]", attempt: Attempt) -> None:
         """Decide how an attempt that did not finish goes on."""
         restarting, self._restarting = self._restarting, False
         stalled, self._stalled = self._stalled, False
@@ -415,14 +431,14 @@ class Relay:
             raise error
         elif stalled:
             self._back_off(slot, f"it made no token for {self._limits.stall_s:g} s", 0.0)
-        elif not task.cancelled():
+        elif not task.cancelled() and attempt.joinable:  # else it begins anew, and the engine is not to blame
             # Stopped on the engine by somebody else, whose business it may have been; but not our client's.
             self._back_off(slot, "it gave the request up", 0.0)
         if self.record.done:
             return
         if restarting and not self.record.delivered:  # its client may have had some of it since
             self.record.forget_answer()
-        elif self.record.generated_ids and self.record.immovable_because:
+        elif (self.record.generated_ids or self.record.relayed) and self.record.immovable_because:
             self._start_over()
 
     def _after_refusal(self, slot: Slot, refusal: Refused) -> None:
@@ -454,6 +470,8 @@ class Relay:
     def _back_off(self, slot: Slot, because: str, asked_s: float) -> None:
         """Count an attempt that failed. The first in a row costs no time: there are other engines."""
         self._failures += 1
+        shown = self.record.relayed_tokens or not self.record.relayed  # a whole answer runs from the start
+        self._failed.append((slot.id, bool(shown) and self.record.state is RequestState.RUNNING))
         if self._failures > self._limits.failures:
             self._fail(503, f"{self._failures} attempts in a row failed, the last on {slot.id}: {because}")
         elif self._failures > 1:
@@ -508,26 +526,33 @@ class Relay:
         return now_s - last_s > self._limits.stall_s
 
     async def leave_stalled(self) -> None:
-        """Give the engine up for this request, unless it is paused."""
+        """Give the engine up for this request, unless it is paused, or computes an answer that comes as a whole."""
         slot, task = self._slot, self._pump_task
         if slot is None or task is None:
             return
-        paused = False
+        excused = False
         try:
-            paused = await slot.engine.is_paused()
+            excused = (self.record.relayed and await self._computes(slot)) or await slot.engine.is_paused()
         except Permanent as error:
             logger.debug("%s does not say whether it is paused: %s", slot.id, error)
         except (Retryable, OutcomeUnknown) as error:
             self._fleet.suspect(slot, str(error))
         if self._pump_task is not task or task.done() or self._move is not None:
             return
-        if paused:
+        if excused:
             self.record.progressed_s = self._now_s()
             return
         logger.warning("request %s: %s made no token for %g s", self.record.id, slot.id, self._limits.stall_s)
         self._hung_on.add(slot.id)
         self._stalled = True
         task.cancel()
+
+    async def _computes(self, slot: Slot) -> bool:
+        """Return whether the engine has computed tokens since the last call: a whole answer shows none before."""
+        metrics = await slot.engine.metrics()
+        before, computed = self._computed_before, metrics.generation_tokens_total + metrics.prompt_tokens_total
+        self._computed_before = computed
+        return before != computed
 
 
 def _takes_none(engine: EngineId, target: Slot | None) -> str:

@@ -6,8 +6,9 @@ prompt as text), so until the character is whole the text is made here, from the
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from orchestrrl.engines.base import Chunk, Engine
+from orchestrrl.engines.base import Chunk
 from orchestrrl.errors import Permanent
 
 INCOMPLETE = "\ufffd"  # what decoders show for bytes that are no character, or not one yet
@@ -15,10 +16,16 @@ INCOMPLETE = "\ufffd"  # what decoders show for bytes that are no character, or 
 WINDOW_TOKENS = 32
 
 
+class Decodes(Protocol):
+    """An engine, or a stand-in for several of them."""
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+
 class Seam:
     """Text of the tokens after a cut in the middle of a character. `open` until a chunk ends on a whole character."""
 
-    def __init__(self, engine: Engine, tokens: Sequence[int], text: str, *, keep_stop_token: bool) -> None:
+    def __init__(self, engine: Decodes, tokens: Sequence[int], text: str, *, keep_stop_token: bool) -> None:
         self._engine = engine
         self._tokens = list(tokens)
         self._seen = len(text.rstrip(INCOMPLETE))
@@ -41,7 +48,7 @@ class Seam:
         return added
 
 
-async def open_seam(engine: Engine, context_ids: Sequence[int], *, keep_stop_token: bool) -> Seam | None:
+async def open_seam(engine: Decodes, context_ids: Sequence[int], *, keep_stop_token: bool) -> Seam | None:
     """The seam after these tokens; None where they end on a whole character, or the engine has no text at all."""
     window = context_ids[-WINDOW_TOKENS:]
     try:

@@ -32,6 +32,8 @@ class GatewayOptions:
 
     host: str
     port: int
+    operator_host: str
+    operator_port: int  # with several processes, of the first; 0: a free one for each
     node: NodeId
     engines: tuple[Route, ...]
     engine_kind: str
@@ -62,19 +64,20 @@ def log_to_stderr(level: str) -> None:
     )
 
 
-def print_url(url: str) -> None:
-    sys.stdout.write(url + "\n")
+def print_urls(*urls: str) -> None:
+    sys.stdout.writelines(f"{url}\n" for url in urls)
     sys.stdout.flush()
 
 
 async def serve(
     options: GatewayOptions,
-    ready: Callable[[str], None] = print_url,
+    ready: Callable[[str, str], None] = print_urls,
     place: Place | None = None,
     stop_on: int | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until the file descriptor `stop_on` can be read, then drain. `ready` is given
-    the URL. With a `place` the URL is of this process alone, which listens on the shared port too."""
+    the URLs of the trainers' listener and of the operator API. With a `place` they are of this process alone, which
+    listens on the shared port too."""
     _allow_many_connections()
     clock = WallClock()
 
@@ -93,6 +96,12 @@ async def serve(
         core.url = await server.start(options.host, 0 if place else options.port)
     except OSError as error:
         raise Permanent(f"--listen {options.host}:{options.port}: {error.strerror or error}") from error
+    operator_port = operator_port_of(options, place)
+    try:
+        operator_url = await server.start_operator(options.operator_host, operator_port)
+    except OSError as error:
+        raise Permanent(f"--operator {options.operator_host}:{operator_port}: {error.strerror or error}") from error
+    logger.info("the operator API is at %s", operator_url)
     core.node = _node(options, core.url, place)
     core.set_routes(options.engines)
     tasks = [asyncio.create_task(core.watch())]
@@ -111,7 +120,7 @@ async def serve(
         loop.add_signal_handler(name, stopping.set)
     if stop_on is not None:
         loop.add_reader(stop_on, stopping.set)
-    ready(core.url)
+    ready(core.url, operator_url)
     ending = asyncio.create_task(stopping.wait())
     # A task that ends is a defect: nothing here ends by itself.
     await asyncio.wait({ending, *tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,6 +141,11 @@ async def serve(
     for task in tasks:
         if not task.cancelled():
             task.result()
+
+
+def operator_port_of(options: GatewayOptions, place: Place | None) -> int:
+    """Return the process's own: a shared port would lead to the ledger of any of them."""
+    return options.operator_port + place.index if place is not None and options.operator_port else options.operator_port
 
 
 def _allow_many_connections() -> None:

@@ -21,6 +21,11 @@ class Slot:
     suspect_because: str = ""  # empty: believed alive
     rechecking: bool = False  # it is being asked whether it lives
     capabilities: Capabilities | None = None
+    learning: "asyncio.Task[None] | None" = None  # asks for these; the last one, which may have ended
+    unlearnable: bool = False  # it answered that it does not tell them
+    tying_field: str = ""  # of its answers, which a continued one would lack in part; empty: none has been seen
+    whole_field: str = ""  # of its whole answers, which its streams lack; empty: none has been seen
+    server: str = ""  # identifies the server's process, as it was last read; empty: unknown
     records: dict[RequestId, Record] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0  # without a token yet; those for whom a place is reserved count
@@ -32,6 +37,7 @@ class Slot:
     waited_most_before: int = 0
     progressed_s: float = 0.0  # last token of any request
     failures_total: int = 0
+    detokenize_failed_s: float | None = None  # None: its last call succeeded, or there was none
     # With the counts above, what routing.Load asks for: plain fields, since a choice reads those of every engine.
     kv_capacity_tokens: int = 0
     kv_free_tokens: int = 0  # as last told, less what we have running since
@@ -80,6 +86,14 @@ class Slot:
     def has(self, policy_version: int) -> None:
         """Weights of this version, as somebody who knows tells."""
         self.policy_version, self.mixed = policy_version, False
+
+    def forget_offers(self) -> None:
+        """The server may be another one from now on."""
+        if self.learning is not None:
+            self.learning.cancel()
+        self.capabilities = self.learning = None
+        self.unlearnable = False
+        self.tying_field = self.whole_field = ""
 
     def follow(self, route: Route) -> None:
         """Take the daemon's newer word on this engine."""
@@ -155,6 +169,14 @@ class Slot:
             self._run(record.context_tokens)
         else:
             self.waiting_tokens += record.context_tokens - context_before
+
+    def run_whole(self, record: Record) -> None:
+        """The record is sent for an answer that comes as a whole and shows no first token. It counts as running, where
+        the engine is known to have a seat for it."""
+        seats = self.max_sequences or (self.capabilities.max_sequences if self.capabilities is not None else 0) or 0
+        if record.state is RequestState.WAITING and self.running < seats:
+            record.state = RequestState.RUNNING
+            self.advance(record, record.context_tokens, RequestState.WAITING, self.progressed_s)
 
     def _run(self, tokens: int) -> None:
         self.running_tokens += tokens

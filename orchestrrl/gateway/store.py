@@ -187,7 +187,8 @@ class Store:
             stored = await self._read(key, name) if self._may_have(key) else None
             if stored is not None and stored.asked.digest != _digest(endpoint, body):
                 raise DuplicateRequest(
-                    f"request {name!r} has been asked with another body, whose answer is kept; take another id"
+                    f"request {name!r} has been asked with another body or credential, and that answer is kept; "
+                    "take another id"
                 )
             entry = Entry(key, name, endpoint, body, created_s, records, self._clock.now_s())
             if stored is not None:

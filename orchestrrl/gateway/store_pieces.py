@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
 from orchestrrl.gateway.ledger import Record
 
+_FINAL_FIELDS = ("stop_reason", "choice_fields", "answer_fields", "usage")
 # How an answer is written is no part of what was asked.
 _FORM = frozenset({"stream", "stream_options", "return_policy_versions", "request_id"})
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
@@ -116,6 +117,8 @@ class Cutter:
     def cut(self) -> Piece | None:
         """What is new; None where nothing is."""
         record = self.record
+        if record.relayed:  # what the engine wrote is not kept
+            return self.forget() if self._tokens else None
         tokens = len(record.generated_ids)
         ends = record.finish_reason if not self._ended else None
         if record.generated_ids is not self._ids:  # the answer began anew
@@ -170,8 +173,9 @@ class Cutter:
             self._extras = len(record.extras)
         if record.immovable_because:
             more["immovable_because"] = record.immovable_because
-        if ends is not None and record.stop_reason is not None:
-            more["stop_reason"] = record.stop_reason
+        if ends is not None:
+            final = {name: getattr(record, name) for name in _FINAL_FIELDS}
+            more.update({name: value for name, value in final.items() if value not in (None, {})})
         return more
 
 
@@ -192,6 +196,9 @@ class Kept:
     immovable_because: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    choice_fields: dict[str, Any] = field(default_factory=dict)
+    answer_fields: dict[str, Any] = field(default_factory=dict)
+    usage: Mapping[str, Any] | None = None
 
     def add(self, piece: Piece) -> None:
         start = len(self.ids)
@@ -214,6 +221,9 @@ class Kept:
             self.versions += [(version, at) for at, version in more.get("changes", ())]
         self.immovable_because = more.get("immovable_because", "")
         self.stop_reason = more.get("stop_reason")
+        self.choice_fields = more.get("choice_fields", {})
+        self.answer_fields = more.get("answer_fields", {})
+        self.usage = more.get("usage")
 
     def spans(self) -> list[tuple[int | None, int, int]]:
         """Versions with their first token and the one after their last; a single one where there are no tokens."""
@@ -259,10 +269,17 @@ def give_back(record: Record, kept: Kept, now_s: float) -> bool:
         record.append(Chunk(), "", extra, now_s)
     for version, start, end in kept.spans():
         last = end == len(kept.ids)
-        chunk = Chunk(tuple(kept.ids[start:end]), logprobs=kept.logprobs_of(start, end))
+        ends = last and kept.finish_reason is not None
+        chunk = Chunk(
+            tuple(kept.ids[start:end]),
+            logprobs=kept.logprobs_of(start, end),
+            choice_fields=(kept.choice_fields or None) if ends else None,
+            answer_fields=(kept.answer_fields or None) if ends else None,
+        )
         record.append(chunk, "".join(kept.text) if last else "", None, now_s, version)
     record.text_complete = False  # as far as is known
     if kept.finish_reason is not None:
+        record.usage = kept.usage
         record.finish(kept.finish_reason, kept.stop_reason, now_s)
     else:
         record.hold()

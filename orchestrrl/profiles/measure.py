@@ -8,6 +8,7 @@ planner/fit.py.
 
 import asyncio
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ POINT_S = 2.0  # of decoding, where steps are short
 KV_FILL = 0.85  # of the KV cache, at most, prompts and what they grow by
 PREFILL_SHARE = 0.25  # of the budget
 PREFILL_ROUNDS = 3
+POINT_SHARE = 0.25  # of the time that is left; a point that takes more waits until the smaller ones are done
+ENOUGH_POINTS = 6  # for a rough fit: what an error about the budget reckons with
 LONGEST_PREFILL_TOKENS = 16384
 LONGEST_CONTEXT_TOKENS = 16384
 FIRST_CONTEXT_TOKENS = 32
@@ -201,6 +204,7 @@ class _Run:
         self._random = random.Random(wanted.seed)
         self._numbers = itertools.count()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._decode_s = 0.0  # of a point, prefill apart, as the longest so far took
         self._vocabulary = 0  # token ids below this are known to the model
         self._started_s = clock.now_s()
         self._end_s = self._started_s + wanted.budget_s
@@ -211,16 +215,30 @@ class _Run:
         on_step(Step(0, total, "prefill"))
         await self._learn_vocabulary()
         prefill = await self._prefill()
-        rate, _ = fit_rate(prefill)
+        try:
+            rate, _ = fit_rate(prefill)
+        except TooFewSamples as error:
+            raise Permanent(f"{self._engine.url}: {error}; its longest context is too short to measure") from None
         point_s = min(POINT_S, 0.5 * self._wanted.budget_s / len(points))
+        self._decode_s = 2 * point_s
         samples: list[StepSample] = []
         skipped = []
-        for number, point in enumerate(points, start=1):
+        number = 0
+        # One large point of a short budget would leave no time for the others, and one sample is no fit.
+        waiting: list[Point] = []
+        for point, may_wait in itertools.chain(((each, True) for each in points), ((each, False) for each in waiting)):
+            needed_s, left_s = _work(point) / rate + self._decode_s, self._end_s - self._clock.now_s()
+            if may_wait and needed_s > POINT_SHARE * left_s:
+                waiting.append(point)
+                waiting.sort(key=_work)
+                continue
+            number += 1
             on_step(Step(number, total, _named(point)))
-            if self._clock.now_s() + _work(point) / rate + 2 * point_s > self._end_s:
+            if needed_s > left_s:
                 skipped.append(f"{_named(point)}: not within the budget")
                 continue
             sample = await self._point(point, point_s)
+            self._decode_s = max(self._decode_s, left_s - (self._end_s - self._clock.now_s()) - _work(point) / rate)
             if isinstance(sample, StepSample):
                 samples.append(sample)
             else:
@@ -247,8 +265,10 @@ class _Run:
             fitted = fit_step(samples)
         except TooFewSamples as error:
             left_out = f"; left out: {'; '.join(skipped)}" if skipped else ""
+            point_s = self._decode_s if samples else max(self._decode_s, wanted.budget_s)  # else it took all of it
+            enough_s = math.ceil(2 * wanted.budget_s + ENOUGH_POINTS * point_s)
             raise Permanent(
-                f"{error}; more of them need a longer --budget-s than {wanted.budget_s:g}{left_out}"
+                f"{error}; more of them need a longer --budget-s than {wanted.budget_s:g}, about {enough_s}{left_out}"
             ) from None
         rate, prefill_error = fit_rate(prefill)
         detail = f"{self._engine.url}, {capabilities.engine} {capabilities.version}".rstrip()
@@ -295,8 +315,11 @@ class _Run:
         end_s = self._started_s + PREFILL_SHARE * self._wanted.budget_s
         seen: list[Seen] = []
         for length in lengths * PREFILL_ROUNDS:
-            if self._clock.now_s() > end_s and len({found.size for found in seen}) > 1:
-                break
+            if len({found.size for found in seen}) > 1:
+                if self._clock.now_s() > end_s:
+                    break
+                if self._clock.now_s() + length * seen[-1].seconds / seen[-1].size > end_s:
+                    continue
             stream, sent_s = _Stream(self._new_id()), self._clock.now_s()
             await self._read(stream, self._prompt(length), 1)
             seen.append(Seen(length, max(stream.arrived[0][0] - sent_s, 1e-6)))

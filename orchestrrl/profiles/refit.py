@@ -31,6 +31,11 @@ LEAST_SAMPLES = 8
 PLAUSIBLE = 20.0
 # Of the time between two scrapes, what prefill must have taken by the profile's rate: less drowns in decoding.
 PREFILL_SHARE = 0.2
+# A batch is steady while its sequences stay within this factor, and prompts are at most this share of its tokens.
+STEADY = 1.25
+STEADY_PROMPTS = 0.25
+# Prefill is told from other time only where it grows with the context by this many times what samples scatter.
+GROWS_OVER_SCATTER = 2.0
 # Starts take long and come seldom: the median of the newest few, once there are some.
 LEAST_STARTS = 3
 MOST_STARTS = 16
@@ -94,6 +99,31 @@ def batch_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
     return Batch(later.running, usage * later.kv_capacity_tokens, later.running * elapsed_s / made)
 
 
+def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
+    """Whether the batch hardly changed between two scrapes. Weaker than `same_batch`, since no batch stays the same for
+    long while requests come and go."""
+    fewest, most = sorted((earlier.running, later.running))
+    decoded = later.generation_tokens_total - earlier.generation_tokens_total
+    prompts = later.prompt_tokens_total - earlier.prompt_tokens_total
+    return (
+        fewest >= 1
+        and most <= STEADY * fewest
+        and 0 <= prompts <= STEADY_PROMPTS * max(decoded, 0)
+        and later.preemptions_total == earlier.preemptions_total
+    )
+
+
+def steady_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
+    """The mean decode step of a steady batch, right to about a tenth; None where there is no step time to tell."""
+    elapsed_s = later.sampled_s - earlier.sampled_s
+    made = later.generation_tokens_total - earlier.generation_tokens_total
+    sequences = (earlier.running + later.running) / 2
+    if not steady_batch(earlier, later) or elapsed_s <= 0 or made < sequences or later.kv_capacity_tokens < 1:
+        return None
+    usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
+    return Batch(sequences, usage * later.kv_capacity_tokens, sequences * elapsed_s / made)
+
+
 def prefilled_between(earlier: EngineSample, later: EngineSample) -> Prefilled | None:
     """What was prefilled between two scrapes of an engine; None where its time cannot be told from other time.
 
@@ -135,10 +165,15 @@ class Refitter:
     """Believes `profile` until samples say otherwise. `date` gives the day of a re-fit, ISO 8601."""
 
     def __init__(
-        self, profile: Profile, date: Callable[[], str] = lambda: datetime.now(UTC).date().isoformat()
+        self,
+        profile: Profile,
+        date: Callable[[], str] = lambda: datetime.now(UTC).date().isoformat(),
+        plausible: float = PLAUSIBLE,
     ) -> None:
+        """`plausible`: samples that differ from the profile by a larger factor are refused; inf for a guess."""
         self._profile = profile
         self._date = date
+        self._plausible = plausible
         self._windows = {engine.id: _Window() for engine in profile.configurations}
         self._transfers, self._recomputes = _Window(), _Window()
         self._recomputed_on = {engine.id: _Window() for engine in profile.configurations}
@@ -154,7 +189,7 @@ class Refitter:
         if window is None or not all(map(math.isfinite, values)) or sequences < 1 or kv_tokens < 0 or step_s <= 0:
             return False
         believed_s = self._prior(configuration).step.at(sequences, kv_tokens)
-        if believed_s > 0 and not 1 / PLAUSIBLE < step_s / believed_s < PLAUSIBLE:
+        if believed_s > 0 and not 1 / self._plausible < step_s / believed_s < self._plausible:
             return False
         window.add((_cell(sequences), _cell(kv_tokens)), values)
         return True
@@ -226,8 +261,11 @@ class Refitter:
             return None
         fitted = refit_curve(Curve.line(0.0, 1 / prior.prefill_tokens_per_s), seen, weights, TRUST)
         largest = max(item.size for item in seen)
-        slope_s = (fitted.curve.at(largest) - fitted.curve.at(0.0)) / largest  # beside what each of them waits
-        if not 1 / PLAUSIBLE < slope_s * prior.prefill_tokens_per_s < PLAUSIBLE:
+        grown_s = fitted.curve.at(largest) - fitted.curve.at(0.0)  # beside what each of them waits
+        if grown_s < GROWS_OVER_SCATTER * fitted.error.mean * median(item.seconds for item in seen):
+            return None  # what each waits scatters more than that
+        slope_s = grown_s / largest
+        if not 1 / self._plausible < slope_s * prior.prefill_tokens_per_s < self._plausible:
             return None
         return Figure(1 / slope_s, self._telemetry(fitted.error, _provenance_of(prior, "prefill_tokens_per_s"), by))
 

@@ -189,7 +189,7 @@ def parse_profile(text: str) -> Profile:
     try:
         section = ProfileSection.model_validate(document)
     except ValidationError as error:
-        faults = faults_of(error)
+        faults = faults_of(error, ProfileSection)
     faults += _double_ids(document.get("configurations"))
     if faults:
         raise ProblemFaults(faults)

@@ -14,6 +14,9 @@ _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
 CALL_TIMEOUT_S = 30.0
+OUT_OF_TIME = "Deadline Exceeded"  # gRPC's own words where a call took longer than its caller waits
+# gRPC's words where what listens answers the connection with something else than HTTP/2.
+NOT_GRPC = "Failed parsing HTTP/2"
 
 
 class ControlClient:
@@ -77,6 +80,11 @@ class ControlClient:
     def _translated(self, error: grpc.aio.AioRpcError, connected: bool) -> OrchestrRLError:
         details = error.details() or error.code().name.lower().replace("_", " ")
         match error.code():
+            case grpc.StatusCode.UNAVAILABLE if not connected and NOT_GRPC in details:
+                return Permanent(
+                    f"something answers at {self.address}, but it is no OrchestrRL daemon; an HTTP server, such as a "
+                    "gateway, an engine or the daemon's own metrics? --daemon takes listen.address of its configuration"
+                )
             case grpc.StatusCode.UNAVAILABLE if not connected:
                 advice = "start one with `orchestrrl daemon -c FILE`, or name it with --daemon"
                 return Retryable(f"no daemon at {self.address}: {advice}", after_s=1.0)
@@ -90,6 +98,8 @@ class ControlClient:
                 return Permanent(details)
             case grpc.StatusCode.UNIMPLEMENTED:
                 return Permanent(f"what listens at {self.address} does not know this call ({details}): is it a daemon?")
+            case grpc.StatusCode.DEADLINE_EXCEEDED if details != OUT_OF_TIME:
+                return OutcomeUnknown(f"the daemon at {self.address} cannot tell how it ended: {details}")
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return OutcomeUnknown(f"the daemon at {self.address} gave no answer in time")
             case _:

@@ -9,10 +9,11 @@ from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.execute.enrolment import NewEngine
 from orchestrrl.holds import Part
+from orchestrrl.lifetimes import lifetime_faults
 from orchestrrl.rpc import convert, convert_control
 from orchestrrl.rpc.gate_service import GateService
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
-from orchestrrl.rpc.refusals import Context, read, refusing
+from orchestrrl.rpc.refusals import Context, read, refusing, status_words
 from orchestrrl.rpc.switch_service import SwitchService
 from planner.model import ConfigurationId, EngineId, PlanId, RequestId
 
@@ -32,11 +33,16 @@ class ControlService(control_pb2_grpc.ControlServicer):
         snapshot = self._plane.state.snapshot(self._plane.clock.now_s())
         return control_pb2.ListWorkersResponse(workers=convert_control.workers_to_pb(self._plane, snapshot))
 
+    def _engine(self, name: str) -> EngineId:
+        """The engine that is meant, also by a name that only nodes use."""
+        return self._plane.state.engine_called(EngineId(name), self._plane.clock.now_s())
+
     async def ListRequests(
         self, request: control_pb2.ListRequestsRequest, context: Context
     ) -> control_pb2.ListRequestsResponse:
         requests = self._plane.state.snapshot(self._plane.clock.now_s()).requests
-        found = [view for view in requests if not request.engine_id or view.engine == request.engine_id]
+        engine = self._engine(request.engine_id)
+        found = [view for view in requests if not engine or view.engine == engine]
         listed = found[: request.limit] if request.limit else found
         return control_pb2.ListRequestsResponse(
             requests=[convert.request_to_pb(view) for view in listed], total=len(found)
@@ -48,7 +54,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         try:
             plan = self._plane.plans.get(PlanId(request.plan_id)) if request.plan_id else self._plane.plans.latest
         except Permanent as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            await context.abort(grpc.StatusCode.NOT_FOUND, status_words(error))
         assert plan is not None
         return convert_control.plan_to_pb(plan)
 
@@ -89,6 +95,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         mode = await read(context, request.mode, convert_control.mode_from_pb)
         async with refusing(context):
             previous = self._plane.set_mode(mode, request.reason)
+            if request.reason:  # who gives one has seen what the mode was for
+                self._plane.journal.confirm_damage(self._plane.clock.now_s(), request.reason)
         return control_pb2.SetModeResponse(
             mode=convert_control.mode_to_pb(mode), previous=convert_control.mode_to_pb(previous)
         )
@@ -132,7 +140,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return convert_control.worker_to_pb(self._plane, EngineId(request.engine_id))
 
     async def DrainEngine(self, request: control_pb2.DrainEngineRequest, context: Context) -> control_pb2.Worker:
-        engine = EngineId(request.engine_id)
+        engine = self._engine(request.engine_id)
         async with refusing(context):
             if request.undo and request.move_requests:
                 raise ProblemFaults(["move_requests: cannot go with undo, got both"])
@@ -145,9 +153,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def RemoveEngine(
         self, request: control_pb2.RemoveEngineRequest, context: Context
     ) -> control_pb2.RemoveEngineResponse:
+        engine = self._engine(request.engine_id)
         async with refusing(context):
-            removal = await self._plane.enrolment.remove(EngineId(request.engine_id), request.force, request.reason)
-        self._plane.gate.forget([EngineId(request.engine_id)], "was removed")
+            removal = await self._plane.enrolment.remove(engine, request.force, request.reason)
+        self._plane.gate.forget([engine], "was removed")
         return control_pb2.RemoveEngineResponse(
             engine_id=request.engine_id,
             requests_moved=removal.requests_moved,
@@ -157,8 +166,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def SetPause(self, request: control_pb2.SetPauseRequest, context: Context) -> control_pb2.SetPauseResponse:
         holds = self._plane.holds
         async with refusing(context):
+            faults = lifetime_faults(request.ttl_s, until="resumed") if request.paused else []
             if request.part not in list(Part):
-                raise ProblemFaults([f"part: must be one of {', '.join(Part)}, got {request.part!r}"])
+                faults = [f"part: must be one of {', '.join(Part)}, got {request.part!r}", *faults]
+            if faults:
+                raise ProblemFaults(faults)
             changed = True
             if request.paused:
                 holds.pause(Part(request.part), request.reason, request.ttl_s)

@@ -5,17 +5,28 @@ only files that know both.
 """
 
 from orchestrrl.engines.base import Capabilities
+from orchestrrl.errors import cut
 from orchestrrl.reports import (
+    EngineFailovers,
     EngineReport,
     EngineSample,
+    FailoverCounts,
     FinishedRequest,
     GatePhase,
     GateReport,
+    GatewayEngine,
     GatewayReport,
     ReportAck,
+    SendTimes,
 )
+from orchestrrl.rpc.convert_serving import serving_from_pb, serving_to_pb
 from orchestrrl.rpc.pb import telemetry_pb2
+from orchestrrl.rpc.ranges import MOST_NAME_CHARACTERS
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestState, RequestView
+
+MOST_OUTSIDE_CHARACTERS = 2000
+MOST_REASON_CHARACTERS = 200
+MOST_MODELS = 256  # names that one engine serves
 
 _HEALTH_TO_PB = {
     EngineHealth.OK: telemetry_pb2.ENGINE_HEALTH_OK,
@@ -45,6 +56,16 @@ def required(name: str, value: str) -> str:
     return value
 
 
+def outside_text(text: str, most: int = MOST_OUTSIDE_CHARACTERS) -> str:
+    """What an engine, a client or an error wrote, as a message can hold it and the daemon takes it."""
+    return cut(text.encode(errors="replace").decode(), most)
+
+
+def _outside_name(text: str) -> str:
+    """The same for a name, which the daemon takes where it is printable."""
+    return "".join(each if each.isprintable() else "?" for each in outside_text(text, MOST_NAME_CHARACTERS))
+
+
 def health_to_pb(health: EngineHealth) -> telemetry_pb2.EngineHealth.ValueType:
     return _HEALTH_TO_PB[health]
 
@@ -57,8 +78,8 @@ def health_from_pb(health: telemetry_pb2.EngineHealth.ValueType) -> EngineHealth
 def capabilities_to_pb(capabilities: Capabilities) -> telemetry_pb2.EngineCapabilities:
     return telemetry_pb2.EngineCapabilities(
         engine=capabilities.engine,
-        version=capabilities.version,
-        models=capabilities.models,
+        version=outside_text(capabilities.version),
+        models=map(_outside_name, capabilities.models[:MOST_MODELS]),
         token_ids=capabilities.token_ids,
         abort_requests=capabilities.abort_requests,
         pause=capabilities.pause,
@@ -69,6 +90,7 @@ def capabilities_to_pb(capabilities: Capabilities) -> telemetry_pb2.EngineCapabi
         tokens_endpoint=capabilities.tokens_endpoint,
         max_model_len_tokens=capabilities.max_model_len_tokens,
         max_sequences=capabilities.max_sequences,
+        serving=serving_to_pb(capabilities.serving),
     )
 
 
@@ -87,6 +109,7 @@ def capabilities_from_pb(message: telemetry_pb2.EngineCapabilities) -> Capabilit
         tokens_endpoint=message.tokens_endpoint,
         max_model_len_tokens=message.max_model_len_tokens if message.HasField("max_model_len_tokens") else None,
         max_sequences=message.max_sequences if message.HasField("max_sequences") else None,
+        serving=serving_from_pb(message.serving),
     )
 
 
@@ -127,9 +150,14 @@ def engine_report_to_pb(report: EngineReport) -> telemetry_pb2.EngineReport:
         engine_id=report.engine,
         url=report.url,
         health=_HEALTH_TO_PB[report.health],
-        health_detail=report.health_detail,
+        health_detail=outside_text(report.health_detail),
         sample=engine_sample_to_pb(report.sample) if report.sample else None,
         capabilities=capabilities_to_pb(report.capabilities) if report.capabilities else None,
+        incarnation=report.incarnation,
+        sent_unix_s=report.times.sent_s,
+        ack_sent_unix_s=report.times.ack_sent_s,
+        ack_received_unix_s=report.times.ack_received_s,
+        server_id=report.server,
     )
 
 
@@ -145,7 +173,25 @@ def engine_report_from_pb(message: telemetry_pb2.EngineReport) -> EngineReport:
         health_detail=message.health_detail,
         sample=engine_sample_from_pb(message.sample) if message.HasField("sample") else None,
         capabilities=capabilities_from_pb(message.capabilities) if message.HasField("capabilities") else None,
+        incarnation=message.incarnation,
+        times=_times_from_pb(message),
+        server=message.server_id,
     )
+
+
+def _times_from_pb(message: telemetry_pb2.EngineReport | telemetry_pb2.GatewayReport) -> SendTimes:
+    return SendTimes(message.sent_unix_s, message.ack_sent_unix_s, message.ack_received_unix_s)
+
+
+def gateway_engine_to_pb(engine: GatewayEngine) -> telemetry_pb2.GatewayEngine:
+    return telemetry_pb2.GatewayEngine(
+        engine_id=engine.engine, url=engine.url, server_id=engine.server, known_as=engine.known_as or ""
+    )
+
+
+def gateway_engine_from_pb(message: telemetry_pb2.GatewayEngine) -> GatewayEngine:
+    known_as = EngineId(message.known_as) if message.known_as else None
+    return GatewayEngine(EngineId(required("engine_id", message.engine_id)), message.url, message.server_id, known_as)
 
 
 def request_to_pb(request: RequestView) -> telemetry_pb2.RequestProgress:
@@ -198,7 +244,7 @@ def finished_to_pb(finished: FinishedRequest) -> telemetry_pb2.FinishedRequest:
         engine_id=finished.engine or "",
         prompt_tokens=finished.prompt_tokens,
         generated_tokens=finished.generated_tokens,
-        finish_reason=finished.finish_reason,
+        finish_reason=outside_text(finished.finish_reason, MOST_REASON_CHARACTERS),
         moves=finished.moves,
         tag=finished.tag,
         duration_s=finished.duration_s,
@@ -247,6 +293,26 @@ def gate_from_pb(message: telemetry_pb2.GateReport) -> GateReport:
     )
 
 
+def failovers_to_pb(failovers: EngineFailovers) -> telemetry_pb2.EngineFailovers:
+    return telemetry_pb2.EngineFailovers(
+        engine_id=failovers.engine,
+        sequence=failovers.sequence,
+        last_unix_s=failovers.last_s,
+        failovers=failovers.counts.failovers,
+        requests_recomputed=failovers.counts.requests_recomputed,
+        tokens_recomputed=failovers.counts.tokens_recomputed,
+    )
+
+
+def failovers_from_pb(message: telemetry_pb2.EngineFailovers) -> EngineFailovers:
+    return EngineFailovers(
+        engine=EngineId(message.engine_id),
+        sequence=message.sequence,
+        last_s=message.last_unix_s,
+        counts=FailoverCounts(message.failovers, message.requests_recomputed, message.tokens_recomputed),
+    )
+
+
 def gateway_report_to_pb(report: GatewayReport) -> telemetry_pb2.GatewayReport:
     return telemetry_pb2.GatewayReport(
         gateway_id=report.gateway,
@@ -256,24 +322,45 @@ def gateway_report_to_pb(report: GatewayReport) -> telemetry_pb2.GatewayReport:
         in_flight=[request_to_pb(request) for request in report.in_flight],
         finished=[finished_to_pb(finished) for finished in report.finished],
         gate=gate_to_pb(report.gate),
+        failovers=[failovers_to_pb(failovers) for failovers in report.failovers],
+        incarnation=report.incarnation,
+        sent_unix_s=report.times.sent_s,
+        ack_sent_unix_s=report.times.ack_sent_s,
+        ack_received_unix_s=report.times.ack_received_s,
+        engines=None
+        if report.engines is None
+        else telemetry_pb2.GatewayEngines(engines=map(gateway_engine_to_pb, report.engines)),
     )
 
 
 def gateway_report_from_pb(message: telemetry_pb2.GatewayReport) -> GatewayReport:
+    return gateway_report_of(
+        message, tuple(map(request_from_pb, message.in_flight)), tuple(map(finished_from_pb, message.finished))
+    )
+
+
+def gateway_report_of(
+    message: telemetry_pb2.GatewayReport, in_flight: tuple[RequestView, ...], finished: tuple[FinishedRequest, ...]
+) -> GatewayReport:
+    """The report, with its requests as they were converted before."""
     return GatewayReport(
         gateway=NodeId(required("gateway_id", message.gateway_id)),
         sequence=message.sequence,
         sampled_s=message.sampled_unix_s,
         url=message.url,
-        in_flight=tuple(request_from_pb(request) for request in message.in_flight),
-        finished=tuple(finished_from_pb(finished) for finished in message.finished),
+        in_flight=in_flight,
+        finished=finished,
         gate=gate_from_pb(message.gate),
+        failovers=tuple(failovers_from_pb(failovers) for failovers in message.failovers),
+        incarnation=message.incarnation,
+        times=_times_from_pb(message),
+        engines=tuple(map(gateway_engine_from_pb, message.engines.engines)) if message.HasField("engines") else None,
     )
 
 
 def ack_to_pb(ack: ReportAck) -> telemetry_pb2.ReportAck:
-    return telemetry_pb2.ReportAck(sequence=ack.sequence, generation=ack.generation)
+    return telemetry_pb2.ReportAck(sequence=ack.sequence, generation=ack.generation, sent_unix_s=ack.sent_s)
 
 
 def ack_from_pb(message: telemetry_pb2.ReportAck) -> ReportAck:
-    return ReportAck(sequence=message.sequence, generation=message.generation)
+    return ReportAck(sequence=message.sequence, generation=message.generation, sent_s=message.sent_unix_s)

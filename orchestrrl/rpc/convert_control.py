@@ -5,12 +5,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from orchestrrl.balance import BalanceDecision
+from orchestrrl.beliefs import StepTimes
 from orchestrrl.control_plane import ControlPlane
+from orchestrrl.defects import Defect
 from orchestrrl.holds import Part, Pause
 from orchestrrl.journal import Entry
 from orchestrrl.move_methods import MovedRequest
 from orchestrrl.nodes import NodeState
 from orchestrrl.plans import PlanEvent
+from orchestrrl.reports import FailoverCounts
 from orchestrrl.rpc.convert import capabilities_to_pb, health_to_pb
 from orchestrrl.rpc.convert_fabric import control_of_fabric_to_pb, period_to_pb
 from orchestrrl.rpc.convert_gate import gate_to_pb
@@ -19,6 +22,8 @@ from orchestrrl.rpc.pb import control_pb2 as pb
 from planner.calibration import Calibration
 from planner.gate import Control
 from planner.model import Alternative, EngineId, EngineView, Mode, Plan, PlannedInstance, RequestState, Snapshot
+
+SET_ASIDE_SHOWN = 16
 
 _MODE_TO_PB = {Mode.ADVISE: pb.MODE_ADVISE, Mode.ACT: pb.MODE_ACT}
 _MODE_FROM_PB = {message: mode for mode, message in _MODE_TO_PB.items()}
@@ -39,6 +44,7 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
     snapshot = plane.state.snapshot(now_s)
     running = sum(request.state is RequestState.RUNNING for request in snapshot.requests)
     totals, latest = plane.state.totals, plane.plans.latest
+    failovers = sum(plane.state.failovers.values(), FailoverCounts())
     return pb.Status(
         version=version,
         mode=mode_to_pb(plane.mode),
@@ -54,6 +60,9 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
         moves_failed=totals.moves_failed,
         tokens_recomputed=totals.tokens_recomputed,
         tokens_loaded=totals.tokens_loaded,
+        failovers=failovers.failovers,
+        failover_requests_recomputed=failovers.requests_recomputed,
+        failover_tokens_recomputed=failovers.tokens_recomputed,
         plan_id=latest.id if latest else "",
         plan_control=control_to_pb(plane.plans.control),
         balance_reason=_verdict(plane.balance) if plane.balance else "no decision yet",
@@ -63,6 +72,29 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
         pauses=pauses_to_pb(plane.holds.pauses),
         fabric_control=control_of_fabric_to_pb(plane.fabric.word.control) if plane.fabric else None,
         fabric_period=period_to_pb(next(iter(plane.fabric.reports(1)), None)) if plane.fabric else None,
+        remarks=plane.node_remarks(),
+        balance_policy=plane.balance.policy.name if plane.balance else "",
+        balance_policy_reason=plane.balance.policy.reason if plane.balance else "",
+        mode_reason=plane.mode_reason,
+        defects=[_defect_to_pb(defect, plane.defects.counts[defect.part]) for defect in plane.defects.latest],
+        journal_damage=plane.journal.damage,
+        journal_set_aside=[
+            pb.UnreadEntry(sequence=sequence, detail=detail)
+            for sequence, detail in list(plane.journal.set_aside.items())[:SET_ASIDE_SHOWN]
+        ],
+    )
+
+
+def _defect_to_pb(defect: Defect, total: int) -> pb.Defect:
+    return pb.Defect(
+        part=defect.part,
+        type=defect.type,
+        place=defect.place,
+        message=defect.message,
+        first_unix_s=defect.first_s,
+        last_unix_s=defect.last_s,
+        running=defect.running,
+        total=total,
     )
 
 
@@ -75,7 +107,16 @@ def pauses_to_pb(pauses: Mapping[Part, Pause]) -> list[pb.Pause]:
 
 def workers_to_pb(plane: ControlPlane, snapshot: Snapshot) -> list[pb.Worker]:
     held = Counter(request.engine for request in snapshot.requests)
-    return [_worker_to_pb(engine, held[engine.id], plane) for engine in snapshot.engines]
+    remarks = plane.remarks(engine.id for engine in snapshot.engines)
+    others = plane.state.names(snapshot.now_s).others
+    step_times = plane.planning.step_times(snapshot)
+    workers = []
+    for engine in snapshot.engines:
+        worker = _worker_to_pb(engine, held[engine.id], step_times[engine.id], plane)
+        worker.remarks.extend(remarks.get(engine.id, ()))
+        worker.other_names.extend(sorted({name for _, name in others.get(engine.id, ())}))
+        workers.append(worker)
+    return workers
 
 
 def worker_to_pb(plane: ControlPlane, engine: EngineId) -> pb.Worker:
@@ -85,7 +126,7 @@ def worker_to_pb(plane: ControlPlane, engine: EngineId) -> pb.Worker:
     return found or pb.Worker(engine_id=engine, draining=engine in plane.enrolment.roster.draining)
 
 
-def _worker_to_pb(engine: EngineView, requests: int, plane: ControlPlane) -> pb.Worker:
+def _worker_to_pb(engine: EngineView, requests: int, step_times: StepTimes, plane: ControlPlane) -> pb.Worker:
     capabilities = plane.state.capabilities(engine.id)
     return pb.Worker(
         engine_id=engine.id,
@@ -108,6 +149,8 @@ def _worker_to_pb(engine: EngineView, requests: int, plane: ControlPlane) -> pb.
         policy_version=engine.policy_version,
         requests=requests,
         reported=plane.state.reported(engine.id),
+        step_times_source=step_times.source,
+        step_times_detail=step_times.detail,
     )
 
 
@@ -243,6 +286,8 @@ def balance_to_pb(decision: BalanceDecision, ended_moves: Iterable[MovedRequest]
         gate_reason=_verdict(decision),
         inputs_age_s=decision.inputs_age_s or 0.0,
         ended_moves=map(_ended_move_to_pb, ended_moves),
+        policy=decision.policy.name,
+        policy_reason=decision.policy.reason,
     )
 
 

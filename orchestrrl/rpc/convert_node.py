@@ -23,7 +23,14 @@ from orchestrrl.operations import (
     SetRoutes,
 )
 from orchestrrl.reports import NodeHello, NodeKind
-from orchestrrl.rpc.convert import health_from_pb, health_to_pb, required
+from orchestrrl.rpc.convert import (
+    gateway_engine_from_pb,
+    gateway_engine_to_pb,
+    health_from_pb,
+    health_to_pb,
+    outside_text,
+    required,
+)
 from orchestrrl.rpc.pb import agent_pb2, telemetry_pb2
 from planner.model import EngineId, NodeId, RequestId
 
@@ -84,6 +91,9 @@ def hello_to_pb(hello: NodeHello) -> agent_pb2.NodeHello:
         engine_ids=hello.engines,
         version=hello.version,
         url=hello.url,
+        incarnation=hello.incarnation,
+        engines=map(gateway_engine_to_pb, hello.addresses),
+        host_id=hello.host,
     )
 
 
@@ -96,6 +106,9 @@ def hello_from_pb(message: agent_pb2.NodeHello) -> NodeHello:
         engines=tuple(EngineId(engine) for engine in message.engine_ids),
         version=message.version,
         url=message.url,
+        incarnation=message.incarnation,
+        addresses=tuple(map(gateway_engine_from_pb, message.engines)),
+        host=message.host_id,
     )
 
 
@@ -264,13 +277,13 @@ def result_to_pb(result: OperationResult) -> agent_pb2.OperationResult:
         operation_id=result.operation,
         node_id=result.node,
         status=_STATUS_TO_PB[result.status],
-        detail=result.detail,
+        detail=outside_text(result.detail),
         duration_s=result.duration_s,
         items=[
             agent_pb2.ItemResult(
                 id=item.id,
                 done=item.done,
-                detail=item.detail,
+                detail=outside_text(item.detail),
                 recomputed_tokens=item.recomputed_tokens,
                 duration_s=item.duration_s,
                 method=agent_pb2.MOVE_METHOD_UNSPECIFIED if item.method is None else _METHOD_TO_PB[item.method],

@@ -23,7 +23,7 @@ from orchestrrl.rpc.convert_fabric import (
 )
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from orchestrrl.rpc.pb import fabric_pb2_grpc
-from orchestrrl.rpc.refusals import Context, refuse, refusing
+from orchestrrl.rpc.refusals import Context, refuse, refusing, status_words
 from planner.fabric.clocks import Exchange
 from planner.model import Hold
 
@@ -71,6 +71,8 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         try:
             while (order := await stream.next_order()) is not None:
                 yield order_to_pb(order)
+            if tasks[0].done():
+                tasks[0].result()  # what ended it ends the call
         finally:
             await stop(*tasks)
             stream.end()
@@ -80,7 +82,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
             async for message in messages:
                 try:
                     self._take(message, stream)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     logger.warning("an agent told what makes no sense: %s", error)
         finally:
             stream.end()
@@ -99,7 +101,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
                 pong = message.pong
                 stream.answers(Exchange(pong.sent_s, pong.received_s, pong.answered_s, self._now_s()))
             case "slack":
-                json.loads(message.slack.summary_json)
+                json.loads(message.slack.summary_json, parse_constant=_no_number)
                 stream.knows(message.slack.summary_json)
             case "announcement":
                 self._announced(message.announcement)
@@ -114,7 +116,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
                 request.period, request.intent_json, request.within_s, boundary=request.boundary, job=request.job
             )
         except Permanent as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            await context.abort(grpc.StatusCode.NOT_FOUND, status_words(error))
         except OrchestrRLError as error:
             await refuse(context, error)
         try:
@@ -187,3 +189,8 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         if self._fabric is None:
             await refuse(context, Permanent(NO_FABRIC))
         return self._fabric
+
+
+def _no_number(constant: str) -> None:
+    """JSON has neither NaN nor infinities, though Python reads them."""
+    raise ValueError(f"summary_json: numbers must be finite, got {constant}")

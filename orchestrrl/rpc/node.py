@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import grpc
-from google.protobuf.message import Message
 
 from orchestrrl.clock import Clock
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown
 from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected, stop
+from orchestrrl.rpc.convert import outside_text
 from orchestrrl.rpc.pb import agent_pb2 as pb
 from orchestrrl.rpc.pb import agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
 
@@ -114,7 +114,7 @@ class OperationLog:
         self, operation: pb.Operation, status: "pb.OperationStatus.ValueType", detail: str
     ) -> pb.OperationResult:
         return pb.OperationResult(
-            operation_id=operation.operation_id, node_id=self._node_id, status=status, detail=detail
+            operation_id=operation.operation_id, node_id=self._node_id, status=status, detail=outside_text(detail)
         )
 
 
@@ -200,15 +200,15 @@ class NodeLink:
 class ReportStream:
     """A stream of reports to the daemon, one each `interval_s`, until cancelled; reopened whenever it breaks.
 
-    `make_report` is awaited for each report; `on_open` is called as a stream begins, before its first report;
-    `on_ack` with each acknowledgement.
+    `make_report` is awaited for each report, which is stamped as it is sent; `on_open` is called as a stream begins,
+    before its first report; `on_ack` with each acknowledgement.
     """
 
     def __init__(
         self,
         target: str,
         method_name: Literal["ReportEngines", "ReportRequests"],
-        make_report: Callable[[], Awaitable[Message]],
+        make_report: Callable[[], Awaitable[telemetry_pb2.EngineReport | telemetry_pb2.GatewayReport]],
         interval_s: float,
         *,
         clock: Clock,
@@ -227,6 +227,7 @@ class ReportStream:
         self._rng = rng or random.Random()
         self._backoff = backoff or Backoff()
         self._connected = False
+        self._acked = 0.0, 0.0  # the daemon's time in its latest acknowledgement, and when that arrived
 
     @property
     def connected(self) -> bool:
@@ -251,6 +252,7 @@ class ReportStream:
             established()
             if self._on_open:
                 self._on_open()
+            self._acked = 0.0, 0.0  # what an earlier daemon sent is by its clock
             await first_of(self._receive(call), self._send(call))
         finally:
             self._connected = False
@@ -258,10 +260,16 @@ class ReportStream:
 
     async def _receive(self, call: grpc.aio.StreamStreamCall[Any, telemetry_pb2.ReportAck]) -> None:
         async for ack in call:
+            if ack.sent_unix_s:
+                self._acked = ack.sent_unix_s, self._clock.now_s()
             if self._on_ack:
                 self._on_ack(ack)
 
     async def _send(self, call: grpc.aio.StreamStreamCall[Any, telemetry_pb2.ReportAck]) -> None:
         while True:
-            await call.write(await self._make_report())
+            report = await self._make_report()
+            report.sent_unix_s = self._clock.now_s()
+            if self._acked[0]:
+                report.ack_sent_unix_s, report.ack_received_unix_s = self._acked
+            await call.write(report)
             await self._clock.sleep(self._interval_s)

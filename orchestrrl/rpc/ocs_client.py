@@ -7,14 +7,17 @@ A process that was started anew does not know what it made before. This side doe
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from ocs_drivers.arming import Armed
 from ocs_drivers.base import Clock, SystemClock
 from ocs_drivers.diff import Steps
+from ocs_drivers.driver import poll_pause_s
 from ocs_drivers.errors import (
     Conflict,
     DriverError,
@@ -53,8 +56,6 @@ Value = TypeVar("Value")
 _CommitCall = grpc.aio.StreamStreamCall[ocs_pb2.CommitOrder, ocs_pb2.CommitAnswer]
 _BEGIN = ocs_pb2.CommitOrder(begin=ocs_pb2.CommitOrder.Begin())
 
-# Pauses between readings while a commit whose answer was lost may still be going on.
-READ_BACK_PAUSE_S = 0.05
 LARGEST_PORT = 2**32 - 1
 
 
@@ -236,15 +237,17 @@ class GrpcSwitch:
             words = str(error)
         except ValueError as error:
             words = f"the driver process answered nonsense: {error}"
-        tune_s = max(1.0, 10 * (await self._after_setting(self.facts())).reconfiguration_s)
-        deadline_s = self._clock.now_s() + tune_s
+        reconfiguration_s = (await self._after_setting(self.facts())).reconfiguration_s
+        began_s = self._clock.now_s()
+        deadline_s = began_s + max(1.0, 10 * reconfiguration_s)
         while True:
             reading = await self._after_setting(self.cross_connects())
             items = _as_shown(wanted, reading, words)
-            if all(item.done for item in items) or self._clock.now_s() >= deadline_s:
+            now_s = self._clock.now_s()
+            if all(item.done for item in items) or now_s >= deadline_s:
                 until_s = reading.unconfirmed.until_s if reading.unconfirmed else None
                 return CommitResult(items, reading.revision, commands_sent=1, revert_at_s=until_s)
-            await self._clock.sleep(READ_BACK_PAUSE_S)
+            await self._clock.sleep(min(poll_pause_s(reconfiguration_s, now_s - began_s), deadline_s - now_s))
 
     async def _ask_to_commit(self, request: ocs_pb2.CommitRequest) -> ocs_pb2.CommitResult:
         return await self._ask("Commit", self._stub().Commit, request, self._commit_timeout_s, is_setter=True)
@@ -322,7 +325,8 @@ class GrpcSwitch:
     def _translated(self, error: grpc.aio.AioRpcError, command: str, is_setter: bool) -> DriverError:
         for key, value in error.trailing_metadata() or ():
             if key == ERROR_METADATA and isinstance(value, bytes):
-                return convert.error_from_pb(ocs_pb2.DriverError.FromString(value), self.device)
+                with suppress(DecodeError):  # then the status has to do
+                    return convert.error_from_pb(ocs_pb2.DriverError.FromString(value), self.device)
         words = error.details() or error.code().name
         match error.code():
             case grpc.StatusCode.INVALID_ARGUMENT:

@@ -3,17 +3,20 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.errors import Conflict, DriverError, InvalidChange, OutcomeUnknown, Retryable
+from orchestrrl.clock import WallClock
+from orchestrrl.config import LimitSettings
+from orchestrrl.defects import Defects
 from orchestrrl.rpc import convert_ocs as convert
+from orchestrrl.rpc.boundary import Boundary
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from orchestrrl.rpc.refusals import Context, status_words
 
 Request = TypeVar("Request")
 Value = TypeVar("Value")
@@ -115,14 +118,14 @@ def _sense(read: Callable[[Request], Value], message: Request) -> Value:
 @asynccontextmanager
 async def _speaking(context: Context) -> AsyncIterator[None]:
     """Answer the driver's errors with their status, and with all they know in the trailing metadata. A defect of the
-    driver is answered UNKNOWN by gRPC itself: nobody can say of it that nothing was sent."""
+    driver is answered INTERNAL by the boundary: it may have sent something."""
     try:
         yield
     except DriverError as error:
         metadata = ((ERROR_METADATA, convert.error_to_pb(error).SerializeToString()),)
-        await context.abort(status_of(error), str(error), metadata)
+        await context.abort(status_of(error), status_words(error), metadata)
     except _Nonsense as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, status_words(error))
 
 
 def status_of(error: DriverError) -> grpc.StatusCode:
@@ -141,7 +144,8 @@ def status_of(error: DriverError) -> grpc.StatusCode:
 
 async def serve_driver(driver: OcsDriver, address: str) -> tuple[grpc.aio.Server, int]:
     """A started server for one device at `address` (port 0: any free one), and its port."""
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    boundary = Boundary(LimitSettings(), Defects(WallClock(), lambda _: None))
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(boundary,))
     ocs_pb2_grpc.add_OcsDriverServicer_to_server(OcsDriverService(driver), server)
     port = server.add_insecure_port(address)
     await server.start()

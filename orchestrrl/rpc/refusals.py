@@ -6,26 +6,52 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.errors import LimitReached, OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable, cut
 
 Context = grpc.aio.ServicerContext[Any, Any]
+STATUS_BYTES = 6000  # of a header; all of a call's together must stay below 8 KiB
+LEAST_CHARACTERS = 40
+
 _Message = TypeVar("_Message")
 _Value = TypeVar("_Value")
 
 
 async def refuse(context: Context, error: OrchestrRLError | ValueError) -> NoReturn:
     """End the call with the status that says what to do next."""
-    code = grpc.StatusCode.UNKNOWN
+    code = grpc.StatusCode.INTERNAL
     match error:
         case ProblemFaults() | ValueError():
             code = grpc.StatusCode.INVALID_ARGUMENT
+        case LimitReached():
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
         case Permanent():
             code = grpc.StatusCode.FAILED_PRECONDITION
         case Retryable():
             code = grpc.StatusCode.ABORTED
         case OutcomeUnknown():
             code = grpc.StatusCode.DEADLINE_EXCEEDED
-    await context.abort(code, str(error))
+    await context.abort(code, status_words(error))
+
+
+def status_words(error: Exception | str) -> str:
+    """The error's lines, as many as a status can hold: it travels in a header, where most bytes of a text that is not
+    ASCII take three."""
+    lines = str(error).encode(errors="replace").decode().splitlines() or [type(error).__name__]
+    words: list[str] = []
+    room = STATUS_BYTES
+    for place, line in enumerate(lines):
+        while (size := _header_bytes(line)) > room and len(line) > LEAST_CHARACTERS:
+            line = cut(line, max(LEAST_CHARACTERS, len(line) // 2))
+        if size > room:
+            words.append(f"(message): has {len(lines) - place} more faults")
+            break
+        words.append(line)
+        room -= size
+    return "\n".join(words)
+
+
+def _header_bytes(line: str) -> int:
+    return sum(1 if 0x20 <= byte <= 0x7E else 3 for byte in f"{line}\n".encode())
 
 
 @asynccontextmanager

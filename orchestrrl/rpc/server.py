@@ -5,9 +5,11 @@ The servicers translate and nothing more; what is asked is answered by the contr
 
 import asyncio
 import itertools
-import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -19,6 +21,7 @@ from orchestrrl.errors import Permanent
 from orchestrrl.execute.fabric_windows import TraceHub
 from orchestrrl.nodes import Attachment
 from orchestrrl.rpc import convert, convert_node
+from orchestrrl.rpc.boundary import Boundary
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.control_service import ControlService
 from orchestrrl.rpc.fabric_service import FabricService
@@ -34,11 +37,15 @@ from orchestrrl.rpc.pb import (
     weights_pb2,
     weights_pb2_grpc,
 )
+from orchestrrl.rpc.ranges import STEP_ITEMS
 from orchestrrl.rpc.refusals import Context, read, refuse
 from orchestrrl.rpc.weights_service import WeightsService
 from orchestrrl.weight_syncs import Weights, weights_of
 
-logger = logging.getLogger(__name__)
+_Message = TypeVar("_Message")
+_Value = TypeVar("_Value")
+
+MOST_RECEIVED_BYTES = 2**31 - 1  # that gRPC can be told
 
 SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -63,18 +70,37 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
     ) -> AsyncIterator[telemetry_pb2.ReportAck]:
         stream = next(self._streams)
         await context.send_initial_metadata(())  # tells the client that it is connected
-        async for message in request_iterator:
-            report = await read(context, message, convert.engine_report_from_pb)
-            yield convert.ack_to_pb(self._plane.engine_reported(report, stream))
+        try:
+            async for message in request_iterator:
+                report = await read(context, message, convert.engine_report_from_pb)
+                yield convert.ack_to_pb(self._plane.engine_reported(report, stream))
+        finally:
+            self._plane.stream_ended(stream)
 
     async def ReportRequests(
         self, request_iterator: AsyncIterator[telemetry_pb2.GatewayReport], context: Context
     ) -> AsyncIterator[telemetry_pb2.ReportAck]:
         stream = next(self._streams)
         await context.send_initial_metadata(())
-        async for message in request_iterator:
-            report = await read(context, message, convert.gateway_report_from_pb)
-            yield convert.ack_to_pb(self._plane.gateway_reported(report, stream))
+        try:
+            async for message in request_iterator:
+                in_flight = await _in_steps(convert.request_from_pb, message.in_flight)
+                finished = await _in_steps(convert.finished_from_pb, message.finished)
+                read_report = partial(convert.gateway_report_of, in_flight=in_flight, finished=finished)
+                report = await read(context, message, read_report)
+                yield convert.ack_to_pb(self._plane.gateway_reported(report, stream))
+        finally:
+            self._plane.stream_ended(stream)
+
+
+async def _in_steps(convert: Callable[[_Message], _Value], messages: Sequence[_Message]) -> tuple[_Value, ...]:
+    """Convert the messages, some at a time: other calls go on in between."""
+    values: list[_Value] = []
+    for first in range(0, len(messages), STEP_ITEMS):
+        if first:
+            await asyncio.sleep(0)
+        values += map(convert, messages[first : first + STEP_ITEMS])
+    return tuple(values)
 
 
 class NodeService(agent_pb2_grpc.NodeServicer):
@@ -96,6 +122,8 @@ class NodeService(agent_pb2_grpc.NodeServicer):
         try:
             async for operation in attachment.orders():
                 yield convert_node.operation_to_pb(operation)
+            if results.done():
+                results.result()  # what ended it ends the call
         finally:
             results.cancel()
             self._plane.detach(attachment)
@@ -104,9 +132,8 @@ class NodeService(agent_pb2_grpc.NodeServicer):
         try:
             async for message in messages:
                 if message.HasField("result"):
-                    self._plane.result_received(convert_node.result_from_pb(message.result))
-        except ValueError as error:
-            logger.warning("%s sent a result that makes no sense: %s", attachment.hello.node, error)
+                    result = convert_node.result_from_pb(message.result)
+                    self._plane.result_received(replace(result, node=attachment.hello.node))
         finally:
             attachment.end()
 
@@ -131,7 +158,15 @@ class Server:
         """Bind and serve; the fabric is the control plane's. Raises Permanent when an address cannot be had."""
         weights = weights or weights_of(plane.config, plane, plane.clock)
         # Without this, Linux lets two daemons share a port, and each gets some of the nodes.
-        server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
+        limits = plane.config.limits
+        options = {
+            **dict(SERVER_OPTIONS),
+            "grpc.so_reuseport": 0,
+            "grpc.max_allowed_incoming_connections": limits.connections,
+            # Beyond this gRPC itself refuses a message, without the setting's name.
+            "grpc.max_receive_message_length": min(2 * limits.message_bytes, MOST_RECEIVED_BYTES),
+        }
+        server = grpc.aio.server(options=[*options.items()], interceptors=(Boundary(limits, plane.defects),))
         status = health.aio.HealthServicer()
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(plane), server)
         control_pb2_grpc.add_SwitchesServicer_to_server(switches, server)

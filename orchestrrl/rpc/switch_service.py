@@ -10,7 +10,7 @@ from orchestrrl.errors import Permanent
 from orchestrrl.execute.deploy_records import read_history
 from orchestrrl.rpc.convert_switch import draft_to_pb, report_to_pb, wish_from_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
-from orchestrrl.rpc.refusals import Context, refuse, refusing
+from orchestrrl.rpc.refusals import Context, refuse, refusing, status_words
 from orchestrrl.switch import Stage, Switch, SwitchId, SwitchReport, SwitchState, SwitchWish
 
 # At most: the report of a large fleet has thousands of steps, and all of them change.
@@ -79,11 +79,11 @@ class SwitchService:
             try:
                 return report_to_pb(self._plane.switching.report(request.switch_id))
             except Permanent as error:
-                await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+                await context.abort(grpc.StatusCode.NOT_FOUND, status_words(error))
         found = next((report for report in self._recorded() if request.switch_id in ("", report.id)), None)
         if found is None:
             wanted = f"no switch {request.switch_id!r}" if request.switch_id else "no switch has been made yet"
-            await context.abort(grpc.StatusCode.NOT_FOUND, wanted)
+            await context.abort(grpc.StatusCode.NOT_FOUND, status_words(wanted))
         return report_to_pb(found)
 
     async def history(self, request: pb.ListDeploymentsRequest, context: Context) -> pb.ListDeploymentsResponse:

@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from math import inf
 from typing import Any
 
 import grpc
@@ -18,13 +17,13 @@ from ocs_drivers.model import Action, Change, ChangeMode, CrossConnect, Diff, It
 from ocs_drivers.registry import make_driver
 from orchestrrl.clock import Clock
 from orchestrrl.config import Owns, SwitchSettings
-from orchestrrl.errors import ProblemFaults
+from orchestrrl.errors import ProblemFaults, cut
 from orchestrrl.execute.circuits import CircuitExecutor, CircuitOutcome
 from orchestrrl.journal import Journal
+from orchestrrl.lifetimes import MOST_S
 from orchestrrl.rpc import convert_ocs as convert
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, ocs_pb2
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from orchestrrl.rpc.refusals import Context, status_words
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +149,9 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
     ) -> control_pb2.SwitchChange:
         switch = request.switch_id
         revert_in_s = request.revert_in_s if request.HasField("revert_in_s") else None
-        if revert_in_s is not None and not 0 < revert_in_s < inf:
-            raise InvalidChange([f"revert_in_s: must be > 0, got {revert_in_s:g}"])
+        if revert_in_s is not None and not 0 < revert_in_s <= MOST_S:
+            most = f" and <= {MOST_S:.0f}" if revert_in_s > MOST_S else ""
+            raise InvalidChange([f"revert_in_s: must be > 0{most}, got {revert_in_s:g}"])
         if request.dry_run:
             return _planned(switch, await self.executor.plan(switch, change, mode))
         expect_revision = request.expect_revision if request.HasField("expect_revision") else None
@@ -160,15 +160,24 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
     async def _to_its_end(self, work: Coroutine[Any, Any, CircuitOutcome]) -> control_pb2.SwitchChange:
         task = asyncio.ensure_future(work)
         self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        task.add_done_callback(self._ended)
         # Carried to its end even if the operator hangs up: glass that is half moved helps nobody.
         return _changed(await asyncio.shield(task))
+
+    def _ended(self, task: "asyncio.Future[CircuitOutcome]") -> None:
+        self._under_way.discard(task)
+        error = None if task.cancelled() else task.exception()  # its caller may have hung up
+        if isinstance(error, DriverError):
+            logger.info("a change was refused or failed: %s", cut(str(error)))
+        elif error is not None:
+            logger.error("a change ended in a defect", exc_info=error)
 
     async def _require(self, switch: str, context: Context) -> None:
         await context.send_initial_metadata(())  # tells the client that it is connected
         if switch not in self._switches:
             known = ", ".join(sorted(self._switches)) or "none is configured"
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no switch {switch!r} (known: {known})")
+            words = status_words(f"there is no switch {switch!r} (known: {known})")
+            await context.abort(grpc.StatusCode.NOT_FOUND, words)
 
     async def _read(self, switch: str) -> control_pb2.Switch:
         """A switch as it is now; one that cannot be read says why."""
@@ -215,7 +224,7 @@ async def _speaking(context: Context) -> AsyncIterator[None]:
     try:
         yield
     except DriverError as error:
-        await context.abort(_status_of(error), str(error))
+        await context.abort(_status_of(error), status_words(error))
 
 
 def _status_of(error: DriverError) -> grpc.StatusCode:
@@ -226,7 +235,7 @@ def _status_of(error: DriverError) -> grpc.StatusCode:
         case Retryable():
             return grpc.StatusCode.ABORTED
         case OutcomeUnknown():
-            return grpc.StatusCode.UNKNOWN
+            return grpc.StatusCode.DEADLINE_EXCEEDED
         case _:
             return grpc.StatusCode.FAILED_PRECONDITION
 

@@ -15,7 +15,7 @@ from orchestrrl.rpc.convert_weights import report_to_pb, status_to_pb
 from orchestrrl.rpc.order_pieces import pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
-from orchestrrl.rpc.refusals import Context, refuse, refusing
+from orchestrrl.rpc.refusals import Context, refuse, refusing, status_words
 from orchestrrl.sync_reports import SyncReport, WeightsStatus
 from orchestrrl.weights.model import Peer
 from orchestrrl.weights.orders import NEWS, PeerNews, PeerOrder
@@ -116,6 +116,8 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             async for order in line.orders():
                 for piece in pieces_of(order):
                     yield piece
+            if receiving.done():
+                receiving.result()  # what ended it ends the call
         finally:
             await stop(receiving)
             line.end()
@@ -185,7 +187,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         try:
             return self._syncs.report(request.sync_id, version)
         except Permanent as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            await context.abort(grpc.StatusCode.NOT_FOUND, status_words(error))
 
     async def _follow(self, sync_id: str, context: Context) -> AsyncIterator[pb.SyncReport]:
         """Whatever is a step at once, bytes and engines that follow each other a few times a second: a large fleet's

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrrl.engines.base import Capabilities, EngineMetrics
+from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
 from orchestrrl.engines.simulated_core import EngineShape, Progress, Scheduler
 from orchestrrl.sim.scenario import EngineConfiguration, Scenario
 from planner.model import ConfigurationId, EngineId, GpuId
@@ -22,6 +23,7 @@ class EngineKind:
     nic_gbps: float = 0.0
     prefix_caching: bool = False
     most: int | None = None
+    serving: ServingFacts = UNKNOWN_SERVING  # that its engines report
 
     @property
     def id(self) -> ConfigurationId:
@@ -79,7 +81,8 @@ def _kind(section: EngineConfiguration) -> EngineKind:
 
 def fleet_section(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind]) -> dict[str, object]:
     """What the daemon's configuration file would say of these engines, beside a profile."""
-    written = [ConfigurationId(configuration.id) for configuration in scenario.engines.configurations]
+    named = (ConfigurationId(configuration.id) for configuration in scenario.engines.configurations)
+    written = [name for name in named if name in kinds]  # the others cannot be used, see run.usable_kinds
     return {
         "gpus": {"count": scenario.gpus, "per_node": scenario.gpus_per_node},
         "configurations": [_settings(kinds[name], scenario) for name in written],
@@ -191,7 +194,9 @@ class VirtualEngine:
 
     @property
     def features(self) -> Capabilities:
-        return Capabilities("simulated", "virtual", ("sim",), max_sequences=self.kind.profile.max_sequences)
+        return Capabilities(
+            "simulated", "virtual", ("sim",), max_sequences=self.kind.profile.max_sequences, serving=self.kind.serving
+        )
 
     # --- what a gateway's fleet asks of the client of an engine
 

@@ -7,7 +7,7 @@ from statistics import median
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.sim.ceiling import Ceiling, ceiling
 from orchestrrl.sim.controlled import ControlledRun, Report
-from orchestrrl.sim.engines import EngineKind, homogeneous, kinds_of
+from orchestrrl.sim.engines import BLOCK_TOKENS, EngineKind, homogeneous, kinds_of
 from orchestrrl.sim.known import best_known, best_prompts_known
 from orchestrrl.sim.results import SeedRun, Span
 from orchestrrl.sim.scenario import ARMS, Scenario
@@ -122,6 +122,8 @@ def chosen_arms(names: Sequence[str]) -> list[str]:
 
 def run_scenario(scenario: Scenario, arms: Sequence[str], seeds: Sequence[int], report: Report) -> Outcome:
     """The static sweep always runs: it chooses what our arms begin with. Raises ProblemFaults, Permanent."""
+    if faults := _unusable(scenario):
+        raise ProblemFaults(faults)
     kinds = usable_kinds(scenario)
     steps = {seed: steps_of(scenario, seed) for seed in seeds}
     sweep: dict[ConfigurationId, list[SeedRun]] = {}
@@ -166,15 +168,44 @@ def steps_of(scenario: Scenario, seed: int) -> Steps:
     return [requests_of_step(scenario.workload, seed, step) for step in range(scenario.workload.steps)]
 
 
+def _unusable(scenario: Scenario) -> list[str]:
+    """Faults of configurations that the scenario writes out, or begins with, and that no engine can be of. Those of a
+    profile are left out of the run instead: it may describe more than one job uses."""
+    longest, faults = _longest_tokens(scenario), []
+    kinds = kinds_of(scenario)
+    for index, section in enumerate(scenario.engines.configurations):
+        kind, path = kinds[ConfigurationId(section.id)], f"engines.configurations[{index}]"
+        if not _holds(kind, longest):
+            least = (-(-longest // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
+            wish = f"must be >= {least} for the longest request, of {longest} tokens"
+            faults.append(f"{path}.kv_capacity_tokens: {wish}, got {section.kv_capacity_tokens}")
+        if not homogeneous(kind, scenario.gpus, scenario.gpus_per_node):
+            wish = f"must fit {scenario.gpus} GPUs in nodes of {scenario.gpus_per_node}"
+            faults.append(f"{path}.gpus: {wish}, got {section.gpus}")
+    written = {section.id for section in scenario.engines.configurations}
+    initial = scenario.engines.initial
+    if initial is not None and initial not in written and initial not in usable_kinds(scenario):
+        wish = f"must fit {scenario.gpus} GPUs and hold a request of {longest} tokens"
+        faults.append(f"engines.initial: {wish}, got {initial!r}")
+    return faults
+
+
+def _longest_tokens(scenario: Scenario) -> int:
+    return scenario.workload.prompt_tokens[1] + scenario.workload.max_tokens
+
+
+def _holds(kind: EngineKind, tokens: int) -> bool:
+    return kind.shape.blocks * kind.shape.block_tokens >= tokens + kind.shape.block_tokens
+
+
 def usable_kinds(scenario: Scenario) -> dict[ConfigurationId, EngineKind]:
     """Configurations that have room for the longest request, and of which there is at least one engine."""
-    longest = scenario.workload.prompt_tokens[1] + scenario.workload.max_tokens
+    longest = _longest_tokens(scenario)
     every = kinds_of(scenario)
     kinds = {
         kind.id: kind
         for kind in every.values()
-        if kind.shape.blocks * kind.shape.block_tokens >= longest + kind.shape.block_tokens
-        and homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
+        if _holds(kind, longest) and homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
     }
     if not kinds:
         wish = f"none fits {scenario.gpus} GPUs and holds a request of {longest} tokens"

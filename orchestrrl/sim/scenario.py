@@ -12,6 +12,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from orchestrrl.config import Config, parse_config
+from orchestrrl.documents import parse_yaml
 from orchestrrl.errors import ProblemFaults, faults_of, shorten
 from orchestrrl.gateway.routing import DEFAULT_POLICY, STRATEGIES
 from orchestrrl.profiles.store import read_profile
@@ -73,7 +74,7 @@ class HistogramLengths(Section):
     """Tokens at quantiles, log-linear in between."""
 
     kind: Literal["histogram"]
-    quantiles: Annotated[tuple[float, ...], Field(min_length=2)]
+    quantiles: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=2)]
     tokens: Annotated[tuple[_Positive, ...], Field(min_length=2)]
 
     @model_validator(mode="after")
@@ -296,10 +297,7 @@ def built_in_names() -> list[str]:
 
 def parse_scenario(text: str, folder: Path = Path()) -> Scenario:
     """As load_scenario, from text; a profile's file is found from `folder`."""
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ProblemFaults([f"(document): is not YAML: {' '.join(str(error).split())}"]) from None
+    document = parse_yaml(text)
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
     faults: list[str] = []
@@ -307,7 +305,7 @@ def parse_scenario(text: str, folder: Path = Path()) -> Scenario:
     try:
         scenario = Scenario.model_validate(document)
     except ValidationError as error:
-        faults += faults_of(error)
+        faults += faults_of(error, Scenario)
     profile, profile_faults = _read_profile(document.get("engines"), folder)
     faults += profile_faults
     faults += daemon_faults(document.get("daemon"))

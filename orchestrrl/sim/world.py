@@ -168,6 +168,8 @@ class World:
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
+        for error in self.plane.defects.errors:  # of moves and plans, which the loops only begin
+            raise error
 
     def schedule(self, faults: Sequence[FaultSection]) -> None:
         self._tasks += [asyncio.create_task(self._strike(fault)) for fault in faults]

@@ -77,8 +77,8 @@ class Hosts(Generic[_Name]):
 
 @lru_cache(maxsize=65536)
 def _place(url: str) -> tuple[str, int] | None:
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
     except ValueError:
         return None

@@ -14,13 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrrl.clock import Clock
-from orchestrrl.errors import OutcomeUnknown, ProblemFaults, Retryable
+from orchestrrl.errors import LimitReached, OutcomeUnknown, ProblemFaults, Retryable, shorten
 from orchestrrl.weights.model import EngineAt, Peer, PeerId, PeerRole
 from orchestrrl.weights.orders import Arrived, EdgeEvent, Order, PeerNews, PeerOrder, PeerResult, by_clock
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
+MOST_CHARACTERS = 1024  # of a name that a peer says of itself
+MOST_ITEMS = 4096  # engines of a peer, and versions that it holds
+FORGET_AFTER_S = 3600.0  # a peer that went away, where there is no room for another
 REATTACH_S = 1.0  # how soon a peer that went away is expected back
 # What a listener hears of a peer; None: it has gone away.
 Heard = Peer | EdgeEvent | Arrived | None
@@ -125,7 +128,8 @@ class _Peers(Mapping[PeerId, PeerState]):
 class PeerHub:
     """All peers of one daemon. `generation` is its journal's; a peer is waited for `patience_s` when it has gone."""
 
-    def __init__(self, clock: Clock, generation: int, patience_s: float = 30.0) -> None:
+    def __init__(self, clock: Clock, generation: int, patience_s: float = 30.0, most_peers: int = 8192) -> None:
+        self._most_peers = most_peers
         self._clock = clock
         self._generation = generation
         self._patience_s = patience_s
@@ -166,9 +170,10 @@ class PeerHub:
         self._listeners.append(listener)
 
     def attach(self, peer: Peer) -> PeerStream:
-        """Raises ProblemFaults."""
+        """Raises ProblemFaults and LimitReached."""
         if faults := self._faults(peer):
             raise ProblemFaults(faults)
+        self._make_room(peer.id)
         peer = self._without_others(peer)
         state = PeerState(peer, True, self._clock.now_s())
         known = self._known.setdefault(peer.id, _Known(state))
@@ -256,6 +261,14 @@ class PeerHub:
 
     def _faults(self, peer: Peer) -> list[str]:
         faults = [] if peer.id else ["id: must not be empty, got ''"]
+        faults += [
+            f"{name}: must be at most {MOST_CHARACTERS} printable characters, got {shorten(text)}"
+            for name, text in _names_of(peer)
+            if len(text) > MOST_CHARACTERS or not text.isprintable()
+        ]
+        for name, items in (("engines", peer.engines), ("held", peer.held), ("serves", peer.serves)):
+            if len(items) > MOST_ITEMS:
+                faults.append(f"{name}: must have at most {MOST_ITEMS} items, got {len(items)}")
         if (peer.engines or peer.ranks_of) and peer.role is not PeerRole.ENGINE:
             faults.append(f"engines: only of peers with role engine, got role {peer.role}")
         for place, engine in enumerate(peer.ranks_of):
@@ -267,6 +280,18 @@ class PeerHub:
                 if other != peer.id and known.state.attached and each.engine in mine and not each.given:
                     faults.append(f"engines[{place}].engine: is peer {other}'s already, got {each.engine!r}")
         return faults
+
+    def _make_room(self, peer: PeerId) -> None:
+        """Forget peers that have been away for long, if this is one too many."""
+        if peer in self._known or len(self._known) < self._most_peers:
+            return
+        gone_s = self._clock.now_s() - FORGET_AFTER_S
+        for id, known in list(self._known.items()):
+            if not known.state.attached and not known.waiting and known.state.heard_s < gone_s:
+                del self._known[id]
+        if len(self._known) >= self._most_peers:
+            limit = f"at most {self._most_peers} peers can be known at a time (limits.nodes)"
+            raise LimitReached(f"id: {limit}, got {shorten(peer)} as one more")
 
     def _without_others(self, peer: Peer) -> Peer:
         """An engine that it was once told of may be another's by now: it is told so soon."""
@@ -303,6 +328,18 @@ class PeerHub:
             self._by_engine = None
         for listener in self._listeners:
             listener(peer, news)
+
+
+def _names_of(peer: Peer) -> Iterator[tuple[str, str]]:
+    for name, text in (("id", peer.id), ("host", peer.host), ("folder", peer.folder)):
+        yield name, text
+    yield from (("place.pod", peer.place.pod), ("place.tor", peer.place.tor))
+    for place, engine in enumerate(peer.engines):
+        yield from ((f"engines[{place}].engine", engine.engine), (f"engines[{place}].url", engine.url))
+    for place, text in enumerate(peer.serves):
+        yield f"serves[{place}]", text
+    for place, text in enumerate(peer.ranks_of):
+        yield f"ranks_of[{place}]", text
 
 
 def _named(engines: Iterable[EngineAt | EngineId]) -> str:

@@ -10,14 +10,26 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import Annotated, NewType
+
+from pydantic import Field
 
 from planner.model import EngineId
 from planner.sync_tree.parameters import Box
 from planner.sync_tree.reshard import Slice
 
 PeerId = NewType("PeerId", str)
-Range = tuple[int, int]  # bytes into a shard: from, and how many
+# What processes report in JSON, bounded so that the journal and protobuf can hold it, and sums over all peers too.
+MOST_VERSION = 2**63 - 1
+MOST_BYTES = 2**50  # of one version
+MOST_SECONDS = 253402300799.0  # the end of the year 9999, which dates can show
+Version = Annotated[int, Field(ge=0, le=MOST_VERSION)]
+Rank = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+ByteCount = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
+Tokens = Annotated[tuple[Rank, ...], Field(max_length=65_536)]  # their ids
+Range = tuple[ByteCount, ByteCount]  # bytes into a shard: from, and how many
 
 # As safetensors writes them.
 DTYPE_BYTES: Mapping[str, int] = {
@@ -43,6 +55,8 @@ class TensorMeta:
             raise ValueError(f"{self.name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if any(length < 1 for length in self.shape):
             raise ValueError(f"{self.name}: every axis must have elements, got {self.shape}")
+        if self.bytes > MOST_BYTES:
+            raise ValueError(f"{self.name}: must have at most {MOST_BYTES} bytes, got {self.shape}")
 
     @property
     def bytes(self) -> int:
@@ -106,12 +120,12 @@ class Share:
     """What an engine's peer needs of the weights: all, or what its ranks of TP, PP and EP load. Tensors whose names say
     nothing of how they are divided are needed whole."""
 
-    tp: int = 1
-    tp_ranks: tuple[int, ...] = (0,)
-    pp: int = 1
-    pp_ranks: tuple[int, ...] = (0,)
-    ep: int = 1
-    ep_ranks: tuple[int, ...] = (0,)
+    tp: Count = 1
+    tp_ranks: tuple[Rank, ...] = (0,)
+    pp: Count = 1
+    pp_ranks: tuple[Rank, ...] = (0,)
+    ep: Count = 1
+    ep_ranks: tuple[Rank, ...] = (0,)
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep"):
@@ -126,7 +140,9 @@ class EngineAt:
 
     engine: EngineId
     url: str
-    installed: int | None = None  # version that it has, as far as the peer knows: brought by it, engine not restarted
+    installed: Version | None = (
+        None  # version that it has, as far as the peer knows: brought by it, engine not restarted
+    )
     given: bool = False  # the daemon told the peer of it, not whoever started the peer
 
 
@@ -135,10 +151,10 @@ class Held:
     """A version of which a peer has something. `missing`: ranges of its shards that are not there, or did not agree
     with their sums; of one that trainers staged here: empty."""
 
-    version: int
+    version: Version
     shards: tuple[str, ...]
     missing: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
-    staged_by: tuple[int, ...] = ()  # trainer ranks whose parts are here
+    staged_by: tuple[Rank, ...] = ()  # trainer ranks whose parts are here
 
     @property
     def complete(self) -> bool:
@@ -149,10 +165,10 @@ class Held:
 class Place:
     """Where a peer is: a GPU of the fabric's site, which says the rest, or pod, ToR and the NIC's rate by name."""
 
-    gpu: int | None = None
+    gpu: Rank | None = None
     pod: str = ""
     tor: str = ""
-    nic_gbps: float = 0.0  # 0: the configuration's
+    nic_gbps: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0  # 0: the configuration's
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +183,7 @@ class Peer:
     engines: tuple[EngineAt, ...] = ()
     share: Share = Share()
     held: tuple[Held, ...] = ()
-    room_bytes: int = 0  # that its folder has left
+    room_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0  # that its folder has left
     folder: str = ""  # on its host; a version that it has is in `vVERSION` there
     # Where engines listen that it installs into as the daemon tells it of them: HOST, HOST:PORT, or HOST:FIRST-LAST.
     serves: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from orchestrrl.weights.model import Part, Peer, PeerId, Range, VersionMap
+from orchestrrl.weights.model import ByteCount, Part, Peer, PeerId, Range, Seconds, Tokens, Version, VersionMap
 from planner.model import EngineId
 
 
@@ -194,13 +194,13 @@ class PeerResult:
     id: str
     outcome: Outcome
     detail: str = ""
-    began_s: float = 0.0  # seconds since the Unix epoch, by the peer's clock
-    ended_s: float = 0.0
+    began_s: Seconds = 0.0  # since the Unix epoch, by the peer's clock
+    ended_s: Seconds = 0.0
     sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # SumShards: of each shard's blocks
     missing: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)  # OpenVersion, Check
     loaded_sum: str = ""  # Install: of what the engine was given, or holds
     is_read_back: bool = False  # Install: the sum is of what the engine holds
-    tokens: tuple[int, ...] = ()  # Probe
+    tokens: Tokens = ()  # Probe
     told_json: str = ""  # PlaneAct
 
 
@@ -214,13 +214,13 @@ class EdgeState(StrEnum):
 class EdgeEvent:
     """What became of an edge, by one of its ends; the receiver's word counts for what has arrived."""
 
-    version: int
+    version: Version
     edge: str
     state: EdgeState
     is_receiver: bool
-    bytes: int  # that have arrived, or were sent
-    began_s: float  # Unix time of its first byte
-    ended_s: float = 0.0
+    bytes: ByteCount  # that have arrived, or were sent
+    began_s: Seconds  # Unix time of its first byte
+    ended_s: Seconds = 0.0
     detail: str = ""
 
 
@@ -228,9 +228,9 @@ class EdgeEvent:
 class Arrived:
     """How far a peer is, a few times a second while edges run."""
 
-    version: int
-    received_bytes: int
-    needed_bytes: int
+    version: Version
+    received_bytes: ByteCount
+    needed_bytes: ByteCount
 
 
 PeerNews = Peer | PeerResult | EdgeEvent | Arrived

@@ -18,7 +18,8 @@ from orchestrrl.weights.peer_settings import ASK_ENGINES_S, FOLDERS, PREFERRED, 
 
 EXIT_FAILURE, EXIT_MALFORMED = 1, 2
 EXAMPLE = (
-    "python -m orchestrrl.weights.peer_main --id gen0 --daemon 10.0.0.1:7070 --engine e0=http://127.0.0.1:8000 --tp 8"
+    "python -m orchestrrl.weights.peer_main --id gen0 --daemon 10.0.0.1:7070 --allow-remote"
+    " --engine e0=http://127.0.0.1:8000 --tp 8"
 )
 
 # Name, of each option of the command, in both of its forms.
@@ -35,6 +36,7 @@ HELP: dict[str, str] = {
     "product": "The engines' product: vllm or simulated.",
     "folder": f"Where versions are held, with room for two. Default: {FOLDERS} and the peer's name.",
     "host": "Address of this host that other peers reach. Default: that of the way towards the daemon.",
+    "allow_remote": "Permit a --host that is not loopback: other peers are believed without authentication.",
     "transports": "How bytes may come and go; repeat, in any order. Those that cannot be had here are left out."
     f" Default: {', '.join(PREFERRED)}.",
     "gpu": "A GPU of the fabric's site that is on this host, which says where it is.",
@@ -95,7 +97,7 @@ def _words(arguments: list[str]) -> tuple[PeerWords, bool]:
         settings: dict[str, Any] = {"help": HELP[name], "dest": name, "type": NUMBERS.get(name, str)}
         if name in OPTIONS:
             settings |= {"action": "append", "default": []}
-        elif name == "engines_here":
+        elif name in ("engines_here", "allow_remote"):
             settings = {"help": HELP[name], "dest": name, "action": "store_true"}
         elif name in ("id", "daemon"):
             settings |= {"required": True}

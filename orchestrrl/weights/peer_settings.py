@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from orchestrrl.addresses import parse_address
+from orchestrrl.addresses import parse_address, remote_fault
 from orchestrrl.engines.base import connect
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.weights.engine_hosts import LOOPBACK, host_name, parse_where
@@ -62,6 +62,7 @@ class PeerWords:
     product: str = "vllm"
     folder: str = ""
     host: str = ""
+    allow_remote: bool = False
     transports: Sequence[str] = ()
     gpu: int | None = None
     pod: str = ""
@@ -103,6 +104,8 @@ def settings_of(words: PeerWords) -> PeerSettings:
     for place, word in enumerate(words.engines_at):
         _made(lambda word=word: parse_where(word), faults, f"--engines-at[{place}]", word)  # type: ignore[misc]
     address = _made(lambda: _address(words), faults)
+    if address is not None and not words.allow_remote and (fault := remote_fault(address, "add --allow-remote")):
+        faults.append(f"--host: {fault}, got {address!r}")
     for place, name in enumerate(words.ranks_of):
         if not name or name in engines:
             what = "must name an engine" if not name else "is this peer's own (--engine)"

@@ -6,9 +6,10 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from orchestrrl.weights.model import PeerId, TensorMeta
+from orchestrrl.weights.model import MOST_BYTES, MOST_SECONDS, MOST_VERSION, PeerId, TensorMeta, Tokens
 from planner.sync_tree.parameters import Box
 
+MOST_RANKS = 2**20  # of one trainer
 NOT_ATTACHED = "peer: is not attached"  # how the daemon's word begins while a rank's peer is away
 
 
@@ -37,8 +38,8 @@ class Publication:
     began_s: float = 0.0  # seconds since the Unix epoch
     offload_s: float = 0.0
     gather_s: float = 0.0
-    probe: tuple[int, ...] = ()
-    expected: tuple[int, ...] = ()
+    probe: Tokens = ()
+    expected: Tokens = ()
     options: Mapping[str, str] = field(default_factory=dict)  # of the plane
     run: str = ""
 
@@ -46,8 +47,17 @@ class Publication:
         faults = []
         if self.version < 0:
             faults.append(f"version: must be >= 0, got {self.version}")
+        if self.version > MOST_VERSION:
+            faults.append(f"version: must be <= {MOST_VERSION}, got {self.version}")
+        if self.world > MOST_RANKS:
+            faults.append(f"world: must be <= {MOST_RANKS}, got {self.world}")
+        for name in ("began_s", "offload_s", "gather_s"):
+            if not 0 <= (value := getattr(self, name)) <= MOST_SECONDS:
+                faults.append(f"{name}: must be >= 0 and <= {MOST_SECONDS:.0f}, got {value}")
         if not 0 <= self.rank < self.world:
             faults.append(f"rank: must be >= 0 and below world {self.world}, got {self.rank}")
+        if (size := sum(tensor.bytes for tensor in self.tensors)) > MOST_BYTES:
+            faults.append(f"tensors: must have at most {MOST_BYTES} bytes together, got {size}")
         known = {tensor.name: tensor.shape for tensor in self.tensors}
         for name, boxes in self.boxes.items():
             for box in boxes:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.migrate import MAX_MOVES
-from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, Engine, Outlook, Packing, pack
+from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, Engine, Outlook, Packing, _Load, pack
 from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestState
 
 CONFIGURATION = Configuration(
@@ -267,3 +267,48 @@ class TestGroups:
         for move in result.moves:
             after_s = max(result.ends_after_s[end] for end in (move.source, move.destination))
             assert after_s <= result.ends_before_s[move.source] * (1 - MIN_GAIN_SHARE) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("fixed_s", "moves"), [(0.0, True), (5.0, True), (60.0, False)])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_running_request_moves_only_where_that_is_worth_what_it_stands_still_for(
+    fixed_s: float, moves: bool, waits: bool
+) -> None:
+    """Four long requests beside an empty engine: with one fewer they end 10 s sooner, and one alone 30 s sooner."""
+    held = [outlook(f"r{i}", 5000 - i, waits=waits and i == 3) for i in range(4)]
+    slow = replace(CONFIGURATION, beta_s=0.002)
+    fleet = [engine("e0", *held, configuration=slow), engine("e1", configuration=slow)]
+    chosen = pack(fleet, max_moves=1, tolerance=TOLERANCE, move_fixed_s=fixed_s)
+    waiting = [move.request for move in chosen.moves if move.state is RequestState.WAITING]
+    if moves or waits:
+        assert chosen.moves
+        assert chosen.makespan_after_s < chosen.makespan_before_s
+    else:
+        assert chosen.moves == ()
+    if not moves:
+        assert len(waiting) == len(chosen.moves)  # what waits anyway loses nothing
+
+
+@given(fleets(), st.floats(0, 100))
+def test_the_fixed_part_of_a_move_passes_at_once_for_all_that_move(fleet: list[Engine], fixed_s: float) -> None:
+    """Against the same moves without it: an engine ends later by it at most once, and only where running ones came."""
+    chosen = pack(fleet, max_moves=5, tolerance=TOLERANCE, move_fixed_s=fixed_s)
+    states = {move.destination: set[RequestState]() for move in chosen.moves}
+    for move in chosen.moves:
+        states[move.destination].add(move.state)
+    bare = _carried_out_s(fleet, chosen)
+    for name, end_s in chosen.ends_after_s.items():
+        late_s = end_s - bare[name]
+        assert -1e-6 <= late_s <= fixed_s * max(each.slowdown for each in fleet) + 1e-6
+        if RequestState.RUNNING not in states.get(name, set()):
+            assert late_s == pytest.approx(0.0, abs=1e-6)
+
+
+def _carried_out_s(fleet: list[Engine], chosen: Packing) -> dict[EngineId, float]:
+    """When engines end by the same moves with no fixed part."""
+    loads = {each.id: _Load(each, False) for each in fleet}
+    by_id = {request.id: request for each in fleet for request in each.requests}
+    for move in chosen.moves:
+        loads[move.source].lose(by_id[move.request])
+        loads[move.destination].gain(by_id[move.request])
+    return {name: load.end_s for name, load in loads.items()}

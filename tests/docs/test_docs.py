@@ -1,6 +1,7 @@
 """Every command in the README and in docs/ is run here, as it stands, on simulated engines."""
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from tests.orchestrrl.gateway.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+EXAMPLES = ROOT / "deploy" / "examples"
+FLEET_PAGE = ROOT / "docs" / "fleet.md"
 WITHIN_S = 120.0
 
 
@@ -32,14 +35,18 @@ class House:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ports = {str(port): str(free_port()) for port in (5025, 7070, 8000, 8001, 8002)}
+        self.ports = {str(port): str(free_port()) for port in (5025, 7070, 8000, 8001, 8002, 8010)}
         self.background: list[subprocess.Popen[bytes]] = []
+        examples = folder / EXAMPLES.relative_to(ROOT)
+        examples.mkdir(parents=True)
+        for example in EXAMPLES.glob("*.yaml"):
+            (examples / example.name).write_text(self.here(example.read_text()))
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         # The commands name no daemon: they mean the default address, which is another one here.
         self.environment = {**os.environ, "PATH": path, "ORCHESTRRL_DAEMON": f"127.0.0.1:{self.ports['7070']}"}
 
     def here(self, text: str) -> str:
-        return re.sub(r"\b(5025|7070|800[012])\b", lambda port: self.ports[port[0]], text)
+        return re.sub(r"\b(5025|7070|800[012]|8010)\b", lambda port: self.ports[port[0]], text)
 
     def start(self, command: str) -> None:
         out = (self.folder / f"{len(self.background)}.out").open("wb")
@@ -48,15 +55,15 @@ class House:
         )
         self.background.append(process)
 
-    def run(self, command: str) -> None:
-        """A command that asks services which are only just starting may have to be asked again."""
+    def run(self, command: str) -> str:
+        """Its output. A command that asks services which are only just starting may have to be asked again."""
         deadline_s = time.monotonic() + WITHIN_S
         while True:
             done = subprocess.run(
                 self.here(command), shell=True, cwd=self.folder, env=self.environment, capture_output=True, text=True
             )
             if done.returncode == 0:
-                return
+                return done.stdout
             assert time.monotonic() < deadline_s, f"{command}: {done.stdout}{done.stderr}"
             time.sleep(0.3)
 
@@ -70,7 +77,7 @@ class House:
                 process.kill()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != FLEET_PAGE], ids=lambda page: page.name)
 def test_every_command_works(page: Path, tmp_path: Path) -> None:
     house = House(tmp_path)
     try:
@@ -89,6 +96,30 @@ def test_every_command_works(page: Path, tmp_path: Path) -> None:
             else:
                 house.run(command)
         assert all(process.poll() is None for process in house.background)
+    finally:
+        house.stop()
+
+
+def test_five_commands_override_the_plan(tmp_path: Path) -> None:
+    """The request's engines are replaced beneath it, and its answer is whole."""
+    first, second, third, override, request, *rest = commands(FLEET_PAGE)
+    house = House(tmp_path)
+    try:
+        house.start(first.removesuffix("&"))
+        house.run("orchestrrl status")
+        house.start(second.removesuffix("&"))
+        house.run(third)
+        before = json.loads(house.run("orchestrrl workers --json"))["workers"]
+        assert [worker["configuration"] for worker in before] == ["tp1"] * 4
+        house.run(override)
+        answer = json.loads(house.run(request))
+        assert answer["usage"]["completion_tokens"] == 1000
+        after = json.loads(house.run("orchestrrl workers --json"))["workers"]
+        assert [worker["configuration"] for worker in after] == ["tp2"] * 2
+        status = json.loads(house.run("orchestrrl status --json"))
+        assert (status["balance_policy"], status["plan_control"]["state"]) == ("packing", "overridden")
+        for command in rest:
+            house.run(command)
     finally:
         house.stop()
 

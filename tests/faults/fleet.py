@@ -1,6 +1,8 @@
 """A small generation step on real processes: simulated engines, and OrchestrRL beside them."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from orchestrrl.demo.stack import Stack
 from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
+from tests.orchestrrl.gateway.processes import operator_url
 
 WITHIN_S = 120.0
 ENGINES = 3
@@ -49,8 +52,25 @@ class Fleet:
 
     async def gateway_requests(self) -> dict[str, Any]:
         async with aiohttp.ClientSession() as session:
-            async with session.get(f"{self.stack.gateway_url}/orchestrrl/requests") as response:
+            operator = await operator_url(session, self.stack.gateway_url)
+            async with session.get(f"{operator}/orchestrrl/requests") as response:
                 return await response.json()
+
+    async def gateway_metrics(self) -> dict[str, float]:
+        """By name and labels."""
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{self.stack.gateway_url}/metrics") as response:
+                lines = (await response.text()).splitlines()
+        samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        return {name: float(value) for name, _, value in samples}
+
+    async def orchestrrl(self, *words: str) -> str:
+        """What a command prints of the daemon."""
+        command = [sys.executable, "-m", "orchestrrl", *words, "--daemon", self.stack.daemon_address]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        out, _ = await process.communicate()
+        assert process.returncode == 0
+        return out.decode()
 
     async def under_way(self, generated_tokens: int = 500) -> None:
         """Wait until the requests in flight have that many tokens: the step is in its middle."""

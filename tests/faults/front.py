@@ -18,7 +18,7 @@ from orchestrrl.engines.base import EngineMetrics
 from orchestrrl.engines.simulated import SimulatedEngine
 from orchestrrl.engines.simulated_tokens import TokenModel
 from tests.integration.streams import Answer, read_stream, read_whole
-from tests.orchestrrl.gateway.processes import GatewayProcess
+from tests.orchestrrl.gateway.processes import GatewayProcess, operator_url
 
 WITHIN_S = 120.0  # for what never happens, never a measurement
 PATH = "/v1/completions"
@@ -84,6 +84,9 @@ class Front:
     def url(self) -> str:
         return self.gateway.url
 
+    async def operator(self, path: str) -> str:
+        return f"{await operator_url(self.http, self.url)}/orchestrrl/{path}"
+
     async def ask(self, question: Question) -> Answer:
         headers = {"X-Request-Id": question.id}
         async with self.http.post(self.url + PATH, json=question.body, headers=headers) as response:
@@ -109,7 +112,7 @@ class Front:
 
     async def shown(self, question: Question) -> dict[str, Any] | None:
         """The ledger's record of what is in flight."""
-        async with self.http.get(self.url + "/orchestrrl/requests", params={"id": question.id}) as response:
+        async with self.http.get(await self.operator("requests"), params={"id": question.id}) as response:
             return await response.json() if response.status == 200 else None
 
     async def running(self, question: Question, tokens: int = 1) -> dict[str, Any]:
@@ -128,7 +131,7 @@ class Front:
         """So many records of requests that run on this engine, once there are."""
 
         async def run() -> list[dict[str, Any]] | None:
-            async with self.http.get(self.url + "/orchestrrl/requests") as response:
+            async with self.http.get(await self.operator("requests")) as response:
                 shown = (await response.json())["in_flight"]
             there = [item for item in shown if (item["engine"], item["state"]) == (engine, "running")]
             return there if len(there) >= count else None
@@ -149,7 +152,7 @@ class Front:
     async def move(self, *moves: tuple[Question, str], method: str = "recompute") -> list[dict[str, Any]]:
         """One order for all of them; one result for each."""
         items = [{"request_id": question.id, "to_engine_id": engine, "method": method} for question, engine in moves]
-        async with self.http.post(self.url + "/orchestrrl/move", json={"moves": items}) as response:
+        async with self.http.post(await self.operator("move"), json={"moves": items}) as response:
             assert response.status == 200, await response.text()
             results: list[dict[str, Any]] = (await response.json())["items"]
             return results
@@ -167,7 +170,7 @@ class Front:
         """How each of these ended, once nothing is in flight; every one did, and once."""
 
         async def ledger() -> list[dict[str, Any]] | None:
-            async with self.http.get(self.url + "/orchestrrl/requests") as response:
+            async with self.http.get(await self.operator("requests")) as response:
                 shown = await response.json()
             return shown["finished"] if not shown["in_flight"] else None
 

@@ -36,7 +36,7 @@ from orchestrrl.journal import Entry, JournalReader, Kind
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from tests.integration.streams import Answer, read_stream
-from tests.orchestrrl.gateway.processes import free_port
+from tests.orchestrrl.gateway.processes import free_port, operator_url
 
 Targets = Sequence[tuple[str, int]]
 NARROW: Targets = (("tp1", 2), ("tp2", 1))
@@ -381,7 +381,8 @@ class Step:
 
     async def shown(self) -> dict[str, Any]:
         """The gateway's ledger."""
-        async with self._http.get(self._gateway.address + "/orchestrrl/requests") as response:
+        operator = await operator_url(self._http, self._gateway.address)
+        async with self._http.get(operator + "/orchestrrl/requests") as response:
             shown: dict[str, Any] = await response.json()
             return shown
 

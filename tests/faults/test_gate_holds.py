@@ -19,6 +19,7 @@ from orchestrrl.errors import Permanent
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import agent_pb2
 from orchestrrl.rpc.pb import control_pb2 as pb
+from tests.orchestrrl.gateway.processes import operator_url
 
 ROOT = Path(__file__).parents[2]
 LONG_LEASE_S = 600.0  # ends with a resume
@@ -29,6 +30,7 @@ TRAINER = """
 import asyncio, sys
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import agent_pb2, control_pb2
+from tests.orchestrrl.gateway.processes import operator_url
 
 async def main(address, mode):
     async with ControlClient(address) as client:
@@ -100,7 +102,8 @@ class Pair:
         async with aiohttp.ClientSession() as session:
 
             async def generating() -> bool:
-                async with session.get(f"{url}/orchestrrl/requests") as response:
+                operator = await operator_url(session, url)
+                async with session.get(f"{operator}/orchestrrl/requests") as response:
                     in_flight = (await response.json())["in_flight"]
                 return sum(request["generated_tokens"] for request in in_flight) >= generated_tokens
 

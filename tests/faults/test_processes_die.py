@@ -23,8 +23,31 @@ async def test_a_killed_engines_requests_are_continued_elsewhere(fleet: Fleet) -
         return health["e0"] == telemetry_pb2.ENGINE_HEALTH_GONE
 
     await until(known_as_gone)
+    await failovers_are_counted(fleet)
     finished = (await fleet.gateway_requests())["finished"]
     assert sorted(request["id"] for request in finished) == sorted(sample.id for sample in fleet.step)
+
+
+async def failovers_are_counted(fleet: Fleet) -> None:
+    """Once, by the gateway and by the daemon, on the metrics page and in the journal."""
+    page = await fleet.gateway_metrics()
+    names = ("failovers", "failover_requests_recomputed", "failover_recomputed_tokens")
+    counted = [page[f'orchestrrl_gateway_{name}_total{{engine="e0"}}'] for name in names]
+
+    async def reported() -> bool:
+        status = await fleet.status()
+        return counted == [*(status.failovers, status.failover_requests_recomputed, status.failover_tokens_recomputed)]
+
+    await until(reported)
+    failovers, requests, tokens = counted
+    assert 0 < requests <= failovers <= len(fleet.step)
+    # Each had its prompt and at least a token, and at most its prompt and all tokens but the last.
+    prompts = [len(sample.prompt_ids) for sample in fleet.step]
+    assert requests * (min(prompts) + 1) <= tokens <= requests * (max(prompts) + fleet.scenario.max_tokens - 1)
+    shown = await fleet.orchestrrl("status")
+    assert f"failovers: {failovers:,.0f} requests went on after their engine failed" in " ".join(shown.split())
+    noted = await fleet.orchestrrl("journal", "--kind", "engine.failovers")
+    assert "e0" in noted
 
 
 async def test_rollouts_go_on_without_the_daemon(fleet: Fleet) -> None:

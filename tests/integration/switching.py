@@ -22,6 +22,7 @@ from orchestrrl.deployers.command_line import Device, Launch
 from orchestrrl.deployers.conformance import RANGE, free_range
 from tests.integration.conftest import VLLM_PLUGIN, VLLM_PYTHON
 from tests.integration.streams import Answer, read_stream, read_whole
+from tests.orchestrrl.gateway.processes import operator_url
 
 SEATS = 8
 KV_BLOCKS, BLOCK_TOKENS = 130, 128
@@ -189,9 +190,11 @@ class House:
         return {each["engine_id"]: each["url"] for each in told["workers"]}
 
     async def ledger(self) -> dict[str, Any]:
-        async with aiohttp.ClientSession() as http, http.get(f"{self.url}/orchestrrl/requests") as response:
-            told: dict[str, Any] = await response.json()
-            return told
+        async with aiohttp.ClientSession() as http:
+            operator = await operator_url(http, self.url)
+            async with http.get(f"{operator}/orchestrrl/requests") as response:
+                told: dict[str, Any] = await response.json()
+                return told
 
 
 @dataclass(frozen=True)

@@ -52,3 +52,4 @@ def test_the_demo_of_moves_by_kv(tmp_path: Path) -> None:
     for mark in report["moves_by_method"]:
         assert mark["predicted_s"] > 0, mark
         assert mark["actual_s"] > 0, mark
+        assert mark["predicted_over_actual"] == pytest.approx(mark["predicted_s"] / mark["actual_s"]), mark

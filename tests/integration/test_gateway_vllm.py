@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -12,6 +12,7 @@ import pytest
 
 from orchestrrl.clock import WallClock
 from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.errors import OutcomeUnknown
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.relay import Limits
@@ -132,6 +133,24 @@ async def test_the_text_is_right_wherever_the_cut_falls(house: House) -> None:
         house.holds.append(tokens)
         asking = asyncio.create_task(house.ask(house.url, path, body, f"cut-{tokens}", stream=True))
         result = await house.move(f"cut-{tokens}", tokens)
+        answer = await asking
+        assert answer.token_ids == undisturbed.token_ids
+        assert answer.text == undisturbed.text, result
+
+
+@pytest.mark.slow
+async def test_the_text_is_right_where_no_server_decodes_tokens(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dropped(_: HeldEngine, token_ids: Sequence[int]) -> str:
+        raise OutcomeUnknown(f"/detokenize of {len(token_ids)} tokens: Server disconnected")
+
+    monkeypatch.setattr(HeldEngine, "detokenize", dropped)
+    path, body = COMPLETION
+    body = {**body, "max_tokens": 60, "logprobs": None}
+    undisturbed = await house.ask(house.engines[0].url, path, body, stream=True)
+    for tokens in range(3, 40, 5):
+        house.holds.append(tokens)
+        asking = asyncio.create_task(house.ask(house.url, path, body, f"undecoded-{tokens}", stream=True))
+        result = await house.move(f"undecoded-{tokens}", tokens)
         answer = await asking
         assert answer.token_ids == undisturbed.token_ids
         assert answer.text == undisturbed.text, result

@@ -335,9 +335,10 @@ async def test_weights_change_under_a_running_request(
     body = {**body, "prompt": next(prompts), "max_tokens": INTERRUPTED_TOKENS + 310, "logprobs": None}
     house = House(handover_servers[1], pair.http, kv_version="tp1/v1")
     house.url = await house.server.start("127.0.0.1", 0)
+    operator = await house.server.start_operator("127.0.0.1", 0)
 
     async def gate(path: str, asked: dict[str, Any]) -> dict[str, Any]:
-        async with pair.http.post(f"{house.url}/orchestrrl/gate/{path}", json=asked) as response:
+        async with pair.http.post(f"{operator}/orchestrrl/gate/{path}", json=asked) as response:
             assert response.status == 200, await response.text()
             told: dict[str, Any] = await response.json()
             return told

@@ -19,6 +19,7 @@ from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
 from tests.integration.conftest import REPOSITORY, VLLM_PYTHON, as_they_were
+from tests.orchestrrl.gateway.processes import operator_url
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -73,9 +74,11 @@ async def greedy(url: str, prompts: list[list[int]], tokens: int) -> list[list[i
 
 
 async def ledger(stack: Stack) -> dict[str, Any]:
-    async with aiohttp.ClientSession() as http, http.get(f"{stack.gateway_url}/orchestrrl/requests") as response:
-        told: dict[str, Any] = await response.json()
-        return told
+    async with aiohttp.ClientSession() as http:
+        operator = await operator_url(http, stack.gateway_url)
+        async with http.get(f"{operator}/orchestrrl/requests") as response:
+            told: dict[str, Any] = await response.json()
+            return told
 
 
 @pytest.mark.parametrize(

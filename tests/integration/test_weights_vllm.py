@@ -25,6 +25,7 @@ from tests.integration.conftest import (
     VLLM_PYTHON,
     as_they_were,
 )
+from tests.orchestrrl.gateway.processes import operator_url
 
 pytestmark = pytest.mark.vllm
 
@@ -158,11 +159,12 @@ async def test_a_version_waits_for_the_gate(
             )
             # Of those that stay in engines a few tokens may be told to be of the version before: docs/gate.md.
             asked = {"holder": "an operator", "frozen": "taken_back", "lease_s": DEADLINE_S}
-            async with http.post("/orchestrrl/gate/pause", json=asked) as response:
+            operator = await operator_url(http, "")
+            async with http.post(f"{operator}/orchestrrl/gate/pause", json=asked) as response:
                 assert response.status == 200, await response.text()
                 lease = (await response.json())["lease_id"]
             assert (await status_of(daemon)).committed is None
-            async with http.post("/orchestrrl/gate/resume", json={"lease_id": lease}) as response:
+            async with http.post(f"{operator}/orchestrrl/gate/resume", json={"lease_id": lease}) as response:
                 assert response.status == 200, await response.text()
             assert (await status_of(daemon)).committed == 1
             report = SYNC.validate_python(await house.trainer.ask({"wait": 1}))

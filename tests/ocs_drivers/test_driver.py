@@ -36,10 +36,12 @@ class RecordingWire(VirtualWire):
         super().__init__(switch.glass, clock, bulk=bulk)
         self.calls: list[str] = []
         self.goes_silent = False
+        self.defects: dict[str, Exception] = {}  # by command; raised once
         self.under_way = 0
 
     async def open(self) -> None:
         self.calls.append("open")
+        self._fail_at("open")
         await super().open()
 
     async def read_circuits(self) -> Sequence[Circuit]:
@@ -49,13 +51,19 @@ class RecordingWire(VirtualWire):
             await asyncio.sleep(0)
             if self.goes_silent and "add" in self.calls:
                 raise Retryable("no route to host", answer="EHOSTUNREACH")
+            self._fail_at("read")
             return await super().read_circuits()
         finally:
             self.under_way -= 1
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         self.calls.append("add")
+        self._fail_at("add")
         await super().add(pairs)
+
+    def _fail_at(self, command: str) -> None:
+        if defect := self.defects.pop(command, None):
+            raise defect
 
 
 @pytest.fixture
@@ -100,6 +108,34 @@ async def test_if_the_device_cannot_be_read_afterwards_the_outcome_is_unknown(
     assert (unknown.value.device, unknown.value.answer) == ("ocs1", "EHOSTUNREACH")
     wire.goes_silent = False
     assert (await driver.verify(diff)).missing == ()
+
+
+@pytest.mark.parametrize("command", ["open", "read"])
+async def test_one_answer_that_nobody_expected_is_asked_for_again(
+    command: str, driver: SwitchDriver, wire: RecordingWire
+) -> None:
+    wire.defects = {command: KeyError("circuits")}
+    assert (await driver.cross_connects()).circuits == ()
+    assert wire.calls == ["open", "open"]  # the session in the middle of something was not used again
+
+
+async def test_an_answer_to_a_setter_that_nobody_expected_leaves_its_outcome_unknown(
+    driver: SwitchDriver, wire: RecordingWire
+) -> None:
+    diff = await driver.plan(Change((ONE,)))
+    wire.defects = {"add": KeyError("status")}
+    wire.goes_silent = True
+    with pytest.raises(OutcomeUnknown):
+        await driver.commit(diff, diff.revision)
+
+
+@pytest.mark.parametrize("command", ["read", "add"])
+async def test_what_a_test_asserts_in_a_wire_gets_out_of_the_driver(
+    command: str, driver: SwitchDriver, wire: RecordingWire
+) -> None:
+    wire.defects = {command: AssertionError("two commands share a session")}
+    with pytest.raises(AssertionError, match="share a session"):
+        await carry_out(driver, (ONE,))
 
 
 async def test_a_cancelled_commit_frees_the_device_for_the_next(driver: SwitchDriver, wire: RecordingWire) -> None:

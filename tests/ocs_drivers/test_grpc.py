@@ -222,3 +222,33 @@ def test_options_are_refused_by_name(name: str, options: dict[str, Any], fault: 
     with pytest.raises(InvalidOptions) as refused:
         make_driver(name, "ocs1", options)
     assert fault in str(refused.value)
+
+
+async def test_bytes_that_are_no_message_and_defects_end_one_call_of_a_driver_process(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = VirtualSwitch("served", ports=8)
+    server, port = await serve_driver(driver, "127.0.0.1:0")
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = ocs_pb2_grpc.OcsDriverStub(channel)
+            for name in ("Commit", "Plan", "GetFacts"):
+                raw = channel.unary_unary(f"/orchestrrl.v1.OcsDriver/{name}", None, None)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await raw(b"\x0a\xff\xff\xff\xff\x0f")
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert not [record for record in caplog.records if record.exc_info]
+
+            async def fails() -> None:
+                raise KeyError("secret")
+
+            monkeypatch.setattr(driver, "ports", fails)
+            with pytest.raises(grpc.aio.AioRpcError) as defect:
+                await stub.ListPorts(ocs_pb2.ListPortsRequest())
+            assert defect.value.code() is grpc.StatusCode.INTERNAL
+            assert "secret" not in str(defect.value.details())
+            monkeypatch.undo()
+            assert len((await stub.ListPorts(ocs_pb2.ListPortsRequest())).ports) == 8
+    finally:
+        await server.stop(0)
+        await driver.close()

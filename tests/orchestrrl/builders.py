@@ -1,6 +1,7 @@
 """Short ways to say what agents and gateways report."""
 
 from orchestrrl.reports import (
+    EngineFailovers,
     EngineReport,
     EngineSample,
     FinishedRequest,
@@ -63,8 +64,9 @@ def gateway_report(
     gateway: NodeId = GATEWAY,
     at_s: float = 0.0,
     gate: GateReport = OPEN,
+    failovers: tuple[EngineFailovers, ...] = (),
 ) -> GatewayReport:
-    return GatewayReport(gateway, sequence, at_s, f"http://{gateway}", in_flight, done, gate)
+    return GatewayReport(gateway, sequence, at_s, f"http://{gateway}", in_flight, done, gate, failovers)
 
 
 def gateway_hello(*engines: str, gateway: NodeId = GATEWAY) -> NodeHello:

@@ -22,6 +22,19 @@ def test_the_empty_file_is_the_default_and_advises() -> None:
     assert parse_config("").mode is Mode.ADVISE
 
 
+def test_two_engines_have_two_urls_however_they_are_written() -> None:
+    engines = ", ".join(
+        f'{{id: e{index}, url: "{url}"}}'
+        for index, url in enumerate(
+            ("http://localhost:8001", "http://127.0.0.1:8001/", "http://[::1]:8001", "http://GPU7", "http://gpu7:80/")
+        )
+    )
+    assert faults_in(f"fleet: {{engines: [{engines}]}}") == [
+        "fleet.engines[1].url: is that of fleet.engines[0] already, got 'http://127.0.0.1:8001/'",
+        "fleet.engines[4].url: is that of fleet.engines[3] already, got 'http://gpu7:80/'",
+    ]
+
+
 def test_an_empty_section_is_the_default_one() -> None:
     assert parse_config("fleet:\nfast: null\nmetrics:") == Config()
 
@@ -96,13 +109,20 @@ def test_what_is_not_a_configuration_is_a_fault_and_no_crash(text: str, fault: s
     assert any(found.startswith(fault) for found in faults_in(text)), faults_in(text)
 
 
+@pytest.mark.parametrize("section", ["listen", "metrics"])
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:7070", "[::1]:7070", "127.8.8.8:1"])
-def test_loopback_needs_no_permission(address: str) -> None:
-    assert parse_config(f"listen: {{address: '{address}'}}").listen.address == address
+def test_loopback_needs_no_permission(section: str, address: str) -> None:
+    assert getattr(parse_config(f"{section}: {{address: '{address}'}}"), section).address == address
 
 
-def test_other_machines_are_served_when_that_is_asked_for() -> None:
-    assert parse_config("listen: {address: '0.0.0.0:7070', allow_remote: true}").listen.allow_remote
+@pytest.mark.parametrize("section", ["listen", "metrics"])
+@pytest.mark.parametrize("address", ["0.0.0.0:7070", "[::]:7070", "192.0.2.1:0", "gpu7:7070"])
+def test_other_machines_are_served_when_that_is_asked_for(section: str, address: str) -> None:
+    permission = f"set {section}.allow_remote: true to serve other machines"
+    fault = f"{section}.address: is not a loopback address; {permission}, got {address!r}"
+    assert faults_in(f"{section}: {{address: '{address}'}}") == [fault]
+    allowed = parse_config(f"{section}: {{address: '{address}', allow_remote: true}}")
+    assert getattr(allowed, section).allow_remote
 
 
 def test_small_numbers_may_be_written_without_a_point() -> None:
@@ -240,3 +260,50 @@ fleet:
         "fleet.launch: must be given where fleet.deployer is, got nothing",
         "fleet.gpus: must be given where fleet.deployer is, got nothing",
     ]
+
+
+def test_an_unknown_field_names_the_one_that_it_resembles() -> None:
+    assert faults_in(
+        """
+        fsat: {}
+        fast: {intervall_s: 1.0}
+        fleet:
+          kv_transfer: {latency: 0.1, inter_node_gbps_per_gpu: 1.0, kv_bytes_per_token: 1.0}
+          engines: [{id: a, url: "http://x", gpu: [0]}]
+          deployer: {product: lokal, optoins: {}}
+        weights: {network: {pods: [{id: a, boundary_circuit: 1}]}}
+        """
+    ) == [
+        "fast.intervall_s: is not a known field, got 1.0; did you mean interval_s?",
+        "fleet.kv_transfer.latency: is not a known field, got 0.1; did you mean latency_s?",
+        "fleet.engines[0].gpu: is not a known field, got [0]; did you mean gpus?",
+        "fleet.deployer.optoins: is not a known field, got {}; did you mean options?",
+        "weights.network.pods[0].boundary_circuits: is missing, got nothing",
+        "weights.network.pods[0].boundary_circuit: is not a known field, got 1; did you mean boundary_circuits?",
+        "fsat: is not a known field, got {}; did you mean fast?",
+        "fleet.deployer.product: must be one of kubernetes, local, ray, got 'lokal'; did you mean local?",
+        "fleet.launch: must be given where fleet.deployer is, got nothing",
+        "fleet.gpus: must be given where fleet.deployer is, got nothing",
+    ]
+
+
+def test_switches_and_the_deployer_are_looked_at_beside_other_faults(tmp_path: Path) -> None:
+    path = tmp_path / "orchestrrl.yaml"
+    path.write_text(
+        """
+        mode: sometimes
+        ocs: [{id: o1, driver: scpy, options: {}}, {id: o2, driver: scpi, options: {adress: x}}]
+        fleet:
+          gpus: {count: 2}
+          launch: {engine: simulated}
+          deployer: {product: local, options: {nonsense: 1}}
+        """
+    )
+    with pytest.raises(ProblemFaults) as caught:
+        load_config(path, with_parts=True)
+    mode, unknown, option, missing, deployer = caught.value.faults
+    assert mode == "mode: should be 'advise' or 'act', got 'sometimes'"
+    assert unknown.startswith("ocs[0].driver: must be one of ")
+    assert option.startswith("ocs[1].options.adress: is not an option of driver scpi (known: address")
+    assert missing == "ocs[1].options.address: is missing"
+    assert deployer.startswith("fleet.deployer.options.nonsense: is not a known field, got 1")

@@ -1,11 +1,17 @@
 """What goes onto the wire comes back the same."""
 
+import re
+from typing import Any
+
 import pytest
 from builders import GATEWAY
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.config import LimitSettings
 from orchestrrl.engines.base import Capabilities, PauseMode
+from orchestrrl.engines.serving import MOST_RANKS, MOST_SIZE, ServingFacts
+from orchestrrl.errors import ProblemFaults
 from orchestrrl.operations import (
     AbortRequests,
     CancelRequests,
@@ -27,22 +33,29 @@ from orchestrrl.operations import (
     SetRoutes,
 )
 from orchestrrl.reports import (
+    EngineFailovers,
     EngineReport,
     EngineSample,
+    FailoverCounts,
     FinishedRequest,
     GatePhase,
     GateReport,
+    GatewayEngine,
     GatewayReport,
     NodeHello,
     NodeKind,
     ReportAck,
+    SendTimes,
 )
 from orchestrrl.rpc import convert, convert_node
 from orchestrrl.rpc.pb import agent_pb2, telemetry_pb2
+from orchestrrl.rpc.ranges import MOST_FAILOVER_TOKENS, checking
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestState, RequestView
+from planner.models import Model
 
 ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 words = st.text(st.characters(codec="utf-8"), max_size=8)
+names = words.filter(str.isprintable)
 counts = st.integers(0, 2**32 - 1)
 totals = st.integers(0, 2**64 - 1)
 numbers = st.floats(allow_nan=False)
@@ -57,19 +70,35 @@ def optional(values):  # type: ignore[no-untyped-def]
     return st.none() | values
 
 
+ranks = st.integers(1, MOST_RANKS)
+sizes = st.integers(1, MOST_SIZE)
+bits = st.floats(0.25, 64)
+models = st.builds(
+    Model, name=words, layers=sizes, hidden=sizes, q_heads=sizes, kv_heads=sizes, head_dim=sizes, ffn=sizes,
+    vocab=sizes, experts=st.sampled_from([0, 8]), experts_per_token=st.integers(1, 8), expert_ffn=sizes,
+    window_tokens=sizes, tied_embeddings=st.booleans(), weight_bits=bits, expert_bits=bits,
+)  # fmt: skip
+serving = st.builds(
+    ServingFacts, model=words, sizes=optional(models), weight_bits=optional(bits), kv_bits=optional(bits),
+    tp=optional(ranks), pp=optional(ranks), dp=optional(ranks), ep=optional(st.booleans()), device=words, gpu=words,
+    gpu_detail=words,
+)  # fmt: skip
 capabilities = st.builds(
-    Capabilities, engine=words, version=words, models=tuples(words), token_ids=st.booleans(), pause=st.booleans(),
-    max_model_len_tokens=optional(counts), max_sequences=optional(counts),
+    Capabilities, engine=words, version=words, models=tuples(names), token_ids=st.booleans(), pause=st.booleans(),
+    max_model_len_tokens=optional(counts), max_sequences=optional(counts), serving=serving,
 )  # fmt: skip
 samples = st.builds(
     EngineSample, sampled_s=numbers, running=counts, waiting=counts, kv_usage_fraction=numbers,
     kv_capacity_tokens=totals, generation_tokens_total=totals, prompt_tokens_total=totals, preemptions_total=totals,
     decode_tokens_per_s=optional(numbers), scrape_s=numbers,
 )  # fmt: skip
+times = st.builds(SendTimes, sent_s=numbers, ack_sent_s=numbers, ack_received_s=numbers)
 engine_reports = st.builds(
     EngineReport, agent=nodes, sequence=totals, engine=engines, url=words, health=st.sampled_from(EngineHealth),
-    health_detail=words, sample=optional(samples), capabilities=optional(capabilities),
+    health_detail=words, sample=optional(samples), capabilities=optional(capabilities), incarnation=words, times=times,
+    server=words,
 )  # fmt: skip
+gateway_engines = st.builds(GatewayEngine, engine=engines, url=words, server=words, known_as=optional(engines))
 views = st.builds(
     RequestView, id=requests, engine=optional(engines),
     state=st.sampled_from([RequestState.WAITING, RequestState.RUNNING]), prompt_tokens=counts,
@@ -84,9 +113,17 @@ gates = st.builds(
     GateReport, phase=st.sampled_from(GatePhase), lease=words, lease_until_s=numbers, running=counts, frozen=counts,
     held=counts, policy_version=optional(totals),
 )  # fmt: skip
+failovers = st.builds(
+    EngineFailovers, engine=engines, sequence=totals, last_s=st.floats(allow_nan=False, allow_infinity=False),
+    counts=st.builds(
+        FailoverCounts, failovers=counts, requests_recomputed=counts,
+        tokens_recomputed=st.integers(0, MOST_FAILOVER_TOKENS),
+    ),
+)  # fmt: skip
 gateway_reports = st.builds(
     GatewayReport, gateway=nodes, sequence=totals, sampled_s=numbers, url=words, in_flight=tuples(views),
-    finished=tuples(finished), gate=gates,
+    finished=tuples(finished), gate=gates, failovers=tuples(failovers),
+    incarnation=words, times=times, engines=optional(tuples(gateway_engines)),
 )  # fmt: skip
 routes = st.builds(
     Route, engine=engines, url=words, health=optional(st.sampled_from(EngineHealth)), load_index=optional(numbers),
@@ -129,7 +166,15 @@ results = st.builds(
     duration_s=numbers, items=tuples(items),
 )  # fmt: skip
 hellos = st.builds(
-    NodeHello, node=nodes, kind=st.sampled_from(NodeKind), engines=tuples(engines), version=words, url=words
+    NodeHello,
+    node=nodes,
+    kind=st.sampled_from(NodeKind),
+    engines=tuples(engines),
+    version=words,
+    url=words,
+    incarnation=words,
+    addresses=tuples(gateway_engines),
+    host=words,
 )
 
 
@@ -160,7 +205,7 @@ def test_hellos(hello: NodeHello) -> None:
 
 
 def test_acks() -> None:
-    ack = ReportAck(7, 3)
+    ack = ReportAck(7, 3, 1e9)
     assert convert.ack_from_pb(convert.ack_to_pb(ack)) == ack
 
 
@@ -177,6 +222,24 @@ def test_a_status_of_a_later_version_is_unknown() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"engine_id": ""}, "failovers[0].engine_id: must not be empty, got ''"),
+        ({"last_unix_s": float("nan")}, "failovers[0].last_unix_s: must be >= 0 and <= 253402300799, got nan"),
+        ({"last_unix_s": float("-inf")}, "failovers[0].last_unix_s: must be >= 0 and <= 253402300799, got -inf"),
+        (
+            {"tokens_recomputed": 2**64 - 1},
+            "failovers[0].tokens_recomputed: must be >= 0 and <= 1099511627776, got 18446744073709551615",
+        ),
+    ],
+)
+def test_failovers_that_no_gateway_can_have_are_refused(fields: dict[str, object], complaint: str) -> None:
+    message = telemetry_pb2.EngineFailovers(**{"engine_id": "e0", **fields})  # type: ignore[arg-type]
+    with pytest.raises(ProblemFaults, match=re.escape(complaint)):
+        list(checking(telemetry_pb2.GatewayReport(gateway_id="g", failovers=[message]), LimitSettings()))
+
+
+@pytest.mark.parametrize(
     ("call", "complaint"),
     [
         (lambda: convert.engine_report_from_pb(telemetry_pb2.EngineReport(agent_id="a")), "health must be specified"),
@@ -190,3 +253,39 @@ def test_a_status_of_a_later_version_is_unknown() -> None:
 def test_what_makes_no_sense_is_named(call, complaint: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=complaint):
         call()
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"weight_bits": float("nan")}, "serving.weight_bits: must be above 0 and at most 64, got nan"),
+        ({"kv_bits": -8.0}, "serving.kv_bits: must be above 0 and at most 64, got -8.0"),
+        ({"tensor_parallel": 0}, "serving.tensor_parallel: must be within 1..65536, got 0"),
+        ({"data_parallel": 2**32 - 1}, "serving.data_parallel: must be within 1..65536, got 4294967295"),
+        ({"sizes": {"layers": 2**32 - 1}}, "serving.sizes.layers: must be <= 16777216, got 4294967295"),
+        ({"sizes": {"weight_bits": 16.0, "expert_bits": 16.0}}, "serving.sizes.layers: must be >= 1, got 0"),
+    ],
+)
+def test_serving_facts_out_of_range_are_refused_with_their_field(fields: dict[str, Any], fault: str) -> None:
+    message = telemetry_pb2.EngineCapabilities(serving=telemetry_pb2.ServingFacts(**fields))
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        convert.capabilities_from_pb(message)
+
+
+def test_what_engines_and_errors_write_is_sent_as_the_daemon_takes_it() -> None:
+    long, models = "x" * 100_000, tuple(f"lora-{n}" for n in range(1000))
+    report = EngineReport(
+        NodeId("a"), 1, EngineId("e0"), "http://e0", EngineHealth.NONSENSE, long, None, Capabilities("v", long, models)
+    )
+    done = FinishedRequest(RequestId("r"), None, 1, 1, long)
+    gateway = GatewayReport(GATEWAY, 1, 0.0, "", (), (done,))
+    result = OperationResult(
+        OperationId("1-1"), GATEWAY, OperationStatus.FAILED, f"\ud800{long}", items=(ItemResult("r", False, long),)
+    )
+    for message in (
+        convert.engine_report_to_pb(report),
+        convert.gateway_report_to_pb(gateway),
+        convert_node.result_to_pb(result),
+    ):
+        for _ in checking(message, LimitSettings()):
+            pass

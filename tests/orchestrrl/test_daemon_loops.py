@@ -15,6 +15,7 @@ from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.journal import Entry, Journal, Kind
 from orchestrrl.loops import run_loops
+from orchestrrl.move_methods import FIXED_PRIOR_S
 from orchestrrl.nodes import Attachment
 from orchestrrl.operations import ItemResult, MoveRequests, OperationResult, SetRoutes, status_of
 from orchestrrl.plans import DeploymentOutcome
@@ -302,8 +303,9 @@ async def test_moves_go_by_the_cheaper_method_and_tell_what_it_took(house: House
         assert (await plane.move(RequestId("r00"), EngineId("e1"))).items[0].done
         ordered = house.entries(Kind.OPERATION_INTENT)[0].body["operation"]["action"]["moves"][0]
         assert ordered["method"] == "transfer"
-        assert ordered["predicted_s"] == pytest.approx(0.01 + context * 1000 / 2e9)  # both GPUs send
-        assert ordered["other_s"] == pytest.approx(context / 400)
+        assert ordered["fixed_s"] == pytest.approx(0.01 + FIXED_PRIOR_S)
+        assert ordered["predicted_s"] == pytest.approx(0.01 + FIXED_PRIOR_S + context * 1000 / 2e9)  # both GPUs send
+        assert ordered["other_s"] == pytest.approx(FIXED_PRIOR_S + context / 400)
         (moved,) = plane.latest_moves
         assert (moved.move.request, moved.item.done) == ("r00", True)
         plane.reconfigure(parse_config(config.replace("v1", "v2")))

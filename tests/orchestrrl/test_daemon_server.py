@@ -20,12 +20,14 @@ from orchestrrl.clock import WallClock
 from orchestrrl.config import Listen, parse_config
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.errors import Permanent
-from orchestrrl.journal import Journal
+from orchestrrl.journal import Journal, Kind
 from orchestrrl.metrics import PlaneCollector
+from orchestrrl.reports import EngineFailovers, FailoverCounts
 from orchestrrl.rpc import convert, convert_node
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2, control_pb2_grpc, telemetry_pb2_grpc
 from orchestrrl.rpc.server import Server
 from orchestrrl.rpc.switches import SwitchesService
+from planner.model import EngineId
 
 DEADLINE_S = 120.0
 CONFIG = """
@@ -294,11 +296,44 @@ async def test_reports_are_folded_and_acknowledged(house: House) -> None:
     gateways.cancel()
 
 
+async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_has_ended(house: House) -> None:
+    """Whoever has the .proto alone sends no incarnation: two streams of one id may be one agent that came back."""
+    telemetry = telemetry_pb2_grpc.TelemetryStub(house.channel)
+    first, second = telemetry.ReportEngines(), telemetry.ReportEngines()
+
+    async def say(call: Any, sequence: int, running: int) -> None:
+        await call.write(convert.engine_report_to_pb(engine_report("e0", sequence, sample(running=running))))
+        ack = await call.read()
+        assert (ack.sequence, ack.sent_unix_s > 0) == (sequence, True)
+
+    def running() -> int:
+        return next(view.running for view in house.plane.state.engines(house.plane.clock.now_s()) if view.id == "e0")
+
+    await say(first, 1, 1)
+    await say(second, 1, 2)
+    await say(first, 2, 3)
+    assert running() == 2
+    second.cancel()
+    sequence = 2
+    async with asyncio.timeout(DEADLINE_S):
+        while running() != 3:
+            sequence += 1
+            await say(first, sequence, 3)
+    first.cancel()
+
+
 @pytest.mark.parametrize(
     ("message", "complaint"),
     [
-        (agent_pb2.NodeMessage(result=agent_pb2.OperationResult()), "the first message must be a hello"),
-        (agent_pb2.NodeMessage(hello=agent_pb2.NodeHello(node_id="n")), "kind must be specified, got 0"),
+        (
+            agent_pb2.NodeMessage(result=agent_pb2.OperationResult(operation_id="1-1")),
+            "the first message must be a hello",
+        ),
+        (
+            agent_pb2.NodeMessage(hello=agent_pb2.NodeHello()),
+            "hello.node_id: must not be empty, got ''\n"
+            "hello.kind: must be one of NODE_KIND_AGENT, NODE_KIND_GATEWAY, got 0",
+        ),
     ],
 )
 async def test_a_node_that_does_not_say_who_it_is_is_refused(
@@ -309,6 +344,31 @@ async def test_a_node_that_does_not_say_who_it_is_is_refused(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, complaint)
+
+
+# --- failovers
+
+
+async def test_failovers_are_counted_once_and_shown_and_journalled(house: House) -> None:
+    house.load()
+    first = EngineFailovers(EngineId("e0"), 2, 10.0, FailoverCounts(3, 2, 500))
+    second = EngineFailovers(EngineId("e1"), 3, 11.0, FailoverCounts(1, 0, 0))
+    for sequence, failovers in ((2, (first,)), (3, (first, second)), (2, (first,)), (4, ())):
+        house.plane.gateway_reported(gateway_report(sequence=sequence, failovers=failovers), 0)
+    status = await house.control.GetStatus(control_pb2.GetStatusRequest())
+    assert (status.failovers, status.failover_requests_recomputed, status.failover_tokens_recomputed) == (4, 2, 500)
+    assert (status.moves_done, status.tokens_recomputed) == (0, 0)
+    registry = CollectorRegistry()
+    registry.register(PlaneCollector(house.plane))
+    assert registry.get_sample_value("orchestrrl_failovers_total", {"engine": "e0"}) == 3
+    assert registry.get_sample_value("orchestrrl_failover_requests_recomputed_total", {"engine": "e0"}) == 2
+    assert registry.get_sample_value("orchestrrl_failover_recomputed_tokens_total", {"engine": "e0"}) == 500
+    assert registry.get_sample_value("orchestrrl_failovers_total", {"engine": "e1"}) == 1
+    noted = house.plane.journal.tail(9, (Kind.ENGINE_FAILOVERS,))
+    assert [(entry.subject, entry.body) for entry in noted] == [
+        ("e0", {"gateway": "gw", "failovers": 3, "requests_recomputed": 2, "tokens_recomputed": 500}),
+        ("e1", {"gateway": "gw", "failovers": 1, "requests_recomputed": 0, "tokens_recomputed": 0}),
+    ]
 
 
 # --- metrics

@@ -61,6 +61,8 @@ PART: dict[str, Any] = {
         ({"stage": "train", "traffic": [], "gpus": {"0": -1}}, "intent.gpus.0: should be greater than or equal to 0"),
         ({"stage": "train", "traffic": [{**PART, "groups": [[0, -1]]}]}, "intent.traffic[0].groups[0][1]"),
         ({"stage": "train", "traffic": [{**PART, "bytes_per_rank": -1}]}, "intent.traffic[0].bytes_per_rank"),
+        ({"stage": "train", "traffic": [{**PART, "bytes_per_rank": 1e308}]}, "intent.traffic[0].bytes_per_rank"),
+        ({"stage": "train", "traffic": [{**PART, "times": float("inf")}]}, "intent.traffic[0].times"),
         ({"stage": "train", "traffic": [{**PART, "times": 1e999}]}, "intent.traffic[0]"),
         ({"stage": "train", "traffic": [PART, {**PART, "primitive": "bipartite"}]}, "intent.traffic[1]: bipartite"),
         ({"stage": "train", "traffic": [{**PART, "receivers": [[1], [2]]}]}, "intent.traffic[0]: receivers must be"),

@@ -54,15 +54,25 @@ def test_pauses() -> None:
     }
 
 
-def test_faults_of_our_own_are_counted_by_loop() -> None:
+def test_faults_of_our_own_are_counted_by_part() -> None:
     plane: Any = SimpleNamespace(
         circuits=SimpleNamespace(defects=2),
         gen_circuits=None,
         routing=SimpleNamespace(defects=0),
         weights=SimpleNamespace(defects=1),
+        fabric=None,
+        defects=SimpleNamespace(
+            counts=Counter({"fast_loop": 3, "deployment": 1, "orchestrrl.v1.Control/GetStatus": 3})
+        ),
     )
     assert samples([defect_metrics(plane)]) == {
+        ("orchestrrl_defects_total", "orchestrrl.v1.Control/GetStatus"): 3,
         ("orchestrrl_defects_total", "circuits"): 2,
+        ("orchestrrl_defects_total", "deployment"): 1,
+        ("orchestrrl_defects_total", "fast_loop"): 3,
+        ("orchestrrl_defects_total", "moves"): 0,
+        ("orchestrrl_defects_total", "plans"): 0,
         ("orchestrrl_defects_total", "routes"): 0,
+        ("orchestrrl_defects_total", "slow_loop"): 0,
         ("orchestrrl_defects_total", "weights"): 1,
     }

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrrl.balance import BalanceDecision, Situation, decide_balance
+from orchestrrl.balance import BalanceDecision, PolicyInForce, Situation, decide_balance
+from orchestrrl.beliefs import StepTimes
 from orchestrrl.bench.policies import Setting, _arms, descending
 from orchestrrl.config import FastPolicy, FastSettings
 from planner.model import (
@@ -111,6 +112,38 @@ def test_without_step_times_or_lengths_the_papers_rule_decides(changes: dict[str
     decision = decided(snapshot, knowing(snapshot, **changes))
     assert decision.packing is None
     assert decision.moves == decided(snapshot, settings=PAPER).moves
+
+
+def test_the_policy_in_force_has_a_name_and_a_reason() -> None:
+    snapshot = fleet(30, 4)
+    prior = StepTimes("prior", "prior: qwen2.5-14b on H800, TP=2")
+    sources = {EngineId("e0"): StepTimes("configured", "configured: tp2"), EngineId("e1"): prior}
+    assert decided(snapshot, knowing(snapshot, step_times=sources)).policy == PolicyInForce(
+        "packing", "step times of all engines are known; 1 x configured: tp2; 1 x prior: qwen2.5-14b on H800, TP=2"
+    )
+    assert decided(snapshot, settings=PAPER).policy == PolicyInForce("load_index", "fast.policy is paper")
+    assert decided(snapshot, settings=NONE).policy == PolicyInForce("none", "fast.policy is none")
+
+
+def test_the_load_index_is_in_force_for_a_reason() -> None:
+    snapshot = fleet(5, 4)
+    why = {EngineId("e1"): StepTimes("", "the engine runs on CPUs; learnt from 8 observed batches, 3 so far")}
+    unknown = replace(snapshot, engines=(snapshot.engines[0], replace(snapshot.engines[1], configuration=None)))
+    stalled = replace(snapshot, engines=(replace(snapshot.engines[0], decode_tokens_per_s=0.0), snapshot.engines[1]))
+    gone = replace(snapshot, engines=tuple(replace(view, age_s=60.0) for view in snapshot.engines))
+    reasons = {
+        decided(unknown, knowing(unknown, step_times=why)).policy,
+        decided(stalled).policy,
+        decided(gone).policy,
+        decided(snapshot, knowing(snapshot, remaining_tokens={RequestId("r0-00"): 5.0})).policy,
+    }
+    assert {policy.name for policy in reasons} == {"load_index"}
+    assert {policy.reason for policy in reasons} == {
+        "no step times for e1: the engine runs on CPUs; learnt from 8 observed batches, 3 so far",
+        "e0 stands still, so that its end cannot be predicted",
+        "no engine is well by fresh reports",
+        "the remaining length of request r0-01 is not known",
+    }
 
 
 def test_a_stalled_engine_is_the_papers_rules_business() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from orchestrrl.errors import Permanent
 from orchestrrl.journal import Journal, JournalReader, Kind
+from orchestrrl.journal_guard import Tail, tail_path
 
 # Writes for as long as it lives, and tells each sequence number once `append` has returned.
 WRITER = """
@@ -125,7 +126,11 @@ def test_a_later_format_is_refused(path: Path) -> None:
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(Permanent, match="has journal format 99, this version reads 1"):
+    tail_path(path).write_bytes(Tail(generation=1, format=99).encoded())  # a later version writes its own
+    with pytest.raises(Permanent, match="has journal format 99, this version reads 2"):
+        Journal(path, 0.0)
+    tail_path(path).unlink()
+    with pytest.raises(Permanent, match="has journal format 99, this version reads 2"):
         Journal(path, 0.0)
 
 

@@ -20,8 +20,9 @@ from orchestrrl.config import parse_config
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.engine_facts import engine_facts
 from orchestrrl.journal import Journal, JournalReader, Kind
-from orchestrrl.live_profile import LiveProfile
+from orchestrrl.live_profile import MOVE_FIXED, LiveProfile
 from orchestrrl.metrics import PlaneCollector
+from orchestrrl.move_methods import FIXED_PRIOR_S, PRIOR_COUNTS_FOR
 from orchestrrl.operations import (
     ItemResult,
     MoveMethod,
@@ -288,7 +289,7 @@ def test_moves_to_one_engine_are_prefilled_together(profiled: str) -> None:
 
 def test_kv_is_handed_over_only_where_the_configuration_says_so(profiled: str) -> None:
     transfer, kv_bytes = Bench().costs.moving()
-    assert (transfer, kv_bytes) == (NO_TRANSFER, 0.0)
+    assert (transfer, kv_bytes) == (replace(NO_TRANSFER, recompute_latency_s=FIXED_PRIOR_S), 0.0)
     transfer, _ = Bench(profiled).costs.moving()
     assert (transfer.inter_node_gbps_per_gpu, transfer.intra_node_gbps_per_gpu) == (0.0, 0.0)
     assert transfer.rebuilt_tokens == Curve((0.0, 2048.0, 9000.0), (0.0, 2048.0, 9000.0))
@@ -296,7 +297,7 @@ def test_kv_is_handed_over_only_where_the_configuration_says_so(profiled: str) -
     bench = Bench(told)
     transfer, kv_bytes = bench.costs.moving(nic_share=0.5)
     assert transfer.inter_node_gbps_per_gpu == pytest.approx(4.0)  # half of what the profile has
-    assert (transfer.intra_node_gbps_per_gpu, transfer.latency_s, kv_bytes) == (900.0, 0.0, 4.0)
+    assert (transfer.intra_node_gbps_per_gpu, transfer.latency_s, kv_bytes) == (900.0, FIXED_PRIOR_S, 4.0)
     bench.costs.configured(parse_config(profiled).fleet)
     assert bench.costs.moving().transfer.intra_node_gbps_per_gpu == 0.0
 
@@ -389,6 +390,75 @@ def test_prefill_as_configured_stays_so() -> None:
     for turn in range(40):
         recompute(bench, 500 * (1 + turn % 12), 99.0, to="stranger")
     assert bench.line == GIVEN
+
+
+def test_prefill_is_not_read_off_moves_that_took_other_time() -> None:
+    """Prefill of 500 to 6,000 tokens is 0.06 to 0.7 s of moves that take 2 to 6 s; they tell the fixed part alone."""
+    bench, random = Bench(), Random(3)
+    for _ in range(60):
+        tokens = random.randrange(500, 6000)
+        recompute(bench, tokens, random.uniform(2.0, 6.0) + tokens / GIVEN.prefill_tokens_per_s)
+        assert bench.line == GIVEN
+    assert bench.notes == []
+
+
+def predicted(bench: Bench, method: MoveMethod, context_s: float, seconds: float, fixed_s: float = 0.0) -> None:
+    """One finished move whose context was to take `context_s`."""
+    order = RequestMove(RequestId("r"), EngineId("e2"), EngineId("e0"), 0.0, method, context_s + fixed_s, 0.0, fixed_s)
+    items = (ItemResult("r", True, "", 0, seconds, method),)
+    done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
+    bench.costs.moved(MoveRequests((order,)), done, lambda engine: ID)
+
+
+def test_the_fixed_part_of_moves_is_learnt_for_each_method() -> None:
+    links = "kv_transfer: {inter_node_gbps_per_gpu: 80.0, latency_s: 0.1, kv_bytes_per_token: 1.0e+6}"
+    bench = Bench(CONFIG.replace("fleet:", f"fleet:\n  {links}"))
+    transfer, _ = bench.costs.moving()
+    assert transfer.recompute_latency_s == bench.costs.recompute_fixed_s == FIXED_PRIOR_S
+    assert transfer.latency_s == pytest.approx(0.1 + FIXED_PRIOR_S)
+    for turn in range(12):
+        fixed_s = bench.costs.recompute_fixed_s  # what an order says of it makes no difference
+        predicted(bench, MoveMethod.RECOMPUTE, 0.2, 100.0 if turn % 5 == 4 else 0.2 + 0.06, fixed_s)
+    transfer, _ = bench.costs.moving()
+    assert transfer.recompute_latency_s == bench.costs.recompute_fixed_s == pytest.approx(0.06)
+    assert transfer.latency_s == pytest.approx(0.1 + FIXED_PRIOR_S)
+    for _ in range(6):
+        predicted(bench, MoveMethod.TRANSFER, 0.3, 0.3 + 0.4)
+    assert bench.costs.moving().transfer.latency_s == pytest.approx(0.4)
+    last = {body["method"]: body["value"] for _, body in bench.notes if body["figure"] == MOVE_FIXED}
+    assert last == {"recompute": pytest.approx(0.06), "transfer": pytest.approx(0.4)}
+    assert "moving a running request by recompute: 0.06 s beside its context, by the latest 12 orders to move" in (
+        bench.costs.notes()
+    )
+
+
+def test_moves_of_one_order_count_as_one() -> None:
+    """So that a stall, which all of them meet, is not taken for the rule."""
+    bench = Bench()
+    names = [RequestId(f"r{n}") for n in range(8)]
+    orders = tuple(RequestMove(name, EngineId("e2"), EngineId("e0"), predicted_s=0.2) for name in names)
+    items = tuple(ItemResult(name, True, "", 0, 5.2, MoveMethod.RECOMPUTE) for name in names)
+    done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
+    for _ in range(PRIOR_COUNTS_FOR - 1):
+        bench.costs.moved(MoveRequests(orders), done, lambda engine: ID)
+        assert bench.costs.recompute_fixed_s == FIXED_PRIOR_S
+    for _ in range(2):
+        bench.costs.moved(MoveRequests(orders), done, lambda engine: ID)
+    assert bench.costs.recompute_fixed_s == pytest.approx(5.0)
+
+
+def test_a_restarted_daemon_begins_with_the_fixed_part_that_it_had_learnt(tmp_path: Path) -> None:
+    config, clock = parse_config(CONFIG), VirtualClock(1000.0)
+    for learns in (True, False):
+        with closing(Journal(tmp_path / "journal.sqlite", clock.now_s())) as journal:
+            plane = ControlPlane(config, journal, clock)
+            order = RequestMove(RequestId("r"), EngineId("e0"), EngineId("e1"), predicted_s=0.5)
+            item = ItemResult("r", True, "", 900, 0.75, MoveMethod.RECOMPUTE)
+            done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=(item,))
+            if learns:
+                for _ in range(5):
+                    plane.planning.costs.moved(MoveRequests((order,)), done, lambda engine: ID)
+            assert plane.planning.costs.recompute_fixed_s == pytest.approx(0.25)
 
 
 def test_a_figure_that_no_engine_can_have_is_not_believed() -> None:

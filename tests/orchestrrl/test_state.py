@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 
+import pytest
 from builders import GATEWAY, engine_report, finished, gateway_hello, gateway_report, request, sample
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import Capabilities
+from orchestrrl.errors import LimitReached
 from orchestrrl.operations import ItemResult, OperationId, OperationResult, OperationStatus
 from orchestrrl.reports import GatewayReport
-from orchestrrl.state import LENGTHS_REMEMBERED, EngineFacts, State, Step, Totals
+from orchestrrl.state import FINISHED_REMEMBERED, LENGTHS_REMEMBERED, Capacity, EngineFacts, State, Step, Totals
 from planner.model import (
     ConfigurationId,
     EngineHealth,
@@ -302,3 +304,47 @@ def test_an_engine_that_is_gone_makes_no_snapshot_stale() -> None:
     state.fold_engine(engine_report("e1", 2, None, EngineHealth.GONE), 9.0)
     state.fold_gateway(gateway_report(request("a")), 9.0)
     assert state.snapshot(10.0).inputs_age_s == 1.0
+
+
+# --- room
+
+
+def test_more_engines_gateways_or_requests_than_there_is_room_for_are_refused_with_the_key() -> None:
+    state = State(capacity=Capacity(engines=2, gateways=1, requests=3))
+    for engine in ("e0", "e1"):
+        state.check_engine_report(engine_report(engine), 0.0)
+        state.fold_engine(engine_report(engine), 0.0)
+    with pytest.raises(LimitReached, match=r"engine_id: at most 2 engines .* \(limits.engines\), got 3 with 'e2'"):
+        state.check_engine_report(engine_report("e2"), 1.0)
+    state.check_engine_report(engine_report("e1", 2), 1.0)
+    with pytest.raises(LimitReached, match=r"in_flight: at most 3 over all gateways .*\(limits.requests\), got 4"):
+        state.check_gateway_report(gateway_report(*(request(f"r{n}") for n in range(4))), 1.0)
+    with pytest.raises(LimitReached, match=r"engines \(limits.engines\)|limits.engines"):
+        state.check_gateway_report(gateway_report(request("r", "e9")), 1.0)
+    state.check_gateway_report(gateway_report(request("r")), 1.0)
+    state.fold_gateway(gateway_report(request("r")), 1.0)
+    with pytest.raises(LimitReached, match=r"gateway_id: at most 1 gateways .* \(limits.gateways\), got 'gw2'"):
+        state.check_gateway_report(gateway_report(gateway=NodeId("gw2")), 1.0)
+    with pytest.raises(LimitReached, match=r"\(limits.engines\)"):
+        state.check_hello(gateway_hello("e0", "e5"), 1.0)
+
+
+def test_who_was_forgotten_makes_room_and_who_reports_stays() -> None:
+    state = State([EngineFacts(EngineId("configured"), "http://c")], 60.0, Capacity(engines=3, gateways=1))
+    state.fold_engine(engine_report("old"), 0.0)
+    state.fold_engine(engine_report("new"), 50.0)
+    state.fold_gateway(gateway_report(request("r", "old")), 0.0)
+    state.check_engine_report(engine_report("next"), 61.0)
+    state.fold_engine(engine_report("next"), 61.0)
+    assert [view.id for view in state.engines(61.0)] == ["configured", "new", "next"]
+    state.check_gateway_report(gateway_report(gateway=NodeId("gw2")), 61.0)
+
+
+def test_of_very_many_finished_requests_the_newest_are_remembered() -> None:
+    state, many = State(), FINISHED_REMEMBERED + 5000
+    done = tuple(finished(f"f{n}") for n in range(many))
+    state.fold_gateway(gateway_report(done=done), 0.0)
+    state.fold_gateway(gateway_report(done=done[5000:], sequence=2), 1.0)
+    assert state.totals.finished == many
+    state.fold_gateway(gateway_report(done=done[4999:5000], sequence=3), 2.0)
+    assert state.totals.finished == many + 1

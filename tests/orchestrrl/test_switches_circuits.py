@@ -1,14 +1,26 @@
 """Changes of circuits: done and verified, or undone; resumed by what the switch shows, from every interrupted point."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ocs_drivers.errors import Conflict, OutcomeUnknown, Retryable
 from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import Change, ChangeMode, CommitResult, CrossConnect, Diff, Facts
+from ocs_drivers.model import (
+    Change,
+    ChangeMode,
+    Circuit,
+    CircuitState,
+    CommitResult,
+    CrossConnect,
+    Diff,
+    Facts,
+    Reading,
+)
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.clock import VirtualClock
 from orchestrrl.errors import Permanent as OrchestrRLPermanent
@@ -17,6 +29,7 @@ from orchestrrl.execute.circuits import (
     VALID_S,
     CircuitExecutor,
     CircuitOperation,
+    compared_with_before,
     operation_from_json,
     operation_to_json,
 )
@@ -370,3 +383,151 @@ async def test_a_fault_of_ours_with_one_switch_is_counted_and_the_others_are_set
     assert executor.open == ()
     assert not running.done()
     running.cancel()
+
+
+class Credulous(VirtualSwitch):
+    """It reports a rollback as done, and has sent and read nothing."""
+
+    async def rollback(self, diff: Diff) -> CommitResult:
+        return CommitResult((), diff.revision, 0)
+
+
+class LosesTheLineAfterRollback(VirtualSwitch):
+    is_lost = False
+
+    async def rollback(self, diff: Diff) -> CommitResult:
+        result = await super().rollback(diff)
+        self.is_lost = True
+        return result
+
+    async def cross_connects(self) -> Reading:
+        if self.is_lost:
+            raise Retryable("no route to host", device=self.device)
+        return await super().cross_connects()
+
+
+async def test_a_rollback_is_read_back_before_the_switch_is_said_to_be_as_it_was(
+    clock: VirtualClock, journal: Journal
+) -> None:
+    switch = Credulous("ocs1", clock=clock, link_timeout_s=0.2)
+    executor = CircuitExecutor({"ocs1": switch}, journal, clock)
+    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    assert not outcome.done
+    assert not outcome.rolled_back
+    assert outcome.detail.endswith("rolled back, then shown otherwise: 1:17 is up; 2:18 is up")
+
+
+async def test_a_rollback_that_cannot_be_read_back_stays_open(clock: VirtualClock, journal: Journal) -> None:
+    switch = LosesTheLineAfterRollback("ocs1", clock=clock, link_timeout_s=0.2)
+    executor = CircuitExecutor({"ocs1": switch}, journal, clock)
+    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    with pytest.raises(OutcomeUnknown, match=r"not read since.*no route to host"):
+        await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    assert len(executor.open) == 1
+    switch.is_lost = False
+    await executor.settle()
+    assert executor.open == ()
+    assert_rolled_back(journal)
+
+
+def assert_rolled_back(journal: Journal) -> None:
+    (result,) = journal.tail(100, (Kind.CIRCUITS_RESULT,))
+    assert result.body["detail"].startswith("add 1:17: the device shows it as tuning")
+    assert result.body["detail"].endswith("; rolled back, the switch is as it was")
+    assert result.body["rolled_back"]
+    assert [item["done"] for item in result.body["items"]] == [False, False]
+
+
+async def test_a_rollback_whose_outcome_its_driver_could_not_read_is_journalled_as_one(
+    switch: VirtualSwitch, executor: CircuitExecutor, journal: Journal
+) -> None:
+    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    rollback = switch.rollback
+
+    async def unread(diff: Diff) -> CommitResult:
+        await rollback(diff)
+        raise OutcomeUnknown("the device could not be read after a command was sent to it", device="ocs1")
+
+    switch.rollback = unread  # type: ignore[method-assign]
+    with pytest.raises(OutcomeUnknown, match="could not be read after"):
+        await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    await executor.settle()
+    assert executor.open == ()
+    assert_rolled_back(journal)
+
+
+async def test_what_was_rolled_back_and_is_there_again_is_no_rollback(clock: VirtualClock, journal: Journal) -> None:
+    switch = LosesTheLineAfterRollback("ocs1", clock=clock, link_timeout_s=0.2)
+    executor = CircuitExecutor({"ocs1": switch}, journal, clock)
+    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    with pytest.raises(OutcomeUnknown, match="not read since"):
+        await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    switch.glass.inject(Fault(FaultKind.MEND_PORT, OLD[0].ingress_port))
+    switch.glass.add(OLD)
+    switch.is_lost = False
+    await clock.sleep(1.0)
+    await executor.settle()
+    (result,) = journal.tail(100, (Kind.CIRCUITS_RESULT,))
+    assert (result.body["done"], result.body["rolled_back"]) == (True, False)
+
+
+async def test_an_answer_that_makes_no_sense_does_not_keep_a_change_from_being_undone(
+    switch: VirtualSwitch, executor: CircuitExecutor
+) -> None:
+    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    rollback, read = switch.rollback, switch.wire.read_circuits
+    defects = iter([KeyError("circuits")] * 2)  # the driver asks again once
+
+    async def garbled() -> Sequence[Circuit]:
+        if defect := next(defects, None):
+            raise defect
+        return await read()
+
+    async def rollback_over_garbled(diff: Diff) -> CommitResult:
+        switch.wire.read_circuits = garbled  # type: ignore[method-assign]
+        return await rollback(diff)
+
+    switch.rollback = rollback_over_garbled  # type: ignore[method-assign]
+    with pytest.raises(OutcomeUnknown, match="not rolled back yet"):
+        await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    assert len(executor.open) == 1
+    switch.glass.inject(Fault(FaultKind.MEND_PORT, OLD[0].ingress_port))
+    await executor.settle()
+    assert executor.open == ()
+
+
+async def test_what_others_changed_meanwhile_is_named_beside_a_rollback(
+    executor: CircuitExecutor, switch: VirtualSwitch
+) -> None:
+    await connect(executor, BYSTANDER)
+    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    rollback = switch.rollback
+
+    async def rollback_among_others(diff: Diff) -> CommitResult:
+        switch.glass.remove([BYSTANDER])
+        switch.glass.add([CrossConnect(8, 29)])
+        return await rollback(diff)
+
+    switch.rollback = rollback_among_others  # type: ignore[method-assign]
+    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    assert outcome.rolled_back
+    assert outcome.detail.endswith(
+        "rolled back, its circuits are as they were, and others have changed since: -9:30 +8:29"
+    )
+
+
+PAIRS = tuple(CrossConnect(port, port + 16) for port in range(1, 7))
+STATES = st.dictionaries(st.sampled_from(PAIRS), st.sampled_from(CircuitState))
+
+
+@given(frozen=st.frozensets(st.sampled_from(PAIRS)), split=st.integers(0, 3), now=STATES)
+def test_a_switch_is_said_to_be_as_it_was_only_where_it_shows_that(
+    frozen: frozenset[CrossConnect], split: int, now: dict[CrossConnect, CircuitState]
+) -> None:
+    remove = tuple(sorted(frozen))[:split]
+    add = tuple(pair for pair in PAIRS if pair not in frozen)[:split]
+    diff = Diff(ChangeMode.SAFE, 0, frozen, remove, add)
+    words = compared_with_before(diff, Reading(tuple(Circuit(pair, now[pair]) for pair in sorted(now)), 0))
+    is_as_before = now.keys() == frozen and all(now[pair] is CircuitState.TUNED for pair in remove)
+    assert (words == "the switch is as it was") is is_as_before

@@ -190,6 +190,34 @@ def test_without_a_feasible_configuration_the_fleet_is_kept() -> None:
     )
 
 
+def test_where_only_what_runs_is_known_nothing_else_is_considered_and_the_reason_is_true() -> None:
+    config = replace(CONFIG, only_as_deployed=True)
+    others = "no other configuration is known: name some under fleet.configurations or fleet.profile"
+    plan = plan_of(long_step(), config)  # where TP4 would be proposed
+    assert plan.decision == "keep"
+    assert plan.verdict == Hold("already_deployed", f"4 x tp2 is deployed and {others}")
+    assert {option.name for option in plan.alternatives} == {"as it stands", "rebalanced"}
+    assert others in plan.notes
+    assert plan.current_makespan_s is not None
+    assert 0 < plan.lower_bound_s <= plan.current_makespan_s
+
+
+def test_where_only_what_runs_is_known_requests_may_still_move() -> None:
+    plan = plan_of(lopsided_step(), replace(CROWDED, only_as_deployed=True))
+    assert plan.decision == "rebalance"
+    assert isinstance(plan.verdict, Act)
+
+
+def test_without_step_times_the_reason_says_so() -> None:
+    why = "no step times for e0, e1: the engine runs on CPUs"
+    plan = plan_of(long_step(), replace(CONFIG, configurations=(), only_as_deployed=True, unknown=why))
+    assert plan.decision == "keep"
+    assert plan.verdict == Hold("no_step_times", why)
+    assert plan.lower_bound_s == 0
+    idle = plan_of(snapshot(FLEET, []), replace(CONFIG, configurations=(), unknown=why))
+    assert idle.verdict.code == "nothing_to_do"
+
+
 def test_seconds_follow_what_each_engine_really_has_room_for() -> None:
     requests = [request(f"r{i:02}", where="e0") for i in range(16)]
     roomy = snapshot(FLEET[:1], requests, [1000] * 20)

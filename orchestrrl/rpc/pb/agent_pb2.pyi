@@ -186,14 +186,27 @@ class NodeHello(_message.Message):
     ENGINE_IDS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     URL_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     kind: Global___NodeKind.ValueType
     version: _builtins.str
     url: _builtins.str
     """Where the node itself listens (a gateway's URL)."""
+    incarnation: _builtins.str
+    """As reports have it: tells two nodes of one id from one that attaches again."""
+    host_id: _builtins.str
+    """Identifies the network stack of the node's host: equal loopback addresses name one server only where it is equal.
+    Empty: unknown.
+    """
     @_builtins.property
     def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Engines this node speaks for (an agent) or routes to (a gateway)."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[_telemetry_pb2.GatewayEngine]:
+        """A gateway's `engine_ids` with their URLs."""
 
     def __init__(
         self,
@@ -203,10 +216,13 @@ class NodeHello(_message.Message):
         engine_ids: _abc.Iterable[_builtins.str] | None = ...,
         version: _builtins.str = ...,
         url: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        engines: _abc.Iterable[_telemetry_pb2.GatewayEngine] | None = ...,
+        host_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "kind", b"kind", "node_id", b"node_id", "url", b"url", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "engines", b"engines", "host_id", b"host_id", "incarnation", b"incarnation", "kind", b"kind", "node_id", b"node_id", "url", b"url", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,6 +84,16 @@ class Status(_message.Message):
     PAUSES_FIELD_NUMBER: _builtins.int
     FABRIC_CONTROL_FIELD_NUMBER: _builtins.int
     FABRIC_PERIOD_FIELD_NUMBER: _builtins.int
+    REMARKS_FIELD_NUMBER: _builtins.int
+    FAILOVERS_FIELD_NUMBER: _builtins.int
+    FAILOVER_REQUESTS_RECOMPUTED_FIELD_NUMBER: _builtins.int
+    FAILOVER_TOKENS_RECOMPUTED_FIELD_NUMBER: _builtins.int
+    BALANCE_POLICY_FIELD_NUMBER: _builtins.int
+    BALANCE_POLICY_REASON_FIELD_NUMBER: _builtins.int
+    MODE_REASON_FIELD_NUMBER: _builtins.int
+    DEFECTS_FIELD_NUMBER: _builtins.int
+    JOURNAL_DAMAGE_FIELD_NUMBER: _builtins.int
+    JOURNAL_SET_ASIDE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     mode: Global___Mode.ValueType
     generation: _builtins.int
@@ -100,6 +110,18 @@ class Status(_message.Message):
     """Why the fast loop last acted or held."""
     tokens_loaded: _builtins.int
     """Whose KV moves handed over."""
+    failovers: _builtins.int
+    """Requests that went on after their engine failed, since the daemon's start. One that does so twice counts twice."""
+    failover_requests_recomputed: _builtins.int
+    """Of these, that the failed engine had computed in part."""
+    failover_tokens_recomputed: _builtins.int
+    """Of their contexts, prefilled again where they went on. Those of moves are counted apart."""
+    balance_policy: _builtins.str
+    """How the fast loop chooses moves now: packing | load_index | none; empty: no decision yet."""
+    balance_policy_reason: _builtins.str
+    """Why that one."""
+    mode_reason: _builtins.str
+    """Why the mode is what it is; empty: it is the configured one."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]: ...
     @_builtins.property
@@ -128,6 +150,22 @@ class Status(_message.Message):
     def fabric_period(self) -> _fabric_pb2.PeriodReport:
         """The period whose circuits are up, and why the last one's are or are not."""
 
+    @_builtins.property
+    def remarks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Faults in how nodes are set up, e.g. two nodes with one id, one sentence each."""
+
+    @_builtins.property
+    def defects(self) -> _containers.RepeatedCompositeFieldContainer[Global___Defect]:
+        """Exceptions that ended a turn of a loop or task, the latest of each, oldest first."""
+
+    @_builtins.property
+    def journal_damage(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What of the journal is damaged or lost, until an operator sets the mode to act. Empty: nothing."""
+
+    @_builtins.property
+    def journal_set_aside(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnreadEntry]:
+        """Entries of the journal that this version cannot read, and why."""
+
     def __init__(
         self,
         *,
@@ -154,14 +192,92 @@ class Status(_message.Message):
         pauses: _abc.Iterable[Global___Pause] | None = ...,
         fabric_control: _fabric_pb2.FabricControl | None = ...,
         fabric_period: _fabric_pb2.PeriodReport | None = ...,
+        remarks: _abc.Iterable[_builtins.str] | None = ...,
+        failovers: _builtins.int = ...,
+        failover_requests_recomputed: _builtins.int = ...,
+        failover_tokens_recomputed: _builtins.int = ...,
+        balance_policy: _builtins.str = ...,
+        balance_policy_reason: _builtins.str = ...,
+        mode_reason: _builtins.str = ...,
+        defects: _abc.Iterable[Global___Defect] | None = ...,
+        journal_damage: _abc.Iterable[_builtins.str] | None = ...,
+        journal_set_aside: _abc.Iterable[Global___UnreadEntry] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "gate", b"gate", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "switch", b"switch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_reason", b"balance_reason", "fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "gate", b"gate", "generation", b"generation", "mode", b"mode", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "pauses", b"pauses", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "switch", b"switch", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_policy", b"balance_policy", "balance_policy_reason", b"balance_policy_reason", "balance_reason", b"balance_reason", "defects", b"defects", "fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "failover_requests_recomputed", b"failover_requests_recomputed", "failover_tokens_recomputed", b"failover_tokens_recomputed", "failovers", b"failovers", "gate", b"gate", "generation", b"generation", "journal_damage", b"journal_damage", "journal_set_aside", b"journal_set_aside", "mode", b"mode", "mode_reason", b"mode_reason", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "pauses", b"pauses", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "remarks", b"remarks", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "switch", b"switch", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Status: _TypeAlias = Status  # noqa: Y015
+
+@_typing.final
+class Defect(_message.Message):
+    """The latest exception of one part of the daemon. Its work of that turn was set aside, and the part went on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    TYPE_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    FIRST_UNIX_S_FIELD_NUMBER: _builtins.int
+    LAST_UNIX_S_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    part: _builtins.str
+    """E.g. fast_loop"""
+    type: _builtins.str
+    place: _builtins.str
+    """FILE:LINE"""
+    message: _builtins.str
+    first_unix_s: _builtins.float
+    last_unix_s: _builtins.float
+    running: _builtins.int
+    """Turns that ended by it one after the other. 0: those since went well."""
+    total: _builtins.int
+    """All exceptions of this part since the daemon's start."""
+    def __init__(
+        self,
+        *,
+        part: _builtins.str = ...,
+        type: _builtins.str = ...,
+        place: _builtins.str = ...,
+        message: _builtins.str = ...,
+        first_unix_s: _builtins.float = ...,
+        last_unix_s: _builtins.float = ...,
+        running: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_unix_s", b"first_unix_s", "last_unix_s", b"last_unix_s", "message", b"message", "part", b"part", "place", b"place", "running", b"running", "total", b"total", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Defect: _TypeAlias = Defect  # noqa: Y015
+
+@_typing.final
+class UnreadEntry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    detail: _builtins.str
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnreadEntry: _TypeAlias = UnreadEntry  # noqa: Y015
 
 @_typing.final
 class SetPauseRequest(_message.Message):
@@ -380,6 +496,10 @@ class Worker(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     REPORTED_FIELD_NUMBER: _builtins.int
+    REMARKS_FIELD_NUMBER: _builtins.int
+    OTHER_NAMES_FIELD_NUMBER: _builtins.int
+    STEP_TIMES_SOURCE_FIELD_NUMBER: _builtins.int
+    STEP_TIMES_DETAIL_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     url: _builtins.str
     configuration: _builtins.str
@@ -404,8 +524,20 @@ class Worker(_message.Message):
     """Requests of the gateways that are there."""
     reported: _builtins.bool
     """An agent has reported it; otherwise gateways alone judge its health."""
+    step_times_source: _builtins.str
+    """Where its step times come from: configured | prior | observed; empty: they are not known."""
+    step_times_detail: _builtins.str
+    """The same as a sentence, or why they are not known."""
     @_builtins.property
     def capabilities(self) -> _telemetry_pb2.EngineCapabilities: ...
+    @_builtins.property
+    def remarks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Faults in how it is named and reported, e.g. that two agents report it, one sentence each."""
+
+    @_builtins.property
+    def other_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Other names that nodes give to the same server."""
+
     def __init__(
         self,
         *,
@@ -429,10 +561,14 @@ class Worker(_message.Message):
         policy_version: _builtins.int | None = ...,
         requests: _builtins.int = ...,
         reported: _builtins.bool = ...,
+        remarks: _abc.Iterable[_builtins.str] | None = ...,
+        other_names: _abc.Iterable[_builtins.str] | None = ...,
+        step_times_source: _builtins.str = ...,
+        step_times_detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_decode_tokens_per_s", b"_decode_tokens_per_s", "_load_index", b"_load_index", "_policy_version", b"_policy_version", "age_s", b"age_s", "capabilities", b"capabilities", "decode_tokens_per_s", b"decode_tokens_per_s", "load_index", b"load_index", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_decode_tokens_per_s", b"_decode_tokens_per_s", "_load_index", b"_load_index", "_policy_version", b"_policy_version", "age_s", b"age_s", "capabilities", b"capabilities", "configuration", b"configuration", "decode_tokens_per_s", b"decode_tokens_per_s", "draining", b"draining", "engine_id", b"engine_id", "health", b"health", "health_detail", b"health_detail", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_free_tokens", b"kv_free_tokens", "load_index", b"load_index", "max_sequences", b"max_sequences", "policy_version", b"policy_version", "pool", b"pool", "preemptions_total", b"preemptions_total", "reported", b"reported", "requests", b"requests", "running", b"running", "url", b"url", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_s", b"_age_s", "_decode_tokens_per_s", b"_decode_tokens_per_s", "_load_index", b"_load_index", "_policy_version", b"_policy_version", "age_s", b"age_s", "capabilities", b"capabilities", "configuration", b"configuration", "decode_tokens_per_s", b"decode_tokens_per_s", "draining", b"draining", "engine_id", b"engine_id", "health", b"health", "health_detail", b"health_detail", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_free_tokens", b"kv_free_tokens", "load_index", b"load_index", "max_sequences", b"max_sequences", "other_names", b"other_names", "policy_version", b"policy_version", "pool", b"pool", "preemptions_total", b"preemptions_total", "remarks", b"remarks", "reported", b"reported", "requests", b"requests", "running", b"running", "step_times_detail", b"step_times_detail", "step_times_source", b"step_times_source", "url", b"url", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__age_s: _TypeAlias = _typing.Literal["age_s"]  # noqa: Y015
     _WhichOneofArgType__age_s: _TypeAlias = _typing.Literal["_age_s", b"_age_s"]  # noqa: Y015
@@ -1052,6 +1188,8 @@ class Balance(_message.Message):
     GATE_REASON_FIELD_NUMBER: _builtins.int
     INPUTS_AGE_S_FIELD_NUMBER: _builtins.int
     ENDED_MOVES_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    POLICY_REASON_FIELD_NUMBER: _builtins.int
     decided_unix_s: _builtins.float
     spread_before: _builtins.float
     spread_after: _builtins.float
@@ -1059,6 +1197,9 @@ class Balance(_message.Message):
     stopped_because: _builtins.str
     gate_reason: _builtins.str
     inputs_age_s: _builtins.float
+    policy: _builtins.str
+    """As in Status."""
+    policy_reason: _builtins.str
     @_builtins.property
     def load_index(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLoad]: ...
     @_builtins.property
@@ -1080,10 +1221,12 @@ class Balance(_message.Message):
         gate_reason: _builtins.str = ...,
         inputs_age_s: _builtins.float = ...,
         ended_moves: _abc.Iterable[Global___EndedMove] | None = ...,
+        policy: _builtins.str = ...,
+        policy_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "spread_after", b"spread_after", "spread_before", b"spread_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "decided_unix_s", b"decided_unix_s", "ended_moves", b"ended_moves", "gate_reason", b"gate_reason", "inputs_age_s", b"inputs_age_s", "load_index", b"load_index", "moves", b"moves", "spread_after", b"spread_after", "spread_before", b"spread_before", "stopped_because", b"stopped_because", "theta", b"theta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "decided_unix_s", b"decided_unix_s", "ended_moves", b"ended_moves", "gate_reason", b"gate_reason", "inputs_age_s", b"inputs_age_s", "load_index", b"load_index", "moves", b"moves", "policy", b"policy", "policy_reason", b"policy_reason", "spread_after", b"spread_after", "spread_before", b"spread_before", "stopped_because", b"stopped_because", "theta", b"theta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__spread_after: _TypeAlias = _typing.Literal["spread_after"]  # noqa: Y015
     _WhichOneofArgType__spread_after: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after"]  # noqa: Y015

@@ -100,19 +100,23 @@ class ReportAck(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    SENT_UNIX_S_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Highest sequence number of the stream that the daemon has folded in."""
     generation: _builtins.int
     """Generation of the daemon: grows at each of its starts."""
+    sent_unix_s: _builtins.float
+    """When the acknowledgement was sent, by the daemon's clock. Absent in older daemons."""
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         generation: _builtins.int = ...,
+        sent_unix_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "sent_unix_s", b"sent_unix_s", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -137,6 +141,7 @@ class EngineCapabilities(_message.Message):
     TOKENS_ENDPOINT_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
+    SERVING_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     version: _builtins.str
     token_ids: _builtins.bool
@@ -152,6 +157,10 @@ class EngineCapabilities(_message.Message):
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Model names that the engine serves."""
+
+    @_builtins.property
+    def serving(self) -> Global___ServingFacts:
+        """Absent: the agent is older than this field."""
 
     def __init__(
         self,
@@ -169,10 +178,11 @@ class EngineCapabilities(_message.Message):
         tokens_endpoint: _builtins.bool = ...,
         max_model_len_tokens: _builtins.int | None = ...,
         max_sequences: _builtins.int | None = ...,
+        serving: Global___ServingFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_model_len_tokens", b"_max_model_len_tokens", "_max_sequences", b"_max_sequences", "max_model_len_tokens", b"max_model_len_tokens", "max_sequences", b"max_sequences"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_model_len_tokens", b"_max_model_len_tokens", "_max_sequences", b"_max_sequences", "max_model_len_tokens", b"max_model_len_tokens", "max_sequences", b"max_sequences", "serving", b"serving"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_model_len_tokens", b"_max_model_len_tokens", "_max_sequences", b"_max_sequences", "abort_requests", b"abort_requests", "collective_rpc", b"collective_rpc", "engine", b"engine", "max_model_len_tokens", b"max_model_len_tokens", "max_sequences", b"max_sequences", "models", b"models", "pause", b"pause", "scale_elastic_ep", b"scale_elastic_ep", "sleep", b"sleep", "token_ids", b"token_ids", "tokens_endpoint", b"tokens_endpoint", "version", b"version", "weight_transfer", b"weight_transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_model_len_tokens", b"_max_model_len_tokens", "_max_sequences", b"_max_sequences", "abort_requests", b"abort_requests", "collective_rpc", b"collective_rpc", "engine", b"engine", "max_model_len_tokens", b"max_model_len_tokens", "max_sequences", b"max_sequences", "models", b"models", "pause", b"pause", "scale_elastic_ep", b"scale_elastic_ep", "serving", b"serving", "sleep", b"sleep", "token_ids", b"token_ids", "tokens_endpoint", b"tokens_endpoint", "version", b"version", "weight_transfer", b"weight_transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_model_len_tokens: _TypeAlias = _typing.Literal["max_model_len_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_model_len_tokens: _TypeAlias = _typing.Literal["_max_model_len_tokens", b"_max_model_len_tokens"]  # noqa: Y015
@@ -184,6 +194,148 @@ class EngineCapabilities(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_sequences) -> _WhichOneofReturnType__max_sequences | None: ...
 
 Global___EngineCapabilities: _TypeAlias = EngineCapabilities  # noqa: Y015
+
+@_typing.final
+class ServingFacts(_message.Message):
+    """What the engine serves and on which hardware, to predict its step times. Whatever is empty or absent is not known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    WEIGHT_BITS_FIELD_NUMBER: _builtins.int
+    KV_BITS_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    DATA_PARALLEL_FIELD_NUMBER: _builtins.int
+    EXPERT_PARALLEL_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
+    GPU_DETAIL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Published name, or folder on the engine's host."""
+    weight_bits: _builtins.float
+    kv_bits: _builtins.float
+    tensor_parallel: _builtins.int
+    pipeline_parallel: _builtins.int
+    data_parallel: _builtins.int
+    expert_parallel: _builtins.bool
+    device: _builtins.str
+    """cpu, cuda, ..."""
+    gpu: _builtins.str
+    """Product name of the host's GPUs; empty: see gpu_detail."""
+    gpu_detail: _builtins.str
+    @_builtins.property
+    def sizes(self) -> Global___ModelSizes: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        sizes: Global___ModelSizes | None = ...,
+        weight_bits: _builtins.float | None = ...,
+        kv_bits: _builtins.float | None = ...,
+        tensor_parallel: _builtins.int | None = ...,
+        pipeline_parallel: _builtins.int | None = ...,
+        data_parallel: _builtins.int | None = ...,
+        expert_parallel: _builtins.bool | None = ...,
+        device: _builtins.str = ...,
+        gpu: _builtins.str = ...,
+        gpu_detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel", b"_data_parallel", "_expert_parallel", b"_expert_parallel", "_kv_bits", b"_kv_bits", "_pipeline_parallel", b"_pipeline_parallel", "_tensor_parallel", b"_tensor_parallel", "_weight_bits", b"_weight_bits", "data_parallel", b"data_parallel", "expert_parallel", b"expert_parallel", "kv_bits", b"kv_bits", "pipeline_parallel", b"pipeline_parallel", "sizes", b"sizes", "tensor_parallel", b"tensor_parallel", "weight_bits", b"weight_bits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel", b"_data_parallel", "_expert_parallel", b"_expert_parallel", "_kv_bits", b"_kv_bits", "_pipeline_parallel", b"_pipeline_parallel", "_tensor_parallel", b"_tensor_parallel", "_weight_bits", b"_weight_bits", "data_parallel", b"data_parallel", "device", b"device", "expert_parallel", b"expert_parallel", "gpu", b"gpu", "gpu_detail", b"gpu_detail", "kv_bits", b"kv_bits", "model", b"model", "pipeline_parallel", b"pipeline_parallel", "sizes", b"sizes", "tensor_parallel", b"tensor_parallel", "weight_bits", b"weight_bits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__data_parallel: _TypeAlias = _typing.Literal["data_parallel"]  # noqa: Y015
+    _WhichOneofArgType__data_parallel: _TypeAlias = _typing.Literal["_data_parallel", b"_data_parallel"]  # noqa: Y015
+    _WhichOneofReturnType__expert_parallel: _TypeAlias = _typing.Literal["expert_parallel"]  # noqa: Y015
+    _WhichOneofArgType__expert_parallel: _TypeAlias = _typing.Literal["_expert_parallel", b"_expert_parallel"]  # noqa: Y015
+    _WhichOneofReturnType__kv_bits: _TypeAlias = _typing.Literal["kv_bits"]  # noqa: Y015
+    _WhichOneofArgType__kv_bits: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits"]  # noqa: Y015
+    _WhichOneofReturnType__pipeline_parallel: _TypeAlias = _typing.Literal["pipeline_parallel"]  # noqa: Y015
+    _WhichOneofArgType__pipeline_parallel: _TypeAlias = _typing.Literal["_pipeline_parallel", b"_pipeline_parallel"]  # noqa: Y015
+    _WhichOneofReturnType__tensor_parallel: _TypeAlias = _typing.Literal["tensor_parallel"]  # noqa: Y015
+    _WhichOneofArgType__tensor_parallel: _TypeAlias = _typing.Literal["_tensor_parallel", b"_tensor_parallel"]  # noqa: Y015
+    _WhichOneofReturnType__weight_bits: _TypeAlias = _typing.Literal["weight_bits"]  # noqa: Y015
+    _WhichOneofArgType__weight_bits: _TypeAlias = _typing.Literal["_weight_bits", b"_weight_bits"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel) -> _WhichOneofReturnType__data_parallel | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expert_parallel) -> _WhichOneofReturnType__expert_parallel | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_bits) -> _WhichOneofReturnType__kv_bits | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pipeline_parallel) -> _WhichOneofReturnType__pipeline_parallel | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tensor_parallel) -> _WhichOneofReturnType__tensor_parallel | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_bits) -> _WhichOneofReturnType__weight_bits | None: ...
+
+Global___ServingFacts: _TypeAlias = ServingFacts  # noqa: Y015
+
+@_typing.final
+class ModelSizes(_message.Message):
+    """Of a decoder-only transformer, as its config.json has them. Sizes are elements."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    HIDDEN_FIELD_NUMBER: _builtins.int
+    Q_HEADS_FIELD_NUMBER: _builtins.int
+    KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    FFN_FIELD_NUMBER: _builtins.int
+    VOCAB_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    EXPERT_FFN_FIELD_NUMBER: _builtins.int
+    WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
+    TIED_EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    WEIGHT_BITS_FIELD_NUMBER: _builtins.int
+    EXPERT_BITS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    layers: _builtins.int
+    hidden: _builtins.int
+    q_heads: _builtins.int
+    kv_heads: _builtins.int
+    head_dim: _builtins.int
+    ffn: _builtins.int
+    vocab: _builtins.int
+    experts: _builtins.int
+    """0: dense."""
+    experts_per_token: _builtins.int
+    expert_ffn: _builtins.int
+    window_tokens: _builtins.int
+    tied_embeddings: _builtins.bool
+    weight_bits: _builtins.float
+    expert_bits: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        layers: _builtins.int = ...,
+        hidden: _builtins.int = ...,
+        q_heads: _builtins.int = ...,
+        kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        ffn: _builtins.int = ...,
+        vocab: _builtins.int = ...,
+        experts: _builtins.int = ...,
+        experts_per_token: _builtins.int = ...,
+        expert_ffn: _builtins.int = ...,
+        window_tokens: _builtins.int = ...,
+        tied_embeddings: _builtins.bool = ...,
+        weight_bits: _builtins.float = ...,
+        expert_bits: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_bits", b"expert_bits", "expert_ffn", b"expert_ffn", "experts", b"experts", "experts_per_token", b"experts_per_token", "ffn", b"ffn", "head_dim", b"head_dim", "hidden", b"hidden", "kv_heads", b"kv_heads", "layers", b"layers", "name", b"name", "q_heads", b"q_heads", "tied_embeddings", b"tied_embeddings", "vocab", b"vocab", "weight_bits", b"weight_bits", "window_tokens", b"window_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelSizes: _TypeAlias = ModelSizes  # noqa: Y015
 
 @_typing.final
 class EngineSample(_message.Message):
@@ -250,6 +402,11 @@ class EngineReport(_message.Message):
     HEALTH_DETAIL_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SENT_UNIX_S_FIELD_NUMBER: _builtins.int
+    ACK_SENT_UNIX_S_FIELD_NUMBER: _builtins.int
+    ACK_RECEIVED_UNIX_S_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     sequence: _builtins.int
     engine_id: _builtins.str
@@ -257,6 +414,17 @@ class EngineReport(_message.Message):
     health: Global___EngineHealth.ValueType
     health_detail: _builtins.str
     """Why the engine is not OK, in words for an operator."""
+    incarnation: _builtins.str
+    """One process of the sender, the same over all its streams. Empty: each stream counts as a sender of its own."""
+    sent_unix_s: _builtins.float
+    """When the report was sent, by the sender's clock."""
+    ack_sent_unix_s: _builtins.float
+    """The daemon's time in the latest acknowledgement of this stream, and when that arrived by the sender's clock: from
+    these the daemon learns how far the sender's clock is off. 0: none has arrived.
+    """
+    ack_received_unix_s: _builtins.float
+    server_id: _builtins.str
+    """Identifies the server process behind the URL, as read from the server. Empty: it gives nothing that does."""
     @_builtins.property
     def sample(self) -> Global___EngineSample:
         """Absent when the engine could not be read."""
@@ -276,10 +444,15 @@ class EngineReport(_message.Message):
         health_detail: _builtins.str = ...,
         sample: Global___EngineSample | None = ...,
         capabilities: Global___EngineCapabilities | None = ...,
+        incarnation: _builtins.str = ...,
+        sent_unix_s: _builtins.float = ...,
+        ack_sent_unix_s: _builtins.float = ...,
+        ack_received_unix_s: _builtins.float = ...,
+        server_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "sample", b"sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "capabilities", b"capabilities", "engine_id", b"engine_id", "health", b"health", "health_detail", b"health_detail", "sample", b"sample", "sequence", b"sequence", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_received_unix_s", b"ack_received_unix_s", "ack_sent_unix_s", b"ack_sent_unix_s", "agent_id", b"agent_id", "capabilities", b"capabilities", "engine_id", b"engine_id", "health", b"health", "health_detail", b"health_detail", "incarnation", b"incarnation", "sample", b"sample", "sent_unix_s", b"sent_unix_s", "sequence", b"sequence", "server_id", b"server_id", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -460,10 +633,25 @@ class GatewayReport(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     GATE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SENT_UNIX_S_FIELD_NUMBER: _builtins.int
+    ACK_SENT_UNIX_S_FIELD_NUMBER: _builtins.int
+    ACK_RECEIVED_UNIX_S_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    FAILOVERS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     sequence: _builtins.int
     sampled_unix_s: _builtins.float
     url: _builtins.str
+    incarnation: _builtins.str
+    """One process of the sender, the same over all its streams. Empty: each stream counts as a sender of its own."""
+    sent_unix_s: _builtins.float
+    """When the report was sent, by the sender's clock."""
+    ack_sent_unix_s: _builtins.float
+    """The daemon's time in the latest acknowledgement of this stream, and when that arrived by the sender's clock: from
+    these the daemon learns how far the sender's clock is off. 0: none has arrived.
+    """
+    ack_received_unix_s: _builtins.float
     @_builtins.property
     def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestProgress]: ...
     @_builtins.property
@@ -472,6 +660,14 @@ class GatewayReport(_message.Message):
 
     @_builtins.property
     def gate(self) -> Global___GateReport: ...
+    @_builtins.property
+    def engines(self) -> Global___GatewayEngines:
+        """Engines that the gateway was started with. Sent with the first report of a stream and when they change."""
+
+    @_builtins.property
+    def failovers(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineFailovers]:
+        """Since the last report that the daemon acknowledged."""
+
     def __init__(
         self,
         *,
@@ -482,11 +678,110 @@ class GatewayReport(_message.Message):
         in_flight: _abc.Iterable[Global___RequestProgress] | None = ...,
         finished: _abc.Iterable[Global___FinishedRequest] | None = ...,
         gate: Global___GateReport | None = ...,
+        incarnation: _builtins.str = ...,
+        sent_unix_s: _builtins.float = ...,
+        ack_sent_unix_s: _builtins.float = ...,
+        ack_received_unix_s: _builtins.float = ...,
+        engines: Global___GatewayEngines | None = ...,
+        failovers: _abc.Iterable[Global___EngineFailovers] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "gate", b"gate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "gate", b"gate", "gateway_id", b"gateway_id", "in_flight", b"in_flight", "sampled_unix_s", b"sampled_unix_s", "sequence", b"sequence", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_received_unix_s", b"ack_received_unix_s", "ack_sent_unix_s", b"ack_sent_unix_s", "engines", b"engines", "failovers", b"failovers", "finished", b"finished", "gate", b"gate", "gateway_id", b"gateway_id", "in_flight", b"in_flight", "incarnation", b"incarnation", "sampled_unix_s", b"sampled_unix_s", "sent_unix_s", b"sent_unix_s", "sequence", b"sequence", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GatewayReport: _TypeAlias = GatewayReport  # noqa: Y015
+
+@_typing.final
+class EngineFailovers(_message.Message):
+    """Requests that went on after this engine failed, hung or gave them up, between two reports of a gateway."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    LAST_UNIX_S_FIELD_NUMBER: _builtins.int
+    FAILOVERS_FIELD_NUMBER: _builtins.int
+    REQUESTS_RECOMPUTED_FIELD_NUMBER: _builtins.int
+    TOKENS_RECOMPUTED_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    sequence: _builtins.int
+    """Of the first report that had them."""
+    last_unix_s: _builtins.float
+    """The newest of them, by the gateway's clock."""
+    failovers: _builtins.int
+    """A request that goes on twice counts twice."""
+    requests_recomputed: _builtins.int
+    """Of these, that the failed engine had computed in part."""
+    tokens_recomputed: _builtins.int
+    """Of their contexts, prefilled again where they went on."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        last_unix_s: _builtins.float = ...,
+        failovers: _builtins.int = ...,
+        requests_recomputed: _builtins.int = ...,
+        tokens_recomputed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "failovers", b"failovers", "last_unix_s", b"last_unix_s", "requests_recomputed", b"requests_recomputed", "sequence", b"sequence", "tokens_recomputed", b"tokens_recomputed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineFailovers: _TypeAlias = EngineFailovers  # noqa: Y015
+
+@_typing.final
+class GatewayEngines(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___GatewayEngine]: ...
+    def __init__(
+        self,
+        *,
+        engines: _abc.Iterable[Global___GatewayEngine] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatewayEngines: _TypeAlias = GatewayEngines  # noqa: Y015
+
+@_typing.final
+class GatewayEngine(_message.Message):
+    """An engine under the name that the gateway's own command line gives it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    KNOWN_AS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    url: _builtins.str
+    server_id: _builtins.str
+    """As EngineReport has it."""
+    known_as: _builtins.str
+    """The daemon's id of the same engine, once the gateway uses that; empty: it uses its own."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        url: _builtins.str = ...,
+        server_id: _builtins.str = ...,
+        known_as: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "known_as", b"known_as", "server_id", b"server_id", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatewayEngine: _TypeAlias = GatewayEngine  # noqa: Y015

@@ -63,7 +63,7 @@ def scenario_of(document: dict[Any, Any], folder: Path = Path()) -> ClusterScena
     try:
         scenario = ClusterScenario.model_validate(document)
     except ValidationError as error:
-        faults += faults_of(error)
+        faults += faults_of(error, ClusterScenario)
     profile, profile_faults = _read_profile(document.get("generation"), folder)
     faults += profile_faults + daemon_faults(document.get("daemon"))
     if scenario is not None:

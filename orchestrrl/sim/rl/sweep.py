@@ -82,7 +82,7 @@ def load_sweep(path: Path) -> list[Point]:
     try:
         section = SweepSection.model_validate(document)
     except ValidationError as error:
-        raise ProblemFaults(faults_of(error)) from None
+        raise ProblemFaults(faults_of(error, SweepSection)) from None
     return points_of(section, path.parent)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from orchestrrl.adapters.trl import GatewayRollout
 from orchestrrl.adapters.vllm_weights import reload_weights
@@ -22,7 +24,7 @@ from orchestrrl.operations import CloseGate, FrozenRequests, Route
 from planner.model import EngineId, NodeId
 from tests.orchestrrl.adapters.fake_vllm import FakeVllm, servers
 from tests.orchestrrl.adapters.test_trl_adapter import FakeTrainer
-from tests.orchestrrl.gateway.processes import free_port
+from tests.orchestrrl.gateway.processes import free_port, operator_url
 
 
 @asynccontextmanager
@@ -33,6 +35,7 @@ async def gateway_before(engines: list[FakeVllm]) -> AsyncIterator[tuple[Gateway
     gateway.set_routes([Route(EngineId(f"e{index}"), engine.url) for index, engine in enumerate(engines)])
     server = Server(gateway)
     url = await server.start("127.0.0.1", 0)
+    await server.start_operator("127.0.0.1", 0)
     try:
         yield gateway, url
     finally:
@@ -69,8 +72,10 @@ async def test_trainers_weights_go_to_the_engines_before_a_rollout_of_a_new_step
         assert gateway.gate.closed is None
         assert rollout.bypassed == 0
         (newest,) = tmp_path.iterdir()
-        async with aiohttp.ClientSession() as http, http.get(f"{url}/orchestrrl/gate") as answer:
-            assert (await answer.json())["weights_source"] == str(newest), "engines that start later load them there"
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"{await operator_url(http, url)}/orchestrrl/gate") as answer:
+                source = (await answer.json())["weights_source"]
+        assert source == str(newest), "engines that start later load them there"
     log = engines[0].log
     for sync, step in enumerate((0, 1, 1)):
         assert_all_loaded(log[6 * sync :], urls, f"weights of step {step}")
@@ -128,10 +133,29 @@ async def test_engines_that_the_gateway_does_not_know_and_that_we_do_not(weights
         assert (first.paused, second.paused) == (False, True)
 
 
+async def test_an_operator_api_of_another_gateway_is_not_taken_for_its_own(weights: Path) -> None:
+    """A loopback address means another server on each host."""
+    async with servers() as (engine,), gateway_before([engine]) as (other, theirs):
+        other.node = NodeId("another")
+        async with aiohttp.ClientSession() as http:
+            at = await operator_url(http, theirs)
+
+        async def version(_: web.Request) -> web.Response:
+            return web.json_response({"gateway": "gateway", "operator_url": at})
+
+        app = web.Application()
+        app.router.add_get("/version", version)
+        async with TestServer(app) as front:
+            with pytest.raises(Permanent, match=r"no weights were changed: .*'another', and not 'gateway'"):
+                await asyncio.to_thread(reload_weights, [engine.url], weights, gateway_url=str(front.make_url("")))
+        assert other.gate.closed is None
+        assert not engine.log
+
+
 async def test_the_lease_is_renewed_while_servers_load_and_ends_with_the_trainer(weights: Path) -> None:
     async with servers() as (engine,), gateway_before([engine]) as (gateway, url):
-        engine.load_s = 1.0
-        asked = {"gateway_url": url, "policy_version": 1, "lease_s": 0.6}
+        engine.load_s = 3.0
+        asked = {"gateway_url": url, "policy_version": 1, "lease_s": 2.0}
         await asyncio.to_thread(reload_weights, [engine.url], weights, **asked)  # type: ignore[arg-type]
         assert versions(gateway) == {"e0": 1}
         assert gateway.gate.expired_total == 0

@@ -2,16 +2,23 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.agent.health import Limits, Track, fold, judge, metric_faults
-from orchestrrl.engines.base import EngineMetrics, Reading
+from orchestrrl.agent.health import Limits, Track, capability_faults, fold, judge, metric_faults
+from orchestrrl.config import LimitSettings
+from orchestrrl.engines.base import Capabilities, EngineMetrics, Reading
+from orchestrrl.engines.vllm import GENERATED, KV_USAGE, PREEMPTIONS, PROMPT, RUNNING, WAITING, parse_metrics
+from orchestrrl.engines.vllm_calls import NOT_OF_VLLM
 from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.reports import EngineReport
 from orchestrrl.rpc import convert
-from planner.model import EngineHealth
+from orchestrrl.rpc.convert import engine_report_to_pb
+from orchestrrl.rpc.ranges import checking
+from planner.model import EngineHealth, EngineId, NodeId
 
 LIMITS = Limits(slow_after_s=1.0, gone_after_s=5.0, rate_window_s=1.0)
 METRICS = EngineMetrics(
@@ -131,3 +138,52 @@ def test_what_passes_fits_on_the_wire(running: int, tokens: int, usage: float, c
     if sample is not None:
         assert 0 <= sample.kv_usage_fraction <= 1
         assert convert.engine_sample_from_pb(convert.engine_sample_to_pb(sample)) == sample
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [("NaN", "nan"), ("+Inf", "inf"), ("-Inf", "-inf"), ("-1", "-1")],
+)
+@pytest.mark.parametrize("name", [RUNNING, WAITING, KV_USAGE, GENERATED, PROMPT, PREEMPTIONS])
+async def test_a_page_with_an_impossible_number_is_nonsense_with_its_name(name: str, value: str, what: str) -> None:
+    values = dict.fromkeys((RUNNING, WAITING, KV_USAGE, GENERATED, PROMPT, PREEMPTIONS), "1") | {name: value}
+    page = "".join(f'{each}{{engine="0"}} {number}\n' for each, number in values.items())
+    with pytest.raises(NOT_OF_VLLM) as caught:
+        parse_metrics(page)
+    reading = judge(caught.value, 0.1, LIMITS)
+    assert reading.health is EngineHealth.NONSENSE
+    assert f"{name}: must be a finite number >= 0, got {what}" in reading.detail
+
+
+@given(
+    st.builds(
+        EngineMetrics,
+        running=st.integers(-1, 2**33),
+        waiting=st.integers(0, 2**33),
+        kv_usage_fraction=st.sampled_from([0.0, 0.5, 1.0, 1.0005, 1.002, math.nan, math.inf, -0.0]),
+        kv_capacity_tokens=st.integers(0, 2**65),
+        generation_tokens_total=st.integers(0, 2**65),
+        prompt_tokens_total=st.integers(0, 2**65),
+        preemptions_total=st.integers(0, 2**65),
+    ),
+    st.floats(0, 20),
+    st.integers(0, 2**64),
+)
+def test_the_daemon_takes_whatever_the_agent_makes_of_an_engine(
+    metrics: EngineMetrics, waited_s: float, earlier: int
+) -> None:
+    reading = judge(metrics, waited_s, LIMITS)
+    track = Track(((999.0, min(earlier, metrics.generation_tokens_total)),))
+    _, sample = fold(track, reading, 1000.0 + waited_s, LIMITS)
+    report = EngineReport(
+        NodeId("a"), 1, EngineId("e0"), "http://e0", reading.health, reading.detail or "\ud800" * 9999, sample
+    )
+    for _ in checking(engine_report_to_pb(report), LimitSettings()):
+        pass
+
+
+@pytest.mark.parametrize("value", [-1, 2**32, 1.5, "8192", True, [1]])
+def test_an_engine_cannot_offer_what_is_no_count(value: Any) -> None:
+    offered = Capabilities("vllm", "1", ("m",), max_model_len_tokens=value)
+    assert capability_faults(offered) == [f"max_model_len_tokens cannot be {value!r}"]
+    assert not capability_faults(Capabilities("vllm", "1", ("m",), max_model_len_tokens=8192))

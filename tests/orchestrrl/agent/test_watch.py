@@ -28,7 +28,17 @@ class Scene:
             clock=self.clock,
             interval_s=0.25,
             limits=Limits(slow_after_s=1.0, gone_after_s=3.0),
+            describe=self._describe,
         )
+        self.describing_s = 0.0
+        self.description_error: Exception | None = None
+
+    async def _describe(self, offered: Capabilities, url: str) -> Capabilities:
+        await self.clock.sleep(self.describing_s)
+        if self.description_error is not None:
+            raise self.description_error
+        serving = replace(offered.serving, gpu_detail=f"{url} has none")
+        return replace(offered, serving=serving) if self.describing_s else offered
 
     @property
     def last(self) -> Observation:
@@ -50,6 +60,20 @@ async def scene() -> AsyncIterator[Scene]:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+async def test_what_an_engine_cannot_offer_is_asked_for_again(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    good = scene.engine.offers
+    scene.engine.offers = replace(good, max_model_len_tokens=-1)
+    scene.engine.error = Retryable("connection refused", 1.0)  # another one comes in its place
+    await scene.pass_time(0.5)
+    scene.engine.error = None
+    await scene.pass_time(1.0)
+    assert scene.last.capabilities is None
+    assert "e0: does not say what it offers: max_model_len_tokens cannot be -1" in caplog.messages
+    scene.engine.offers = good
+    await scene.pass_time(ASK_AGAIN_S + 1.0)
+    assert scene.last.capabilities == good
 
 
 async def test_load_rate_and_features_of_an_engine_that_works(scene: Scene) -> None:
@@ -159,3 +183,31 @@ async def test_features_are_asked_again_until_they_are_known(scene: Scene, error
     scene.engine.capabilities_error = None
     await scene.pass_time(ASK_AGAIN_S + 0.5)
     assert scene.last.capabilities == scene.engine.offers
+
+
+async def restart(scene: Scene) -> None:
+    """Another process answers, and is asked anew."""
+    await scene.pass_time(1.0, tokens_per_s=400)
+    scene.engine.current = replace(scene.engine.current, generation_tokens_total=0)
+
+
+async def test_what_the_host_adds_is_reported_once_it_is_known(scene: Scene) -> None:
+    scene.describing_s = 10.0  # far beyond what an engine may take
+    await restart(scene)
+    await scene.pass_time(5.0)
+    assert scene.last.capabilities == scene.engine.offers
+    await scene.pass_time(6.0)
+    assert scene.last.capabilities is not None
+    assert scene.last.capabilities.serving.gpu_detail == "http://127.0.0.1:8000 has none"
+    assert scene.engine.calls.count("capabilities") == 2
+
+
+@pytest.mark.parametrize("error", [OSError("no /proc"), KeyError("gpu")])
+async def test_a_host_that_cannot_be_described_leaves_the_engines_own_word(
+    scene: Scene, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.description_error = error
+    await restart(scene)
+    await scene.pass_time(2.0)
+    assert scene.last.capabilities == scene.engine.offers
+    assert "defect in reading an answer" in caplog.text

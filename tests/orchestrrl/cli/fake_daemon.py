@@ -32,6 +32,8 @@ WORKERS = [
         age_s=0.21,
         max_sequences=48,
         capabilities=CAPABILITIES,
+        step_times_source="configured",
+        step_times_detail="configured: tp2",
     ),
     pb.Worker(
         engine_id="e1",
@@ -40,6 +42,7 @@ WORKERS = [
         reported=True,
         health_detail="connection refused [Errno 111]",
         load_index=float("inf"),
+        step_times_detail="no agent has reported what the engine serves",
     ),
 ]
 CONTROL = pb.PlanControl(state="pinned", reason="benchmark", expires_unix_s=1_000_600.0)
@@ -153,9 +156,14 @@ STATUS = pb.Status(
     moves_failed=1,
     tokens_recomputed=90000,
     tokens_loaded=70000,
+    failovers=12,
+    failover_requests_recomputed=9,
+    failover_tokens_recomputed=34567,
     plan_id="plan-3",
     plan_control=CONTROL,
     balance_reason="within_theta: spread 0.0001",
+    balance_policy="load_index",
+    balance_policy_reason="no step times for e1: [its GPU] is not known",
     plan_calibration=pb.PlanCalibration(steps=7, error=0.084, bias=0.031, correction=0.97),
 )
 GATE = pb.Gate(

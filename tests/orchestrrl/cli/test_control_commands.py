@@ -11,8 +11,10 @@ from fake_daemon import PLAN, FakeDaemon, Serving
 from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
+from orchestrrl.cli.explain import headline, predictions
 from orchestrrl.cli.main import application
 from orchestrrl.rpc.pb import control_pb2 as pb
+from orchestrrl.rpc.plain import plain
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +78,22 @@ def test_status(daemon: FakeDaemon) -> None:
     assert "OrchestrRL 0.1.0, mode advise, generation 3, up 2 h 03 min" in text
     assert "12 running, 3 waiting, 4,567 finished" in text
     assert "8 done, 1 failed, 90,000 tokens recomputed, 70,000 moved as KV" in text
+    assert "failovers: 12 requests went on after their engine failed, 9 of them recomputed (34,567 tokens)" in text
     assert "e1 is gone: connection refused [Errno 111]" in text
     assert "planner pinned (benchmark)" in text
-    assert "e0 ok 12 3 48 75 % 10,000 1,234 tok/s 0.00125 210 ms ago tp2" in text
-    assert "e1 gone 0 0 - - - - - never -" in text
+    assert "e0 ok 12 3 48 75 % 10,000 1,234 tok/s 0.00125 210 ms ago configured tp2" in text
+    assert "e1 gone 0 0 - - - - - never - -" in text
+    assert "policy: load_index: no step times for e1: [its GPU] is not known" in text
     assert "agent-e0 agent yes 100 ms ago" in text
 
 
 def test_json_has_plain_words_numbers_and_nulls(daemon: FakeDaemon) -> None:
     seen: dict[str, Any] = json.loads(run(daemon, "status", "--json").stdout)
     assert (seen["mode"], seen["generation"], seen["plan_control"]["state"]) == ("advise", 3, "pinned")
+    assert seen["balance_policy"] == "load_index"
     e0, e1 = seen["workers"]
+    assert (e0["step_times_source"], e0["step_times_detail"]) == ("configured", "configured: tp2")
+    assert e1["step_times_source"] == ""
     assert (e0["health"], e0["load_index"], e0["kv_free_tokens"]) == ("ok", 0.00125, 2500)
     assert e0["capabilities"]["max_model_len_tokens"] == 4096
     assert e0["capabilities"]["max_sequences"] is None
@@ -95,8 +102,9 @@ def test_json_has_plain_words_numbers_and_nulls(daemon: FakeDaemon) -> None:
 
 def test_workers(daemon: FakeDaemon) -> None:
     text = said(run(daemon, "workers"))
-    assert "e0 vllm 0.32.0 tiny 4,096 0 http://127.0.0.1:8000" in text
+    assert "e0 vllm 0.32.0 tiny 4,096 0 http://127.0.0.1:8000 configured: tp2" in text
     assert "e1 not asked yet" in text
+    assert "no agent has reported what the engine serves" in text
 
 
 def test_requests(daemon: FakeDaemon) -> None:
@@ -147,6 +155,19 @@ def test_plan_show(daemon: FakeDaemon) -> None:
     assert (shown["plan_id"], shown["control"]["state"]) == ("plan-3", "pinned")
     missing = run(daemon, "plan", "show", "plan-9")
     assert (missing.exit_code, missing.stderr) == (1, "no plan 'plan-9'\n")
+
+
+def test_where_nothing_is_proposed_no_bound_is_made_up() -> None:
+    nothing = pb.Plan(
+        plan_id="plan-4", decision="keep", reason_code="no_step_times", reason="no step times for e0: why"
+    )
+    told = plain(nothing)
+    text = "\n".join([*headline(told, 0.0), *predictions(told)])
+    assert "why: no step times for e0: why (no_step_times)" in text
+    assert "deployed: unknown or mixed, predicted -; nothing is proposed" in text
+    assert "no fleet can end before" not in text
+    assert "infeasible" not in text
+    assert "0.00 s" not in text
 
 
 def test_plan_explain(daemon: FakeDaemon) -> None:

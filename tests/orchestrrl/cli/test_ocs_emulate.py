@@ -99,9 +99,11 @@ def test_it_ends_on_sigterm_too_and_says_where_it_cannot_listen() -> None:
         assert first.stdout is not None
         address = first.stdout.readline().strip()
         for protocol in ("scpi", "grpc"):
-            result = CliRunner().invoke(
-                application("ocs"), ["ocs", "emulate", "--protocol", protocol, "--listen", "203.0.113.1:0"]
-            )
+            words = ["ocs", "emulate", "--protocol", protocol, "--listen", "203.0.113.1:0"]
+            result = CliRunner().invoke(application("ocs"), words)
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert "--listen: is not a loopback address; add --allow-remote" in result.stderr
+            result = CliRunner().invoke(application("ocs"), [*words, "--allow-remote"])
             assert (result.exit_code, result.stdout) == (1, "")
             assert result.stderr.startswith("cannot listen on 203.0.113.1:0: ")
         assert address.startswith("127.0.0.1:")

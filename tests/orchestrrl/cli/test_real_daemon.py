@@ -125,7 +125,8 @@ def test_an_agent_is_seen_again_by_a_restarted_daemon(daemon: DaemonProcess) -> 
 
 
 def _with_worker(status: dict[str, Any]) -> dict[str, Any] | None:
-    seen = any(worker["capabilities"] for worker in status["workers"])
+    # A stream's first report is not dated, and its sample not taken, before the daemon has learnt the agent's clock.
+    seen = any(worker["capabilities"] and worker["age_s"] is not None for worker in status["workers"])
     return status if seen and status["nodes"] else None
 
 

@@ -2,18 +2,25 @@
 
 import json
 import math
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
+from orchestrrl.cli.demo import _print_tables
 from orchestrrl.cli.main import application
+from orchestrrl.demo.moves import MethodMark, marks_by_method
 from orchestrrl.demo.report import as_json, write
 from orchestrrl.demo.run import DemoOutcome, OracleMark, SeedOutcome
 from orchestrrl.demo.scenario import ENGINES, expected_ids, load_scenario, samples
 from orchestrrl.demo.stack import GPUS_PER_ENGINE
 from orchestrrl.demo.step import StepRecord
 from orchestrrl.engines.simulated_tokens import EOS
+from orchestrrl.journal import Kind
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2
 
 
 def test_the_step_is_as_rl_frameworks_submit_it():
@@ -73,7 +80,7 @@ def outcome() -> DemoOutcome:
 
         def record(makespan_s: float, step=step, answers=answers) -> StepRecord:
             finish_s = {s.id: makespan_s * (i + 1) / 4 for i, s in enumerate(step)}
-            return StepRecord(makespan_s, finish_s, dict(answers), {}, [1.0, 2.0, 3.0, 4.0])
+            return StepRecord(makespan_s, finish_s, dict(answers), idle_s=[1.0, 2.0, 3.0, 4.0])
 
         mark = OracleMark(oracle_s, static_s, oracle_s - 1, 8192)
         seeds.append(SeedOutcome(seed, step, record(static_s), record(ours_s), mark, 7, 900))
@@ -114,6 +121,70 @@ def test_an_oracle_without_a_gain_leaves_nothing_to_keep():
     for seed in demo.seeds:
         seed.oracle = OracleMark(100, 100, 90, 8192)
     assert as_json(demo)["gain_kept"] is None
+
+
+def entry(kind: str, subject: str, **body: Any) -> control_pb2.JournalEntry:
+    return control_pb2.JournalEntry(kind=kind, subject_id=subject, body_json=json.dumps(body))
+
+
+class Told:
+    """A daemon's journal."""
+
+    def __init__(self, *entries: control_pb2.JournalEntry) -> None:
+        self.control, self._entries = self, entries
+
+    async def WatchJournal(self, request: control_pb2.WatchJournalRequest) -> AsyncIterator[control_pb2.JournalEntry]:
+        for each in self._entries:
+            if each.kind in request.kinds:
+                yield each
+
+
+def ordered(request: str, method: str, predicted_s: float) -> dict[str, Any]:
+    return {"request": request, "method": method, "predicted_s": predicted_s, "other_s": 0.0}
+
+
+def seen(request: str, method: str | None, seconds: float, *, tokens: int = 100, done: bool = True) -> dict[str, Any]:
+    return {
+        "id": request,
+        "done": done,
+        "method": method,
+        "duration_s": seconds,
+        "recomputed_tokens": tokens,
+        "loaded_tokens": 0,
+    }
+
+
+async def test_predicted_and_actual_are_of_the_same_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not of those that failed, were not seen, were not predicted, or went by another method than was ordered."""
+    orders = [
+        *(ordered(f"r{n}", "recompute", 0.1 * (n + 1)) for n in range(3)),
+        ordered("failed", "recompute", 9.0),
+        ordered("unseen", "recompute", 9.0),
+        ordered("queued", "recompute", 0.0),
+        ordered("fell back", "transfer", 9.0),
+    ]
+    items = [
+        *(seen(f"r{n}", "recompute", 0.2 * (n + 1), tokens=100 * (n + 1)) for n in range(3)),
+        seen("failed", "recompute", 7.0, done=False),
+        seen("unseen", "recompute", 0.0),
+        seen("queued", "recompute", 7.0),
+        seen("fell back", "recompute", 7.0),
+    ]
+    told = Told(
+        entry(Kind.OPERATION_INTENT, "o1", operation={"action": {"moves": orders}}),
+        entry(Kind.OPERATION_INTENT, "o2", operation={"action": {"kind": "set_routes"}}),
+        entry(Kind.OPERATION_RESULT, "o1", items=items),
+        entry(Kind.OPERATION_RESULT, "o2", items=[]),
+    )
+    marks = await marks_by_method(cast(ControlClient, told), speed=50.0)
+    assert marks == [MethodMark("recompute", 3, 200, pytest.approx(10.0), pytest.approx(20.0), pytest.approx(0.5), 0.0)]
+    demo = outcome()
+    demo.moves_by_method = marks
+    (reported,) = as_json(demo)["moves_by_method"]
+    assert reported["predicted_over_actual"] == pytest.approx(0.5)
+    _print_tables(demo)
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["recompute"]]
+    assert row == ["recompute", "3", "200", "10.000", "20.000", "0.50", "-"]
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ def test_heads() -> None:
 
 
 def test_a_header_stays_in_its_line() -> None:
-    assert written({"A": "b"}) == b"A: b\r\n"
+    assert written([("A", "b")]) == b"A: b\r\n"
     with pytest.raises(ValueError, match="line"):
-        written({"A": "b\r\nEvil: c"})
+        written([("A", "b\r\nEvil: c")])
 
 
 @pytest.mark.parametrize("url", ["", "h:1", "http://", "ftp://h", "http://h:x", "http://[::1"])
@@ -94,7 +94,7 @@ async def request(reader: asyncio.StreamReader) -> bytes:
 
 
 async def answer(pool: Pool) -> tuple[int, bytes]:
-    asked = pool.exchange("/p", b"{}", {"X-Request-Id": "r"})
+    asked = pool.exchange("/p", b"{}", [("X-Request-Id", "r")])
     connection = await asked.begin()
     body = await connection.read_all()
     asked.leave()
@@ -153,6 +153,31 @@ async def test_a_kept_connection_that_the_engine_gave_up_is_tried_anew(serve: Se
     assert len(served) == 2
 
 
+async def test_a_kept_connection_that_breaks_late_is_not(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may have generated meanwhile."""
+    served: list[bytes] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(await request(reader))
+        writer.write(OK + b"Content-Length: 1\r\n\r\nx")
+        served.append(await request(reader))
+        await asyncio.sleep(0.05)
+
+    pool = await serve(script)
+    assert await answer(pool) == (200, b"x")
+    take_kept = pool.take_kept
+
+    def take_and_wait_shortly() -> Connection | None:
+        kept = take_kept()
+        monkeypatch.setattr("orchestrrl.engines.exchange.KEEP_IDLE_S", 0.01)
+        return kept
+
+    monkeypatch.setattr(pool, "take_kept", take_and_wait_shortly)
+    with pytest.raises(OutcomeUnknown, match=r"http://127\.0\.0\.1"):  # without the login of its URL
+        await answer(pool)
+    assert len(served) == 2
+
+
 async def test_a_fresh_connection_that_breaks_is_not(serve: Serve) -> None:
     served: list[bytes] = []
 
@@ -195,7 +220,7 @@ async def test_closing_before_the_end_tells_the_engine(serve: Serve) -> None:
         gone.set()
 
     pool = await serve(script)
-    asked = pool.exchange("/p", b"{}", {})
+    asked = pool.exchange("/p", b"{}", ())
     connection = await asked.begin()
     assert await connection.read() == b"a"
     reading = asyncio.create_task(connection.read())
@@ -216,11 +241,11 @@ async def test_closing_before_it_is_sent_or_answered(serve: Serve) -> None:
         await reader.read()
 
     pool = await serve(script)
-    early = pool.exchange("/p", b"{}", {})
+    early = pool.exchange("/p", b"{}", ())
     early.close()
     with pytest.raises(OutcomeUnknown):
         await early.begin()
-    late = pool.exchange("/p", b"{}", {})
+    late = pool.exchange("/p", b"{}", ())
     beginning = asyncio.create_task(late.begin())
     await asked_for.wait()
     late.close()
@@ -243,7 +268,7 @@ async def test_the_end_of_an_answer_that_was_left_is_read_and_its_connection_kep
     pool = await serve(script)
     for _ in range(2):
         left.clear()
-        asked = pool.exchange("/p", b"{}", {})
+        asked = pool.exchange("/p", b"{}", ())
         connection = await asked.begin()
         assert await connection.read() == b"last"
         asked.leave()
@@ -267,7 +292,7 @@ async def test_an_answer_that_was_left_and_does_not_end_is_closed(
         gone.set()
 
     pool = await serve(script)
-    asked = pool.exchange("/p", b"{}", {})
+    asked = pool.exchange("/p", b"{}", ())
     assert await (await asked.begin()).read() == b"last"
     asked.leave()
     async with asyncio.timeout(DEADLINE_S):
@@ -303,7 +328,7 @@ async def test_an_engine_is_held_back_while_nobody_reads(serve: Serve) -> None:
         await reader.read()
 
     pool = await serve(script)
-    asked = pool.exchange("/p", b"{}", {})
+    asked = pool.exchange("/p", b"{}", ())
     connection: Connection = await asked.begin()
     before = -1
     while len(wrote) != before:  # until it cannot write any more
@@ -317,4 +342,4 @@ async def test_an_engine_is_held_back_while_nobody_reads(serve: Serve) -> None:
 async def test_nobody_there_is_retryable(unused_tcp_port: int) -> None:
     pool = Pool(f"http://127.0.0.1:{unused_tcp_port}", connect_timeout_s=5, headers={})
     with pytest.raises(Retryable):
-        await pool.exchange("/p", b"{}", {}).begin()
+        await pool.exchange("/p", b"{}", ()).begin()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -12,6 +13,7 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, PauseMode, Refused
 from orchestrrl.engines.vllm import VllmEngine, parse_metrics
+from orchestrrl.engines.vllm_info import server_identity
 from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -88,11 +90,68 @@ async def test_asks_for_a_stream_with_token_ids_under_its_own_request_id(serve: 
         return await streaming(FIRST, LAST, "[DONE]")(asked)
 
     chunks = await chunks_of(await serve(handler))
-    assert seen == [{"model": "m", "prompt": [1, 2], "stream": True, "return_token_ids": True}, "x1"]
+    asked = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    assert seen == [{"model": "m", "prompt": [1, 2], **asked}, "x1"]
     assert chunks[0].prompt_token_ids == (1, 2)
     assert [chunk.token_ids for chunk in chunks] == [(7,), (8,)]
     assert chunks[1].finish_reason == "length"
     assert chunks[1].raw == LAST["choices"][0]
+
+
+USAGE = {"prompt_tokens": 2, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
+
+
+async def test_the_last_chunk_has_what_follows_it(serve: Serve) -> None:
+    closing = {"choices": [], "usage": USAGE, "system_fingerprint": "f"}
+    *_, last = await chunks_of(await serve(streaming(FIRST, LAST, closing, "[DONE]")))
+    assert (last.finish_reason, last.usage, last.answer_fields) == ("length", USAGE, {"system_fingerprint": "f"})
+
+
+async def test_an_answer_is_complete_though_nothing_follows_its_last_chunk(serve: Serve) -> None:
+    """An engine that falls silent, or whose connection breaks, once the last token is out."""
+    released = asyncio.Event()
+
+    async def silent(asked: web.Request) -> web.StreamResponse:
+        await streaming(FIRST, LAST)(asked)
+        await released.wait()
+        return web.Response()
+
+    for handler in (silent, streaming(FIRST, LAST, cut=True), streaming(FIRST, LAST)):
+        *_, last = await chunks_of(await serve(handler))
+        assert (last.token_ids, last.finish_reason, last.usage) == ((8,), "length", None)
+        released.set()
+
+
+async def test_headers_go_with_a_request_but_for_those_of_the_client_itself(serve: Serve) -> None:
+    seen: list[Any] = []
+
+    async def handler(asked: web.Request) -> web.StreamResponse:
+        seen.append(asked.headers)
+        return await streaming(FIRST, LAST, "[DONE]")(asked)
+
+    engine = await serve(handler)
+    headers = (("X-Twice", "1"), ("X-Twice", "2"), ("authorization", "Bearer theirs"), ("content-type", "text/plain"))
+    asked = replace(request(), headers=headers)
+    assert len([chunk async for chunk in engine.generate(asked)]) == 2
+    with_own = VllmEngine(engine.url, headers={"Authorization": "Bearer ours"})
+    assert len([chunk async for chunk in with_own.generate(asked)]) == 2
+    await with_own.close()
+    assert [each.getall("X-Twice") for each in seen] == [["1", "2"]] * 2
+    assert [each.getall("Authorization") for each in seen] == [["Bearer theirs"], ["Bearer ours"]]
+    assert [each.getall("Content-Type") for each in seen] == [["application/json"]] * 2
+    assert "theirs" not in repr(asked)
+
+
+async def test_what_is_sent_as_it_is_may_be_answered_as_a_whole_or_as_events(serve: Serve) -> None:
+    whole = {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": USAGE, "odd": 1}
+    asked = replace(request(), verbatim=True)
+    engine = await serve(answering(200, whole, {"Content-Type": "application/json"}))
+    (chunk,) = [chunk async for chunk in engine.generate(asked)]
+    assert (chunk.answer, chunk.finish_reason) == (whole, "stop")
+    for nonsense in ("[]", "{", '{"choices": [1]}', '{"choices": 7}'):
+        engine = await serve(answering(200, nonsense, {"Content-Type": "application/json"}))
+        with pytest.raises(Permanent):
+            [chunk async for chunk in engine.generate(asked)]
 
 
 async def test_chunks_of_several_tokens_are_asked_for_unless_the_client_says_otherwise(serve: Serve) -> None:
@@ -278,6 +337,22 @@ def test_metrics_of_data_parallel_engines_are_summed() -> None:
     metrics = parse_metrics("# HELP x\n" + "\n".join(page) + "\n")
     assert (metrics.running, metrics.waiting, metrics.kv_usage_fraction) == (4, 4, 0.375)
     assert (metrics.kv_capacity_tokens, metrics.generation_tokens_total) == (3200, 2_000_000)
+
+
+def identity(began: str, *created: str) -> str:
+    page = [f"process_start_time_seconds {began}"] if began else []
+    page += [f'vllm:generation_tokens_created{{engine="{n}",model_name="m"}} {at}' for n, at in enumerate(created)]
+    return server_identity("\n".join(["# HELP x", *page, "x 1.0"]) + "\n")
+
+
+def test_a_servers_metrics_identify_its_process() -> None:
+    began, created = "1.79546163365e+09", "1.795461634687782e+09"
+    assert identity(began, created) == identity(began, created) != ""
+    assert identity(began, created) != identity(began, "1.795461634687783e+09")  # started together, on two hosts
+    assert identity(began, created) != identity("1.79546163366e+09", created)
+    assert identity(began, created, "1.8e+09") == identity(began, "1.8e+09", created)  # replicas in any order
+    # Several processes behind one address give no start, and an environment may switch the other off.
+    assert identity("", created) == identity(began) == identity("") == ""
 
 
 async def test_a_session_that_was_given_stays_open(serve: Serve) -> None:

@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from orchestrrl.engines.base import Loaded
 from orchestrrl.engines.managed import EngineLayout, Excerpt, connect_managed
+from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.engines.vllm_info import BEGAN_AT, ServerInfo, read_server_info
 from orchestrrl.engines.weight_backend import BACKEND
@@ -166,7 +167,19 @@ async def test_layout_seats_and_talents_are_those_that_the_server_was_started_wi
                     },
                 }
             },
-            ServerInfo(EngineLayout(dp=4), max_sequences=6),
+            ServerInfo(EngineLayout(dp=4), max_sequences=6, serving=ServingFacts(dp=2)),
+        ),
+        *(
+            (
+                {
+                    "vllm_config": {
+                        "scheduler_config": {"max_num_seqs": 3},
+                        part: {"enable_return_routed_experts": True},
+                    }
+                },
+                ServerInfo(max_sequences=3, routed_experts=True),
+            )
+            for part in ("aux_output_config", "model_config")
         ),
     ],
 )

@@ -126,6 +126,7 @@ class FakeEngine:
     seen: list[GenerationRequest] = field(default_factory=list)
     attempts: dict[str, Attempt] = field(default_factory=dict)
     model_length: int | None = MODEL_LENGTH
+    routed_experts: bool = False  # only its whole answers have them
 
     # --- what a test does to it ---
 
@@ -226,7 +227,14 @@ class FakeEngine:
         if self.dead:
             raise Retryable("connection refused", 1.0)
         return Capabilities(
-            "fake", "0", ("model",), token_ids=True, max_model_len_tokens=self.model_length, pause=self.can_pause
+            "fake",
+            "0",
+            ("model",),
+            token_ids=True,
+            max_model_len_tokens=self.model_length,
+            pause=self.can_pause,
+            routed_experts=self.routed_experts,
+            max_sequences=self.max_sequences,
         )
 
     async def metrics(self) -> EngineMetrics:

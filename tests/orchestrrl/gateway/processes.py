@@ -12,7 +12,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
+
 from orchestrrl.deployers.attended import LocalEngine, start_simulated
+
+
+async def operator_url(http: aiohttp.ClientSession, url: str) -> str:
+    """Where a gateway has its operator API."""
+    async with http.get(url + "/version") as response:
+        return str((await response.json())["operator_url"])
 
 
 class GatewayProcess:
@@ -28,6 +36,14 @@ class GatewayProcess:
         self.url = (await asyncio.to_thread(self._spawn)).strip()
         assert self.url.startswith("http://"), self._log_path.read_text()
         return self.url
+
+    async def start_and_read(self, lines: int) -> list[str]:
+        """The first lines of its output, without their ends."""
+        await self.start()
+        assert self._process is not None
+        assert self._process.stdout is not None
+        more = [await asyncio.to_thread(self._process.stdout.readline) for _ in range(lines - 1)]
+        return [self.url, *(line.decode().strip() for line in more)]
 
     def _spawn(self) -> str:
         """The first line of its output."""

@@ -390,8 +390,8 @@ async def test_a_body_too_deep_to_be_written_is_answered_all_the_same(tmp_path: 
     for _ in range(5000):
         nested = [nested]
     async with running(tmp_path / "ledger") as store:
-        entry = await entered(store, body={**BODY, "vllm_xargs": nested})
+        entry = await entered(store, body={**BODY, "metadata": nested})
         grow(entry.records[0], 1)
         store.leave(entry)
         with pytest.raises(DuplicateRequest, match="another body"):
-            await entered(store, body={**BODY, "vllm_xargs": nested})
+            await entered(store, body={**BODY, "metadata": nested})

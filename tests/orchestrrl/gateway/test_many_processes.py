@@ -16,7 +16,7 @@ from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.engines.simulated import SimulatedEngine
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
-from tests.orchestrrl.gateway.processes import GatewayProcess, free_port, two_engines
+from tests.orchestrrl.gateway.processes import GatewayProcess, free_port, operator_url, two_engines
 
 DEADLINE_S = 120.0
 PROCESSES = 3
@@ -184,11 +184,12 @@ async def test_the_daemon_sees_one_ledger_and_a_move_finds_its_gateway(daemon_ad
         # Each of these connections may be another gateway's, and most requests are not.
         for request_id, engine in running.items():
             move = {"request_id": request_id, "to_engine_id": "e1" if engine == "e0" else "e0"}
-            async with http.post(gateway.url + "/orchestrrl/move", json={"moves": [move]}) as answer:
+            operator = await operator_url(http, gateway.url)
+            async with http.post(operator + "/orchestrrl/move", json={"moves": [move]}) as answer:
                 (item,) = (await answer.json())["items"]
                 assert item["done"], item
         async with http.post(
-            gateway.url + "/orchestrrl/move", json={"moves": [{"request_id": "none", "to_engine_id": "e0"}]}
+            operator + "/orchestrrl/move", json={"moves": [{"request_id": "none", "to_engine_id": "e0"}]}
         ) as answer:
             (item,) = (await answer.json())["items"]
             assert not item["done"]

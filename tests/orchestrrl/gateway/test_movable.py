@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.movable import asked_tokens, continued, immovable_because
+from orchestrrl.gateway.movable import asked_tokens, continued, immovable_because, relayed_because
 
 COMPLETIONS, CHAT = Endpoint.COMPLETIONS, Endpoint.CHAT
 
@@ -37,6 +37,11 @@ COMPLETIONS, CHAT = Endpoint.COMPLETIONS, Endpoint.CHAT
         {"repetition_detection": {"n": 1}},
         {"prompt_embeds": "..."},
         {"kv_transfer_params": {"a": 1}},
+        {"ec_transfer_params": {"a": 1}},
+        {"logprob_token_ids": [3]},
+        {"routed_experts_prompt_start": 0},
+        {"return_nothing_known": True},
+        {"not_known": 0},
         {"seed": 7},
         {"seed": 7, "temperature": 0.6},
     ],
@@ -57,10 +62,31 @@ def test_what_is_tied_to_where_the_answer_began_stays_and_says_why(body: dict[st
         {"seed": None, "response_format": {"type": "text"}, "best_of": 1, "echo": False, "use_beam_search": False},
         {"tools": [{"type": "function"}], "tool_choice": "none"},
         {"logprobs": 3, "skip_special_tokens": False},
+        {"prompt_logprobs": None, "kv_transfer_params": {}, "routed_experts_prompt_start": None, "not_known": None},
+        {"return_token_ids": True, "return_tokens_as_token_ids": True, "return_prompt_text": True, "user": "u"},
     ],
 )
 def test_what_depends_on_the_context_alone_may_move(body: dict[str, Any]) -> None:
     assert immovable_because(COMPLETIONS, body) == ""
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "name"),
+    [
+        (COMPLETIONS, {"echo": True, "logprobs": 1, "max_tokens": 0}, "echo"),
+        (COMPLETIONS, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
+        (COMPLETIONS, {"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
+        (COMPLETIONS, {"routed_experts_prompt_start": 0}, "routed_experts_prompt_start"),
+        (COMPLETIONS, {"return_nothing_known": 1}, "return_nothing_known"),
+        (CHAT, {"logprobs": True, "return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        (COMPLETIONS, {"logprobs": 1, "return_tokens_as_token_ids": True}, ""),
+        (COMPLETIONS, {"echo": False, "stop": "x", "not_known": 1, "return_token_ids": True}, ""),
+        (COMPLETIONS, {"return_nothing_known": False}, ""),
+    ],
+)
+def test_what_only_the_engine_can_answer_is_left_to_it(endpoint: Endpoint, body: dict[str, Any], name: str) -> None:
+    assert relayed_because(endpoint, body).split(":")[0] == name
 
 
 def test_media_are_not_made_of_tokens() -> None:
@@ -91,7 +117,7 @@ def test_how_long_an_answer_may_get(endpoint: Endpoint, body: dict[str, Any], to
 
 def test_a_completion_goes_on_with_the_same_parameters() -> None:
     body = {"model": "m", "prompt": "hi", "temperature": 0.5, "max_tokens": 10, "min_tokens": 2, "logprobs": 1}
-    new = continued(COMPLETIONS, {**body, "truncate_prompt_tokens": 5}, [1, 2], [3, 4, 5], 10)
+    new = continued(COMPLETIONS, {**body, "truncate_prompt_tokens": 5, "suffix": "x"}, [1, 2], [3, 4, 5], 10)
     assert new == {
         "model": "m",
         "prompt": [1, 2, 3, 4, 5],

@@ -1,5 +1,7 @@
 """Every token tells its policy, and what has become too old is not gone on with."""
 
+import pytest
+
 from orchestrrl.gateway.versions import OnStale, Span
 from orchestrrl.operations import FrozenRequests
 from tests.orchestrrl.gateway.fakes import world
@@ -122,6 +124,16 @@ async def test_frozen_requests_may_all_begin_anew_with_new_weights_only() -> Non
         assert tokens_of(job) == 0
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_answer_is_counted_once(stream: bool) -> None:
+    w = world()
+    await (await close(w, lease="1"))
+    await open_gate(w, 9, lease="1")
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=3, stream=stream)) as job:
+        await finish(w, job)
+    assert w.gateway.version_lags == {0: 1}
 
 
 async def test_a_trainer_may_go_back_to_a_checkpoint() -> None:

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from orchestrrl.deployers.attended import LocalEngine
-from tests.orchestrrl.gateway.processes import GatewayProcess, two_engines
+from tests.orchestrrl.gateway.processes import GatewayProcess, operator_url, two_engines
 
 DEADLINE_S = 120.0
 ARGUMENTS = ("--speed", "10", "--tick-s", "0.005")
@@ -60,7 +60,7 @@ async def until_running(http: aiohttp.ClientSession, url: str, count: int) -> di
     """Engine of each request, once `count` of them run."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            async with http.get(url + "/orchestrrl/requests") as response:
+            async with http.get(await operator_url(http, url) + "/orchestrrl/requests") as response:
                 shown = (await response.json())["in_flight"]
             running = {request["id"]: request["engine"] for request in shown if request["state"] == "running"}
             if len(running) >= count:
@@ -78,7 +78,7 @@ async def test_an_engine_killed_in_the_middle_of_a_step_loses_no_request(
         assert set(running.values()) == {"e0", "e1"}
         engines[1].kill()
         assert await asyncio.gather(*asking) == expected
-        async with http.get(gateway.url + "/orchestrrl/requests") as response:
+        async with http.get(await operator_url(http, gateway.url) + "/orchestrrl/requests") as response:
             ledger = await response.json()
         assert not ledger["in_flight"]
         assert sorted(request["id"] for request in ledger["finished"]) == sorted(f"q{index}" for index in range(16))

@@ -1,6 +1,7 @@
 """One request's life: what its client gets, whatever happens to the engines."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -540,3 +541,61 @@ async def test_an_answer_does_not_go_where_it_would_end_early() -> None:
         await w.settle()
         await w.settle()
         assert job.records[0].engine in ("e0", "e2")
+
+
+async def test_a_request_goes_to_its_new_engine_before_the_text_at_the_cut_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = world()
+    decode, answered = w.engines["e1"].detokenize, asyncio.Event()
+
+    async def slow(token_ids: Sequence[int]) -> str:
+        await answered.wait()
+        return await decode(token_ids)
+
+    monkeypatch.setattr(w.engines["e1"], "detokenize", slow)
+    for engine in w.engines.values():
+        engine.tokens_per_step = 3  # whether a chunk of several ends on a whole character has to be asked
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        await w.settle()
+        await w.step()
+        (record,) = job.records
+        moving = move(w, "e1", source="e0")
+        await w.settle()
+        assert len(w.engines["e1"].attempts) == 1
+        await w.step()
+        before = len(record.generated_ids)
+        answered.set()
+        await w.settle()
+        assert len(record.generated_ids) > before
+        assert (await moving).done
+        await finish(w, job)
+        assert_undisturbed(job, PROMPT, 30)
+
+
+async def test_a_client_that_leaves_while_the_text_at_the_cut_is_asked_for_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = world()
+    left = asyncio.Event()
+
+    async def never(token_ids: Sequence[int]) -> str:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+        return ""
+
+    monkeypatch.setattr(w.engines["e1"], "detokenize", never)
+    for engine in w.engines.values():
+        engine.tokens_per_step = 3
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)):
+        await w.settle()
+        await w.step()
+        moving = move(w, "e1", source="e0")
+        await w.settle()
+        await w.step()
+    await w.settle()
+    assert left.is_set()
+    assert not w.engines["e1"].attempts
+    assert not (await moving).done

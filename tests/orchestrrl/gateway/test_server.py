@@ -33,13 +33,18 @@ class House:
     http: aiohttp.ClientSession
     holds: deque[int]
     released: asyncio.Event
+    operator_url: str
+
+    def at(self, path: str) -> str:
+        """The listener that has it."""
+        return (self.operator_url if path.startswith("/orchestrrl/") else self.url) + path
 
     async def post(self, path: str, body: Any, url: str | None = None, **headers: str) -> tuple[int, Any]:
-        async with self.http.post((url or self.url) + path, json=body, headers=headers) as answer:
+        async with self.http.post(url + path if url else self.at(path), json=body, headers=headers) as answer:
             return answer.status, await answer.json()
 
     async def get(self, path: str) -> tuple[int, Any]:
-        async with self.http.get(self.url + path) as answer:
+        async with self.http.get(self.at(path)) as answer:
             return answer.status, await answer.json()
 
     async def stream(self, path: str, body: Any, url: str | None = None, **headers: str) -> list[dict[str, Any]]:
@@ -86,7 +91,8 @@ async def house() -> AsyncIterator[House]:
         gateway.set_routes([Route(EngineId("e0"), first.url), Route(EngineId("e1"), second.url)])
         server = Server(gateway)
         url = await server.start("127.0.0.1", 0)
-        yield House(url, [first.url, second.url], gateway, http, holds, released)
+        operator_url = await server.start_operator("127.0.0.1", 0)
+        yield House(url, [first.url, second.url], gateway, http, holds, released, operator_url)
         await server.close()
         await fleet.close()
 
@@ -185,7 +191,7 @@ async def test_a_moved_answer_as_a_whole(house: House) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_n_answers_are_those_of_n_seeds_in_order(house: House, path: str) -> None:
     asked: dict[str, Any] = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
-    body = {"model": "simulated", "temperature": 0, "max_tokens": 9, "return_token_ids": True, **asked}
+    body = {"model": "simulated", "temperature": 1, "max_tokens": 9, "return_token_ids": True, **asked}
     status, answer = await house.post(path, {**body, "n": 3, "seed": 5})
     assert status == 200
     for index, choice in enumerate(answer["choices"]):
@@ -196,7 +202,7 @@ async def test_n_answers_are_those_of_n_seeds_in_order(house: House, path: str) 
 
 
 async def test_prompts_come_back_in_their_order(house: House) -> None:
-    body = {"model": "simulated", "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+    body = {"model": "simulated", "temperature": 1, "max_tokens": 5, "return_token_ids": True}
     prompts = [PROMPT, PROMPT[:3], [7]]
     _, answer = await house.post("/v1/completions", {**body, "prompt": prompts, "n": 2})
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
@@ -205,7 +211,7 @@ async def test_prompts_come_back_in_their_order(house: House) -> None:
 
 
 async def test_a_stream_of_several_answers(house: House) -> None:
-    body = {"model": "simulated", "prompt": PROMPT, "temperature": 0, "max_tokens": 30, "n": 3, "seed": 1}
+    body = {"model": "simulated", "prompt": PROMPT, "temperature": 1, "max_tokens": 30, "n": 3, "seed": 1}
     events = await house.stream("/v1/completions", {**body, "return_token_ids": True})
     _, whole = await house.post("/v1/completions", {**body, "return_token_ids": True})
     for choice in whole["choices"]:

@@ -161,6 +161,19 @@ def test_one_that_cannot_be_continued_begins_anew_but_its_whole_answer_is_kept()
     assert (list(again.generated_ids), again.text, again.done) == ([1, 2], "ab", True)
 
 
+def test_a_whole_answer_that_is_given_again_as_a_stream_has_its_other_fields() -> None:
+    disk = Disk(record_of())
+    last = Chunk((1, 2), "ab", (5,), finish_reason="stop", choice_fields={"odd": [1]}, answer_fields={"f": "x"})
+    disk.record.append(last, "ab", None, 0.0)
+    disk.look()
+    disk.write(arrives=True)
+    again = record_of(streaming=True)
+    assert give_back(again, put_together(disk.arrived)[0], 0.0)
+    assert (again.choice_fields, again.answer_fields) == ({"odd": [1]}, {"f": "x"})
+    delta = again.take_undelivered()[-1]
+    assert (delta.choice_fields, delta.answer_fields) == ({"odd": [1]}, {"f": "x"})
+
+
 def test_what_an_answer_would_fail_from_again_is_forgotten() -> None:
     disk = Disk()
     disk.record.append(Chunk((1, 2), "ab", (5,)), "ab", None, 0.0)

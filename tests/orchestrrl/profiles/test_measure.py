@@ -28,6 +28,7 @@ OPTIONS = SimulatedOptions(
     kv_capacity_tokens=65_536,
     max_model_len_tokens=8192,
 )
+SLOW = OPTIONS.model_copy(update={"alpha_s": 0.1, "prefill_tokens_per_s": 1500.0})
 
 
 def wanted(budget_s: float = 300.0, **more: int) -> Wanted:
@@ -217,3 +218,24 @@ def test_a_step_is_the_slope_while_all_ran() -> None:
     assert sample.step_s == pytest.approx(0.02)
     assert sample.kv_tokens == pytest.approx(200 + 59 + 39 / 2 + 1 + 39 / 2, abs=2)
     assert sample_of(Point(2, 100), [early, late]) is None
+
+
+async def test_a_short_budget_on_a_slow_engine_is_enough_for_a_profile(clock: VirtualClock) -> None:
+    """No large point takes the time of all the others."""
+    made = {"max_num_seqs": 256, "kv_capacity_tokens": 262_144, "max_model_len_tokens": 32_768}
+    engine = VirtualEngine(SLOW.model_copy(update=made), clock)
+    found, _ = await measured(engine, clock, wanted(budget_s=20))
+    await engine.close()
+    assert len(found.samples) >= 5
+    assert found.engine.step.at(4, 200) == pytest.approx(0.1 + 4 * 0.00081, rel=0.05)
+
+
+async def test_too_short_a_budget_names_one_that_is_enough(clock: VirtualClock) -> None:
+    engine = VirtualEngine(SLOW, clock)
+    with pytest.raises(Permanent, match=r"a longer --budget-s than 2, about \d+") as caught:
+        await measured(engine, clock, wanted(budget_s=2))
+    await engine.close()
+    enough_s = float(str(caught.value).partition("about ")[2].partition(";")[0])
+    engine = VirtualEngine(SLOW, clock)
+    assert (await measured(engine, clock, wanted(budget_s=enough_s)))[0].samples
+    await engine.close()

@@ -19,7 +19,7 @@ from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.weights_service import WeightsService
 from orchestrrl.sync_reports import SyncReport, SyncState
 from orchestrrl.weights.hub import PeerHub
-from orchestrrl.weights.model import Part, Peer, PeerId, PeerRole, Place, ShardMap, TensorMeta, VersionMap
+from orchestrrl.weights.model import Held, Part, Peer, PeerId, PeerRole, Place, ShardMap, TensorMeta, VersionMap
 from orchestrrl.weights.orders import (
     NEWS,
     ORDER,
@@ -469,3 +469,56 @@ async def test_what_sixteen_ranks_have_of_sixty_thousand_tensors_reaches_their_p
     assert hub.peers[PEER.id].attached
     peer.tell(None)
     assert await peer.order() is None
+
+
+# --- numbers that the journal and protobuf cannot hold
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "fault"),
+    [
+        ('"version":8', f'"version":{2**64}', f"version: must be <= {2**63 - 1}, got {2**64}"),
+        ('"version":8', f'"version":{2**63}', f"version: must be <= {2**63 - 1}, got {2**63}"),
+        ('"world":1', f'"world":{2**62}', f"world: must be <= {2**20}, got {2**62}"),
+        ('"began_s":0.0', '"began_s":NaN', "began_s: must be >= 0 and <= 253402300799, got nan"),
+        ('"gather_s":0.0', '"gather_s":1e308', "gather_s: must be >= 0 and <= 253402300799, got 1e+308"),
+        ('"offload_s":0.0', '"offload_s":-1', "offload_s: must be >= 0 and <= 253402300799, got -1.0"),
+        ('"shape":[4,4]', f'"shape":[{2**40},{2**40}]', f"tensors[0]: w: must have at most {2**50} bytes"),
+        ('"probe":[]', f'"probe":[{2**31}]', "probe[0]: should be less than 2147483648"),
+        ('"run":""', '"run":"\\ud800"', "(document): Invalid JSON"),
+    ],
+)
+async def test_a_publication_beyond_what_can_be_shown_is_refused(house: House, was: str, now: str, fault: str) -> None:
+    text = PUBLICATION.dump_json(PUBLICATION_8).decode()
+    assert was in text
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await house.weights.Publish(pb.PublishRequest(publication_json=text.replace(was, now))).read()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(refused.value.details()).startswith(fault)
+    assert not house.syncs.published
+
+
+def test_everything_that_is_wrong_with_a_publications_numbers_is_named() -> None:
+    with pytest.raises(ValueError, match=r"version: .*world: .*began_s: .*gather_s: ") as caught:
+        replace(PUBLICATION_8, version=2**64, world=2**62, began_s=float("nan"), gather_s=-1.0)
+    assert caught.value.args[0].count("; ") == 3  # each once
+
+
+@pytest.mark.parametrize(
+    ("news_of", "was", "now"),
+    [
+        (Arrived(8, 1, 2), '"received_bytes":1', f'"received_bytes":{2**64}'),
+        (Arrived(8, 1, 2), '"received_bytes":1', '"received_bytes":-1'),
+        (EdgeEvent(8, "a", EdgeState.DONE, True, 1, 1.0), '"bytes":1', f'"bytes":{2**63}'),
+        (EdgeEvent(8, "a", EdgeState.DONE, True, 1, 1.0), '"began_s":1.0', '"began_s":NaN'),
+        (PeerResult("o1", Outcome.DONE), '"ended_s":0.0', '"ended_s":Infinity'),
+        (replace(PEER, held=(Held(8, ("s0",)),)), '"version":8', f'"version":{2**64}'),
+        (PEER, '"nic_gbps":0.0', '"nic_gbps":NaN'),
+        (PEER, '"room_bytes":0', f'"room_bytes":{2**64}'),
+    ],
+)
+def test_news_beyond_what_can_be_shown_is_none(news_of: PeerNews, was: str, now: str) -> None:
+    text = NEWS.dump_json(news_of).decode()
+    assert was in text
+    with pytest.raises(ValidationError):
+        NEWS.validate_json(text.replace(was, now, 1))

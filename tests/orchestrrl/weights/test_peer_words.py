@@ -1,5 +1,7 @@
 """What a peer is told on its command line: all that is wrong with it at once, and what follows from the rest."""
 
+from dataclasses import replace
+
 import pytest
 
 from orchestrrl.errors import ProblemFaults
@@ -40,3 +42,19 @@ def test_a_host_with_other_ranks_of_an_engine() -> None:
     )
     assert (settings.role, settings.ranks_of, settings.engines) == (PeerRole.ENGINE, ("e0",), {})
     assert settings.share == Share(16, ranks)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "2001:db8::7"])
+def test_a_peer_that_other_machines_reach_is_asked_for(host: str) -> None:
+    words = PeerWords("gen1", "unix:/run/daemon", host=host, folder="/weights")
+    with pytest.raises(ProblemFaults) as raised:
+        settings_of(words)
+    assert raised.value.faults == [
+        f"--host: is not a loopback address; add --allow-remote to serve other machines, got {host!r}"
+    ]
+    assert settings_of(replace(words, allow_remote=True)).address == host
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "::1", "localhost"])
+def test_a_peer_of_one_machine_is_not(host: str) -> None:
+    settings_of(PeerWords("gen1", "127.0.0.1:7070", host=host, folder="/weights"))

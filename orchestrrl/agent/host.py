@@ -1,0 +1,211 @@
+"""Facts about an engine that its HTTP surface leaves out and its host has: GPUs, process arguments, model sizes.
+
+Only of engines on the agent's own host. What the engine itself reports is never overruled.
+"""
+
+import asyncio
+import ipaddress
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.serving import ServingFacts, gpu_of, kv_bits, model_from_config, named, ranks, weight_bits
+from planner.models import Model
+
+SMI_TIMEOUT_S = 10.0  # the first call initialises the driver
+MOST_CONFIG_BYTES = 1 << 20
+LISTENING = "0A"  # in /proc/net/tcp
+PARENTS = 3  # a server's front-end processes are children of the one that was given the arguments
+SHORT_FLAGS = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"}
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where the host's facts are read; tests bring folders and a command of their own."""
+
+    proc: Path = Path("/proc")
+    nvidia_smi: str = "nvidia-smi"
+    hub_cache: Path | None = None  # None: where Hugging Face's environment variables put it
+
+
+async def with_host_facts(capabilities: Capabilities, url: str, host: Host | None = None) -> Capabilities:
+    """Return the capabilities with unknown serving facts filled in from this host, where the engine is on it."""
+    serving = await asyncio.to_thread(host_facts, capabilities.serving, url, host or Host())
+    return replace(capabilities, serving=serving)
+
+
+def host_facts(facts: ServingFacts, url: str, host: Host) -> ServingFacts:
+    """As `with_host_facts`; blocks on files and on nvidia-smi."""
+    if not is_local(url):
+        missing = not facts.gpu and not facts.gpu_detail
+        elsewhere = "the engine does not report its GPU, and its agent is on another host"
+        return replace(facts, gpu_detail=elsewhere) if missing else facts
+    if facts.tp is None:
+        facts = with_arguments(facts, server_arguments(urlsplit(url).port or 80, host.proc))
+    if not facts.gpu and not facts.gpu_detail:
+        gpu, why = _gpu(host.nvidia_smi)
+        facts = replace(facts, gpu=gpu, gpu_detail=why)
+    return replace(facts, sizes=facts.sizes or _sizes(facts.model, host.hub_cache or _hub_cache()))
+
+
+def is_local(url: str) -> bool:
+    """Whether the URL names this host: loopback, one of its addresses, or its own name. Asks no name server."""
+    name = urlsplit(url).hostname or ""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((name, 0))  # only an address of this host can be bound
+    except OSError:
+        return False
+    return not address.is_unspecified
+
+
+def server_arguments(port: int, proc: Path = Path("/proc")) -> tuple[str, ...]:
+    """The command line of the vLLM server that listens on `port`; empty where it cannot be found or read."""
+    inodes = set(_listening(port, proc))
+    for folder in proc.glob("[0-9]*") if inodes else ():
+        if not inodes & set(_sockets(folder)):
+            continue
+        for _ in range(PARENTS):
+            arguments = _command_line(folder)
+            if any("vllm" in argument for argument in arguments) and len(arguments) > 1:
+                return arguments
+            folder = proc / _parent(folder)
+    return ()
+
+
+def with_arguments(facts: ServingFacts, arguments: Sequence[str]) -> ServingFacts:
+    """Return the facts with those of a vLLM command line; flags that it leaves out have vLLM's defaults."""
+    if not arguments:
+        return facts
+    flags = _flags(arguments)
+    if "config" in flags:  # a file with more of them
+        return facts
+    return replace(
+        facts,
+        tp=_count(flags, "tensor-parallel-size"),
+        pp=_count(flags, "pipeline-parallel-size"),
+        dp=_count(flags, "data-parallel-size"),
+        ep="enable-expert-parallel" in flags,
+        weight_bits=facts.weight_bits or weight_bits(flags.get("dtype"), flags.get("quantization")),
+        kv_bits=facts.kv_bits or kv_bits(flags.get("kv-cache-dtype", "auto")),
+    )
+
+
+# --- inside
+
+
+def _listening(port: int, proc: Path) -> Iterator[str]:
+    """Inodes of sockets that listen on the port."""
+    for table in ("tcp", "tcp6"):
+        for line in _text(proc / "net" / table).splitlines()[1:]:
+            columns = line.split()
+            if len(columns) > 9 and columns[3] == LISTENING and columns[1].endswith(f":{port:04X}"):
+                yield columns[9]
+
+
+def _sockets(process: Path) -> Iterator[str]:
+    """Inodes of the process's sockets; none where it belongs to another user."""
+    try:
+        descriptors = list((process / "fd").iterdir())
+    except OSError:
+        return
+    for descriptor in descriptors:
+        try:
+            target = os.readlink(descriptor)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            yield target[len("socket:[") : -1]
+
+
+def _command_line(process: Path) -> tuple[str, ...]:
+    return tuple(filter(None, _text(process / "cmdline").split("\0")))
+
+
+def _parent(process: Path) -> str:
+    found = re.search(r"^PPid:\s*(\d+)", _text(process / "status"), flags=re.MULTILINE)
+    return found[1] if found else "0"
+
+
+def _flags(arguments: Sequence[str]) -> dict[str, str]:
+    """By name without dashes in front; `--a_b=1`, `--a-b 1` and `-tp 2` are all understood, as by vLLM."""
+    flags: dict[str, str] = {}
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if not name.startswith("-"):
+            continue
+        following = arguments[place + 1] if place + 1 < len(arguments) else ""
+        plain = SHORT_FLAGS.get(name) or name.lstrip("-").replace("_", "-")
+        flags[plain] = value if equals else following
+    return flags
+
+
+def _count(flags: Mapping[str, str], name: str) -> int | None:
+    value = flags.get(name, "1")
+    return ranks(int(value)) if value.isdecimal() else None
+
+
+def _gpu(nvidia_smi: str) -> tuple[str, str]:
+    """The product name of this host's GPUs, and why there is none."""
+    if shutil.which(nvidia_smi) is None:
+        return "", "the engine's host has no GPU (nvidia-smi is not installed)"
+    command = [nvidia_smi, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"nvidia-smi on the engine's host failed: {error}"
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip().partition("\n")[0]
+        return "", named(f"nvidia-smi on the engine's host failed: {said or f'exit status {done.returncode}'}")
+    return gpu_of(done.stdout.splitlines())
+
+
+def _sizes(model: str, hub_cache: Path) -> Model | None:
+    """From the config.json of the model's folder, or of the newest snapshot in Hugging Face's cache."""
+    if not model:
+        return None
+    if model.startswith("/"):
+        return _read_config(Path(model) / "config.json")
+    snapshots = hub_cache / f"models--{model.replace('/', '--')}" / "snapshots"
+    try:
+        found = max(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=None)
+    except OSError:
+        return None
+    return None if found is None else _read_config(found, model)
+
+
+def _read_config(path: Path, name: str = "") -> Model | None:
+    text = _text(path)
+    try:
+        return model_from_config((name or path.parent.name).rsplit("/", 1)[-1], json.loads(text)) if text else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _hub_cache() -> Path:
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+
+
+def _text(path: Path) -> str:
+    """What the file holds, up to MOST_CONFIG_BYTES; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MOST_CONFIG_BYTES).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,104 @@
+"""Decide which of several senders is believed that report one thing, e.g. two agents with one engine. Pure.
+
+One sender at a time leads, and its reports count. It loses the lead when its stream ends, when it has been silent for
+TAKEOVER_S, or when it could read nothing for so long and another can. So whoever comes and goes, reports that count
+come within seconds of each other.
+
+A sender is one process, by its incarnation, and its reports are ordered by (stream, sequence). Senders that name no
+incarnation cannot be told from one that has attached again: each stream is a sender of its own then, a newer one leads
+at once, and late reports of an older one, of which there are few, do not take the lead back.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+TAKEOVER_S = 3.0
+LATE_MOST = 4  # reports of an older stream that may still arrive, those of one burst counted once
+BURST_S = 0.1
+# Two senders that report side by side for so long are two; less is one that was replaced.
+OVERLAP_S = 1.0
+REPORTING_S = 5.0
+FORGET_S = 60.0
+
+
+@dataclass(slots=True)
+class _Sender:
+    name: str
+    named: bool  # it has an incarnation
+    first_s: float
+    order: tuple[int, int] = (-1, -1)  # (stream, sequence)
+    heard_s: float = 0.0
+    read_s: float = 0.0  # when it could last read what it reports
+    unheeded: int = 0  # reports since the leader's last one
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class Reporters:
+    """The senders of one thing, and which of them leads."""
+
+    _senders: dict[Hashable, _Sender] = field(default_factory=dict)
+    _lead: _Sender | None = None
+
+    def admit(
+        self, name: str, incarnation: str, stream: int, sequence: int, now_s: float, readable: bool = True
+    ) -> bool:
+        """Whether a report counts: it is its sender's newest, and the sender leads, perhaps from now on."""
+        key = (name, incarnation or stream)
+        sender = self._senders.get(key)
+        if sender is None:
+            sender = self._senders[key] = _Sender(name, bool(incarnation), now_s, heard_s=now_s, read_s=now_s)
+            self._forget(now_s)
+        if (stream, sequence) <= sender.order:
+            return False
+        if sender.ended:  # it has attached again
+            sender.ended, sender.first_s = False, now_s
+        is_burst = sender.unheeded > 0 and now_s - sender.heard_s < BURST_S
+        sender.order, sender.heard_s = (stream, sequence), now_s
+        sender.read_s = now_s if readable else sender.read_s
+        if not self._leads(sender, now_s, readable):
+            sender.unheeded += not is_burst
+            return False
+        self._lead = sender
+        if len(self._senders) > 1:
+            for other in self._senders.values():
+                other.unheeded = 0
+        return True
+
+    def stand_in(self) -> None:
+        """Nobody leads: another source has taken over, until a sender reports again."""
+        self._lead = None
+
+    def stream_ended(self, stream: int) -> None:
+        for sender in self._senders.values():
+            if sender.order[0] == stream:
+                sender.ended = True
+
+    def side_by_side(self, now_s: float) -> tuple[str, ...]:
+        """The names of senders that report this at the same time, the leader first; empty unless there are several."""
+        if len(self._senders) < 2:
+            return ()
+        there = [s for s in self._senders.values() if not s.ended and now_s - s.heard_s <= REPORTING_S]
+        there.sort(key=lambda sender: (sender is not self._lead, sender.first_s))
+        beside = [other for other in there[1:] if _overlap_s(there[0], other) >= OVERLAP_S]
+        return (there[0].name, *(other.name for other in beside)) if beside else ()
+
+    def _leads(self, sender: _Sender, now_s: float, readable: bool) -> bool:
+        lead = self._lead
+        if lead is None or lead is sender or lead.ended:
+            return True
+        silent = now_s - lead.heard_s > TAKEOVER_S
+        if sender.name == lead.name and not (sender.named and lead.named):
+            return sender.order[0] > lead.order[0] or (silent and sender.unheeded >= LATE_MOST)
+        return silent or (readable and now_s - lead.read_s > TAKEOVER_S)
+
+    def _forget(self, now_s: float) -> None:
+        self._senders = {
+            key: sender
+            for key, sender in self._senders.items()
+            if sender is self._lead or not (sender.ended or now_s - sender.heard_s > FORGET_S)
+        }
+
+
+def _overlap_s(one: _Sender, other: _Sender) -> float:
+    return min(one.heard_s, other.heard_s) - max(one.first_s, other.first_s)

@@ -1,0 +1,152 @@
+"""The boundary before every method of a gRPC server: it decodes and checks messages, and ends calls that fail.
+
+A message that does not decode or has values out of range is answered with INVALID_ARGUMENT, what is beyond a limit with
+RESOURCE_EXHAUSTED, each with one line in the log; ranges.py has the rules. An exception that no handler expected is a
+defect: counted, logged once, answered with INTERNAL, and the server goes on.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from orchestrrl.config import LimitSettings
+from orchestrrl.defects import Defects
+from orchestrrl.errors import LimitReached, OrchestrRLError, ProblemFaults, few
+from orchestrrl.rpc.ranges import checking
+from orchestrrl.rpc.refusals import Context, refuse
+
+logger = logging.getLogger(__name__)
+
+DEFECT = "a defect of the server's, which its log names"
+# By what streams: in, out.
+_METHOD_HANDLERS: dict[tuple[bool, bool], Callable[..., "grpc.RpcMethodHandler[Any, Any]"]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+class Boundary(grpc.aio.ServerInterceptor):
+    """One server's. `defects` counts the exceptions that no handler expected."""
+
+    def __init__(self, limits: LimitSettings, defects: Defects) -> None:
+        self._limits = limits
+        self._defects = defects
+        self._open = 0  # calls
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any] | None]"],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:  # no such method, which gRPC answers
+            return None
+        call = _Call(self, str(handler_call_details.method), handler)
+        behaviour = call.stream if handler.response_streaming else call.once
+        make = _METHOD_HANDLERS[handler.request_streaming, handler.response_streaming]
+        return make(behaviour, None, handler.response_serializer)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Raises LimitReached where too many calls are open."""
+        if self._open >= self._limits.calls:
+            raise LimitReached(f"(call): at most {self._limits.calls} calls can be open (limits.calls), got one more")
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    async def read(self, raw: bytes, deserialize: Callable[[bytes], Any]) -> Any:
+        """The message. A large one is checked in steps, between which other calls go on. Raises LimitReached and
+        ProblemFaults."""
+        if len(raw) > self._limits.message_bytes:
+            most = self._limits.message_bytes
+            raise LimitReached(f"(message): must be at most {most} bytes (limits.message_bytes), got {len(raw)}")
+        try:
+            message = deserialize(raw)
+        except DecodeError:
+            raise ProblemFaults([f"(message): is not the method's message, got {len(raw)} bytes"]) from None
+        for _ in checking(message, self._limits):
+            await asyncio.sleep(0)
+        return message
+
+    async def end(self, method: str, context: Context, error: Exception) -> None:
+        """End the call with the error's status."""
+        if isinstance(error, OrchestrRLError):
+            if isinstance(error, ProblemFaults | LimitReached):
+                logger.warning("%s of %s is refused: %s", method, context.peer(), few(str(error).splitlines(), 3))
+            await refuse(context, error)
+        self._defects.met(method.removeprefix("/"), error)
+        await context.abort(grpc.StatusCode.INTERNAL, DEFECT)
+
+
+class _Call:
+    """One call of a method."""
+
+    def __init__(self, boundary: Boundary, method: str, handler: Any) -> None:
+        self._boundary = boundary
+        self._method = method
+        self._deserialize = handler.request_deserializer
+        self._streams_in = handler.request_streaming
+        self._behaviour = next(
+            each
+            for each in (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+            if each is not None
+        )
+        self._refused: OrchestrRLError | None = None
+
+    async def once(self, raw: Any, context: Context) -> Any:
+        async with self._ending(context):
+            with self._boundary.opened():
+                answer = await self._behaviour(await self._request(raw), context)
+            if self._refused is not None:
+                raise self._refused
+            return answer
+
+    async def stream(self, raw: Any, context: Context) -> AsyncIterator[Any]:
+        async with self._ending(context):
+            with self._boundary.opened():
+                answers = self._behaviour(await self._request(raw), context)
+                if hasattr(answers, "__aiter__"):
+                    async with aclosing(answers):
+                        async for answer in answers:
+                            yield answer
+                else:  # it writes them itself
+                    await answers
+            if self._refused is not None:
+                raise self._refused
+
+    @asynccontextmanager
+    async def _ending(self, context: Context) -> AsyncIterator[None]:
+        """End the call with the status of what is raised."""
+        try:
+            try:
+                yield
+            except grpc.aio.BaseError:  # it has been ended
+                raise
+            except Exception as error:  # noqa: BLE001 (counted and logged there)
+                await self._boundary.end(self._method, context, error)
+        except grpc.aio.InternalError:  # the client has gone: there is nobody to send a status to
+            raise asyncio.CancelledError from None
+
+    async def _request(self, raw: Any) -> Any:
+        return self._messages(raw) if self._streams_in else await self._boundary.read(raw, self._deserialize)
+
+    async def _messages(self, raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        """The stream's messages, up to one that is refused. The call ends with the refusal once its handler has ended:
+        a handler may read in a task of its own, which must not be the one to end it."""
+        async for raw in raws:
+            try:
+                message = await self._boundary.read(raw, self._deserialize)
+            except OrchestrRLError as error:
+                self._refused = error
+                return
+            yield message

@@ -1,0 +1,238 @@
+"""Which values of messages are taken where they enter a server: numbers in range, text and lists of bounded size.
+
+The rules go by a field's kind: numbers of seconds, rates and shares are finite, >= 0 and <= `MOST_NUMBER`, whole
+numbers fit into 64 bits with a sign, enums are known, text is bounded. `_NAMED` and `_RULES` have the fields that need
+more. A text whose name ends in `_json` is bounded by its message's size alone; the code that parses it checks the rest.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from google.protobuf.message import Message
+
+from orchestrrl.addresses import check_url
+from orchestrrl.config import LimitSettings
+from orchestrrl.errors import LimitReached, ProblemFaults, shorten
+
+# Descriptors have a class per implementation of protobuf; their attributes are the same.
+_Descriptor = Any
+_Field = Any
+
+MOST_NUMBER = 253402300799.0  # the last second of the year 9999, which dates can show
+MOST_TOKENS_PER_S = 1e9
+MOST_WHOLE = 2**63 - 1
+MOST_FAILOVER_TOKENS = 1 << 40  # in one report: totals stay far below what a status can carry
+MOST_NAME_CHARACTERS = 1024
+MOST_TEXT_CHARACTERS = 4096
+MOST_SUMMARY_CHARACTERS = 4 * 1024 * 1024  # the daemon keeps one for each host
+MOST_ITEMS = 65_536  # of a list that no configuration key limits
+MOST_FAULTS = 20  # that one refusal names
+STEP_ITEMS = 1000  # messages of a list that are checked at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """`most`: the largest number, the longest text or, for a list, the most items; None means the kind's own limit.
+    `key`: the setting in the section `limits` that has the most items of a list."""
+
+    most: float | None = None
+    is_url: bool = False  # of an engine, unless it is empty
+    needed: bool = False  # a text must not be empty, an enum must be specified
+    key: str = ""
+    by_handler: bool = False  # the method's own code checks it, together with what depends on the fleet
+
+
+_NEEDED = _Rule(needed=True)
+_PORTS = _Rule(4096)  # of one switch
+_HANDLERS = _Rule(by_handler=True)
+_REQUESTS, _ENGINES = _Rule(key="requests_per_report"), _Rule(key="engines")
+# Fields of any message.
+_NAMED: Mapping[str, _Rule] = {
+    **dict.fromkeys(("ttl_s", "lease_s", "deadline_s", "within_s", "revert_in_s"), _HANDLERS),
+    **dict.fromkeys(("period", "host", "configuration", "pool", "tag"), _Rule(MOST_NAME_CHARACTERS)),
+    "job": _Rule(200),  # as fabric_intents.py has it
+    "summary_json": _Rule(MOST_SUMMARY_CHARACTERS),
+    "finish_reason": _Rule(256),  # thousands of these are remembered
+    "models": _Rule(256),
+    "engine_ids": _ENGINES,
+    "without_engine_ids": _ENGINES,
+    "request_ids": _REQUESTS,
+    "group_ids": _REQUESTS,
+}
+_RULES: Mapping[str, Mapping[str, _Rule]] = {
+    "EngineReport": {"agent_id": _NEEDED, "engine_id": _NEEDED, "health": _NEEDED, "url": _Rule(is_url=True)},
+    "EngineSample": {"kv_usage_fraction": _Rule(1.0), "decode_tokens_per_s": _Rule(MOST_TOKENS_PER_S)},
+    "GatewayReport": {"gateway_id": _NEEDED, "in_flight": _REQUESTS, "finished": _REQUESTS, "failovers": _Rule(4096)},
+    "EngineFailovers": {"engine_id": _NEEDED, "tokens_recomputed": _Rule(MOST_FAILOVER_TOKENS)},
+    "GatewayEngine": {"engine_id": _NEEDED},
+    "GatewayEngines": {"engines": _ENGINES},
+    "RequestProgress": {"request_id": _NEEDED},
+    "FinishedRequest": {"request_id": _NEEDED},
+    "NodeHello": {"node_id": _NEEDED, "kind": _NEEDED},
+    "OperationResult": {"operation_id": _NEEDED, "items": _REQUESTS},
+    "TraceHello": {"host": _NEEDED},
+    "SetModeRequest": {"mode": _NEEDED},
+    "AddEngineRequest": {"gpus": _Rule(4096)},
+    "ConnectPortsRequest": {"cross_connects": _PORTS},
+    "DisconnectPortsRequest": {"cross_connects": _PORTS},
+    "TakeOverPortsRequest": {"cross_connects": _PORTS},
+    "SwitchDeploymentRequest": {"targets": _Rule(1024)},
+    "WatchJournalRequest": {"kinds": _Rule(256)},
+}
+
+
+def checking(message: Message, limits: LimitSettings) -> Iterator[None]:
+    """Check the message; yields after each `STEP_ITEMS` messages of a list, so that a caller can do other work.
+
+    Raises LimitReached with the configuration key where a list has too many items, else ProblemFaults with every fault,
+    `MOST_FAULTS` at most.
+    """
+    faults: list[str] = []
+    yield from _checks_of(message.DESCRIPTOR).check(message, "", limits, faults)
+    if faults:
+        more = ["(message): has more faults than these"] if len(faults) > MOST_FAULTS else []
+        raise ProblemFaults([*faults[:MOST_FAULTS], *more])
+
+
+class _Checks:
+    """What is checked of one type of message. Fields that are absent have their kind's 0, which passes."""
+
+    def __init__(self, descriptor: _Descriptor) -> None:
+        self._numbers: list[tuple[str, float, float]] = []  # field, least, most
+        self._texts: list[tuple[str, float, bool]] = []  # field, most characters, needed
+        self._urls: list[str] = []
+        self._enums: list[tuple[str, Mapping[int, str]]] = []  # field, names of the values that are taken
+        self._lists: list[tuple[str, _Field, _Rule]] = []
+        self._messages: list[tuple[str, _Descriptor]] = []
+        rules = _RULES.get(descriptor.name, {})
+        for field in descriptor.fields:
+            rule = rules.get(field.name) or _NAMED.get(field.name, _Rule())
+            if rule.by_handler:
+                continue
+            if field.is_repeated:
+                self._lists.append((field.name, field, rule))
+            elif field.message_type is not None:
+                self._messages.append((field.name, field.message_type))
+            elif (numbers := _range_of(field, rule)) is not None:
+                self._numbers.append((field.name, *numbers))
+            elif field.type == field.TYPE_STRING:
+                self._texts.append((field.name, _characters(field.name, rule), rule.needed))
+                if rule.is_url:
+                    self._urls.append(field.name)
+            elif field.enum_type is not None:
+                self._enums.append((field.name, _names(field, rule)))
+
+    def check(self, message: Any, path: str, limits: LimitSettings, faults: list[str]) -> Iterator[None]:
+        faults += [f"{path}{fault}" for fault in self._faults(message)]
+        for name, field, rule in self._lists:
+            items = getattr(message, name)
+            _check_count(f"{path}{name}", len(items), rule, limits, faults)
+            if len(faults) > MOST_FAULTS:
+                return
+            if field.message_type is None:
+                faults += _item_faults(f"{path}{name}", field, items)
+                continue
+            checks = _checks_of(field.message_type)
+            for place, item in enumerate(items):
+                if checks._lists or checks._messages:
+                    yield from checks.check(item, f"{path}{name}[{place}].", limits, faults)
+                elif found := checks._faults(item):
+                    faults += [f"{path}{name}[{place}].{fault}" for fault in found]
+                if place % STEP_ITEMS == STEP_ITEMS - 1:
+                    if len(faults) > MOST_FAULTS:
+                        return
+                    yield
+        for name, inner in self._messages:
+            if message.HasField(name):
+                yield from _checks_of(inner).check(getattr(message, name), f"{path}{name}.", limits, faults)
+
+    def _faults(self, message: Any) -> list[str]:
+        """Of the fields that are neither lists nor messages."""
+        faults = []
+        for name, least, most in self._numbers:
+            if not least <= (value := getattr(message, name)) <= most:  # NaN is not, either
+                faults.append(f"{name}: must be >= {_shown(least)} and <= {_shown(most)}, got {value}")
+        for name, most, needed in self._texts:
+            size = len(getattr(message, name))
+            if size > most:
+                faults.append(f"{name}: must be at most {most:g} characters, got {size}")
+            elif needed and not size:
+                faults.append(f"{name}: must not be empty, got ''")
+            elif size and most <= MOST_NAME_CHARACTERS and not getattr(message, name).isprintable():
+                faults.append(f"{name}: must be printable characters, got {shorten(getattr(message, name))}")
+        for name in self._urls:
+            if url := getattr(message, name):
+                try:
+                    check_url(url)
+                except ValueError as error:
+                    faults.append(f"{name}: {error}, got {shorten(url)}")
+        for name, known in self._enums:
+            if (value := getattr(message, name)) not in known:
+                faults.append(f"{name}: must be one of {', '.join(known.values())}, got {value}")
+        return faults
+
+
+@cache
+def _checks_of(descriptor: _Descriptor) -> _Checks:
+    return _Checks(descriptor)
+
+
+def _range_of(field: _Field, rule: _Rule) -> tuple[float, float] | None:
+    """None for what is no number, and where every number that the field can have is taken."""
+    if field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT):
+        return 0.0, MOST_NUMBER if rule.most is None else rule.most
+    if field.type in (field.TYPE_UINT64, field.TYPE_FIXED64):
+        return 0, MOST_WHOLE if rule.most is None else rule.most
+    return None
+
+
+def _characters(name: str, rule: _Rule) -> float:
+    if rule.most is not None:
+        return rule.most
+    if name.endswith("_json"):
+        return float("inf")
+    return MOST_NAME_CHARACTERS if name.endswith(("_id", "_ids")) else MOST_TEXT_CHARACTERS
+
+
+def _names(field: _Field, rule: _Rule) -> Mapping[int, str]:
+    return {value.number: value.name for value in field.enum_type.values if value.number or not rule.needed}
+
+
+def _check_count(path: str, count: int, rule: _Rule, limits: LimitSettings, faults: list[str]) -> None:
+    """Raises LimitReached."""
+    if rule.key and count > (most := getattr(limits, rule.key)):
+        raise LimitReached(f"{path}: must have at most {most} items (limits.{rule.key}), got {count}")
+    most = MOST_ITEMS if rule.most is None else rule.most
+    if not rule.key and count > most:
+        faults.append(f"{path}: must have at most {most:g} items, got {count}")
+
+
+def _item_faults(path: str, field: _Field, items: Any) -> list[str]:
+    if field.type == field.TYPE_STRING:
+        most = _characters(field.name, _Rule())
+        return [
+            f"{path}[{place}]: must be at most {most:g} printable characters, got {shorten(item)}"
+            for place, item in enumerate(items)
+            if len(item) > most or not item.isprintable()
+        ]
+    if (numbers := _range_of(field, _Rule())) is not None:
+        least, most = numbers
+        return [
+            f"{path}[{place}]: must be >= {_shown(least)} and <= {_shown(most)}, got {item}"
+            for place, item in enumerate(items)
+            if not least <= item <= most
+        ]
+    if field.enum_type is not None:
+        known = _names(field, _Rule())
+        return [
+            f"{path}[{place}]: must be one of {', '.join(known.values())}, got {item}"
+            for place, item in enumerate(items)
+            if item not in known
+        ]
+    return []
+
+
+def _shown(number: float) -> str:
+    return str(int(number)) if number == int(number) else str(number)

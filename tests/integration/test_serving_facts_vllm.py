@@ -1,0 +1,32 @@
+"""What a real vLLM server and its host tell, to predict step times by: with its development endpoints and without."""
+
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from orchestrrl.agent.host import Host, host_facts, server_arguments
+from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.engines.serving import UNKNOWN_SERVING
+from orchestrrl.engines.vllm import VllmEngine
+
+
+async def test_a_cpu_server_reports_its_layout_and_that_it_has_no_gpu(
+    vllm_servers: tuple[LocalEngine, ...], tiny_model: Path
+) -> None:
+    engine = VllmEngine(vllm_servers[0].url)
+    serving = (await engine.capabilities()).serving
+    await engine.close()
+    assert (serving.model, serving.tp, serving.pp, serving.dp, serving.ep) == (str(tiny_model), 1, 1, 1, False)
+    assert (serving.weight_bits, serving.kv_bits, serving.device) == (32.0, 16.0, "cpu")
+    assert (serving.gpu, serving.gpu_detail) == ("", "the engine runs on CPUs")
+
+
+async def test_without_development_endpoints_its_command_line_has_the_layout(
+    vllm_servers: tuple[LocalEngine, ...], tiny_model: Path
+) -> None:
+    url = vllm_servers[0].url
+    assert str(tiny_model) in server_arguments(urlsplit(url).port or 0)
+    facts = host_facts(replace(UNKNOWN_SERVING, model=str(tiny_model)), url, Host())
+    assert (facts.tp, facts.pp, facts.dp, facts.weight_bits) == (1, 1, 1, 32.0)
+    assert facts.sizes is not None
+    assert (facts.sizes.layers, facts.sizes.hidden, facts.sizes.vocab) == (2, 128, 512)

@@ -1,0 +1,33 @@
+"""An emulated switch that takes some commands and does nothing, or lets some circuits never go."""
+
+from collections.abc import Sequence
+
+from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.registry import make_emulator
+from ocs_drivers.model import Circuit, CrossConnect
+
+
+class StubbornSwitch:
+    """`ignores`: an ingress port whose circuits never come up. `keeps`: one whose circuits never go."""
+
+    def __init__(self, protocol: str = "scpi", *, ignores: int = 0, keeps: int = 0) -> None:
+        self.emulator = make_emulator(protocol, Panel(reconfiguration_s=0.005))
+        glass = self.emulator.device.glass
+        self.glass = glass
+        self.readings = 0
+        self._circuits, add, remove = glass.circuits, glass.add, glass.remove
+
+        def circuits() -> list[Circuit]:
+            self.readings += 1
+            return self._circuits()
+
+        def add_most(pairs: Sequence[CrossConnect]) -> None:
+            add([pair for pair in pairs if pair.ingress_port != ignores])
+
+        def remove_most(pairs: Sequence[CrossConnect]) -> None:
+            remove([pair for pair in pairs if pair.ingress_port != keeps])
+
+        glass.circuits, glass.add, glass.remove = circuits, add_most, remove_most  # type: ignore[method-assign]
+
+    def up(self) -> list[str]:
+        return [str(circuit.cross_connect) for circuit in self._circuits()]

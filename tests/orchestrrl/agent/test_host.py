@@ -1,0 +1,160 @@
+"""What an engine's host adds to its facts: GPUs, the server's command line, the model's config.json."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.agent.host import Host, host_facts, is_local, server_arguments, with_arguments, with_host_facts
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.serving import ServingFacts
+
+LOCAL, ELSEWHERE = "http://127.0.0.1:8001", "http://192.0.2.7:8001"
+CONFIG = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+}
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    """A host without processes, GPUs and models."""
+    (tmp_path / "proc").mkdir()
+    return Host(tmp_path / "proc", str(tmp_path / "nvidia-smi"), tmp_path / "hub")
+
+
+def install_smi(host: Host, script: str) -> None:
+    path = Path(host.nvidia_smi)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def start_server(host: Host, port: int, arguments: list[str], *, listener: int = 40, parent: int = 1) -> None:
+    """A process that listens on the port, as /proc shows it."""
+    (host.proc / "net").mkdir(exist_ok=True)
+    row = f"   0: 0100007F:{port:04X} 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 77 1 0000"
+    (host.proc / "net" / "tcp").write_text(f"  sl  local_address rem_address   st\n{row}\n")
+    for pid, command in ((listener, ["VLLM::APIServer"] if parent > 1 else arguments), (parent, arguments)):
+        folder = host.proc / str(pid)
+        (folder / "fd").mkdir(parents=True, exist_ok=True)
+        (folder / "cmdline").write_text("\0".join(command) + "\0")
+        (folder / "status").write_text(f"Name:\tpython\nPPid:\t{parent}\n")
+    os.symlink("socket:[77]", host.proc / str(listener) / "fd" / "5")
+
+
+VLLM = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"]
+
+
+def test_a_host_without_nvidia_smi_has_no_gpu(host: Host) -> None:
+    facts = host_facts(ServingFacts(), LOCAL, host)
+    assert (facts.gpu, facts.gpu_detail) == ("", "the engine's host has no GPU (nvidia-smi is not installed)")
+
+
+def test_gpus_are_those_of_nvidia_smi(host: Host) -> None:
+    install_smi(host, "printf 'NVIDIA H100 80GB HBM3\\nNVIDIA H100 80GB HBM3\\n'")
+    assert host_facts(ServingFacts(), LOCAL, host).gpu == "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo 'no driver is loaded' >&2; exit 9", "nvidia-smi on the engine's host failed: no driver is loaded"),
+        ("exit 3", "nvidia-smi on the engine's host failed: exit status 3"),
+        ("printf 'A\\nB\\n'", "the engine's host has GPUs of several kinds: A, B"),
+        ("true", "the engine's host reports no GPU"),
+    ],
+)
+def test_a_gpu_that_is_not_found_has_a_reason(host: Host, script: str, why: str) -> None:
+    install_smi(host, script)
+    facts = host_facts(ServingFacts(), LOCAL, host)
+    assert (facts.gpu, facts.gpu_detail) == ("", why)
+
+
+def test_the_engines_own_word_stands(host: Host) -> None:
+    install_smi(host, "echo 'NVIDIA B200'")
+    start_server(host, 8001, [*VLLM, "--tensor-parallel-size", "8"])
+    told = ServingFacts(model="m", tp=2, gpu="NVIDIA H100 80GB HBM3")
+    assert host_facts(told, LOCAL, host) == told
+    cpu = ServingFacts(model="m", tp=1, gpu_detail="the engine runs on CPUs")
+    assert host_facts(cpu, LOCAL, host) == cpu
+
+
+def test_another_hosts_engine_is_not_taken_for_this_hosts(host: Host) -> None:
+    install_smi(host, "echo 'NVIDIA B200'")
+    facts = host_facts(ServingFacts(model="m"), ELSEWHERE, host)
+    assert facts.gpu == ""
+    assert "another host" in facts.gpu_detail
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        ([], (1, 1, 1, False)),
+        (["--tensor-parallel-size", "4"], (4, 1, 1, False)),
+        (["--tensor_parallel_size=4", "-pp", "2"], (4, 2, 1, False)),
+        (["-tp=2", "--data-parallel-size=8", "--enable-expert-parallel"], (2, 1, 8, True)),
+        (["-tp", "many"], (None, 1, 1, False)),
+        (["--config", "vllm.yaml"], (None, None, None, None)),
+    ],
+)
+def test_the_layout_is_in_the_servers_arguments(flags: list[str], layout: tuple[object, ...]) -> None:
+    facts = with_arguments(ServingFacts(), [*VLLM, *flags])
+    assert (facts.tp, facts.pp, facts.dp, facts.ep) == layout
+
+
+def test_precision_is_in_the_servers_arguments() -> None:
+    facts = with_arguments(ServingFacts(), [*VLLM, "--dtype", "float32", "--kv-cache-dtype=fp8"])
+    assert (facts.weight_bits, facts.kv_bits) == (32.0, 8.0)
+
+
+def test_the_server_is_found_by_its_port(host: Host) -> None:
+    start_server(host, 8001, [*VLLM, "-tp", "2"])
+    assert server_arguments(8001, host.proc) == (*VLLM, "-tp", "2")
+    assert server_arguments(8002, host.proc) == ()
+    assert host_facts(ServingFacts(), LOCAL, host).tp == 2
+
+
+def test_a_front_end_process_has_its_parents_arguments(host: Host) -> None:
+    start_server(host, 8001, [*VLLM, "-tp", "2"], parent=30)
+    assert server_arguments(8001, host.proc) == (*VLLM, "-tp", "2")
+
+
+def test_a_process_that_is_no_vllm_says_nothing(host: Host) -> None:
+    start_server(host, 8001, ["ssh", "-L", "8001:gpu7:8001", "gpu7"])
+    assert host_facts(ServingFacts(), LOCAL, host).tp is None
+
+
+def test_sizes_are_read_from_the_models_folder_and_from_the_hubs_cache(host: Host, tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "tiny"
+    snapshot = tmp_path / "hub" / "models--Owner--Tiny" / "snapshots" / "abc"
+    for place in (folder, snapshot):
+        place.mkdir(parents=True)
+        (place / "config.json").write_text(json.dumps(CONFIG))
+    for model, name in ((str(folder), "tiny"), ("Owner/Tiny", "Tiny")):
+        sizes = host_facts(ServingFacts(model=model), LOCAL, host).sizes
+        assert sizes is not None
+        assert (sizes.name, sizes.hidden, sizes.layers) == (name, 128, 2)
+        assert host_facts(ServingFacts(model=model), ELSEWHERE, host).sizes is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, "\0"])
+def test_a_config_that_makes_no_sense_is_left_alone(host: Host, tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert host_facts(ServingFacts(model=str(tmp_path)), LOCAL, host).sizes is None
+
+
+def test_local_addresses() -> None:
+    assert all(map(is_local, ("http://127.0.0.1:1", "http://localhost:1", f"http://{socket.gethostname()}:1")))
+    assert not any(map(is_local, (ELSEWHERE, "http://some-other-host:1", "http://0.0.0.0:1", "nonsense")))
+
+
+async def test_capabilities_are_otherwise_as_they_were(host: Host) -> None:
+    offers = Capabilities("vllm", "1", ("m",), pause=True)
+    described = await with_host_facts(offers, LOCAL, host)
+    assert described.serving != offers.serving
+    assert (described.engine, described.models, described.pause) == ("vllm", ("m",), True)

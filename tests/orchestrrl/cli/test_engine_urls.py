@@ -1,0 +1,47 @@
+"""One server given twice on a command line is a fault, however its URL is written."""
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrrl.cli.gateway import read_options
+from orchestrrl.cli.main import application
+from orchestrrl.errors import ProblemFaults
+
+USUAL = {
+    "listen": "127.0.0.1:0",
+    "daemon": None,
+    "policy": "load_index",
+    "engine_kind": "simulated",
+    "gateway_id": "",
+    "engine_wait_s": 1.0,
+    "stall_s": 1.0,
+    "report_interval_s": 1.0,
+    "drain_s": 1.0,
+    "coalesce_tokens": 1,
+    "processes": 1,
+    "log_level": "info",
+}
+
+
+def test_a_gateways_engines_have_one_url_each() -> None:
+    engines = [
+        "a=http://localhost:8001",
+        "b=http://127.0.0.1:8001/",
+        "c=http://gpu7",
+        "d=http://GPU7:80",
+        "e=http://[::1]:8001",
+    ]
+    with pytest.raises(ProblemFaults) as caught:
+        read_options(engines=engines, **USUAL)  # type: ignore[arg-type]
+    assert [fault for fault in caught.value.faults if fault.startswith("--engine:")] == [
+        "--engine: must have another URL than 'a', got 'b=http://127.0.0.1:8001/'",
+        "--engine: must have another URL than 'c', got 'd=http://GPU7:80'",
+    ]
+
+
+def test_an_agents_engines_have_one_url_each() -> None:
+    urls = ("http://localhost:8001", "http://127.0.0.1:8001/", "http://127.0.0.1:8002")
+    result = CliRunner().invoke(application(), ["agent", *(word for url in urls for word in ("--url", url))])
+    assert result.exit_code == 2
+    assert "--url[1]: is given already, got 'http://127.0.0.1:8001/'" in result.output
+    assert "--url[2]" not in result.output

@@ -1,0 +1,71 @@
+"""Addresses that are nearly right: an engine's URL with /v1, a port where something else than the daemon listens."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrrl.addresses import check_url
+from orchestrrl.cli.main import application
+
+WITH_V1 = "must be the server's URL without /v1, which is added to it, got "
+
+
+@pytest.mark.parametrize(
+    "url", ["http://e0:8000", "https://e0", "http://e0:8000/", "http://proxy/engines/e0/", "http://v1"]
+)
+def test_a_servers_url_is_taken(url: str) -> None:
+    assert check_url(url) == url
+
+
+@pytest.mark.parametrize("url", ["http://e0:8000/v1", "http://e0:8000/v1/", "https://proxy/engines/e0/v1"])
+def test_an_api_base_is_named(url: str) -> None:
+    with pytest.raises(ValueError, match="without /v1"):
+        check_url(url)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (("agent", "--url", "http://e0:8000/v1"), f"--url[0]: {WITH_V1}'http://e0:8000/v1'"),
+        (("agent", "--url", "http://[::1"), "--url[0]: must be an http:// or https:// URL, got 'http://[::1'"),
+        (("gateway", "--engine", "e0=http://e0:8000/v1"), f"--engine: URL {WITH_V1}'e0=http://e0:8000/v1'"),
+        (
+            ("gateway", "--engine", "e0=http://[::1"),
+            "--engine: URL must be an http:// or https:// URL, got 'e0=http://[::1'",
+        ),
+        (("engines", "add", "e0", "--url", "http://e0:8000/v1"), f"--url: {WITH_V1}'http://e0:8000/v1'"),
+        (("profile", "measure", "http://e0:8000/v1", "--out", "p.yaml"), f"URL: {WITH_V1}'http://e0:8000/v1'"),
+    ],
+)
+def test_every_command_that_takes_an_engines_url_names_it(arguments: tuple[str, ...], fault: str) -> None:
+    result = CliRunner().invoke(application(), arguments)
+    assert result.exit_code == 2, result.output
+    assert fault in result.stderr
+
+
+class Metrics(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def http_server() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_http_server_in_the_daemons_place_is_named() -> None:
+    with http_server() as address:
+        result = CliRunner().invoke(application(), ("status", "--daemon", address))
+    assert result.exit_code == 1
+    assert f"something answers at {address}, but it is no OrchestrRL daemon" in result.stderr
+    assert "start one" not in result.stderr

@@ -1,0 +1,109 @@
+"""Any JSON is read or refused by name, and what is read can be sent on, continued and looked at without harm."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.engines.base import Endpoint
+from orchestrrl.gateway.ask import read_ask
+from orchestrrl.gateway.body import BadAsk, read_json, type_faults, with_types
+from orchestrrl.gateway.movable import KNOWN_FIELDS, continued
+from orchestrrl.gateway.store_pieces import digest_of
+
+TEXT = st.text(st.characters(categories=None), max_size=6)  # lone surrogates as well
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
+NAMES = st.sampled_from([*sorted(KNOWN_FIELDS), "return_nothing", "not_known"])
+BODIES = st.dictionaries(NAMES, JSON, max_size=4)
+
+
+def fits(value: Any) -> bool:
+    """Can be sent to any engine."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError:
+        return False
+    return True
+
+
+@given(JSON)
+def test_what_can_be_sent_on_is_read_and_nothing_else(value: Any) -> None:
+    text = json.dumps(value).encode()
+    if fits(value):
+        assert read_json(text) == value
+    else:
+        with pytest.raises(BadAsk, match=r"must (be|have)") as raised:
+            read_json(text)
+        assert raised.value.param is not None
+        raised.value.args[0].encode()  # the message is text, too
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_json_are_refused(data: bytes) -> None:
+    try:
+        value = read_json(data)
+    except BadAsk:
+        return
+    assert fits(value)
+
+
+@pytest.mark.parametrize("depth", [1, 127, 128, 129, 500])
+@pytest.mark.parametrize("kind", ["list", "object"])
+def test_nesting_is_bounded(depth: int, kind: str) -> None:
+    opening, closing = ("[", "]") if kind == "list" else ('{"a":', "}")
+    text = (opening * depth + "1" + closing * depth).encode()
+    if depth <= 128:
+        assert json.dumps(read_json(text))
+    else:
+        with pytest.raises(BadAsk, match="128 deep"):
+            read_json(text)
+
+
+@given(st.sampled_from(Endpoint), BODIES)
+def test_any_body_is_read_or_refused_by_name(endpoint: Endpoint, fields: dict[str, Any]) -> None:
+    needed = {"prompt": "a"} if endpoint is Endpoint.COMPLETIONS else {"messages": [{"role": "user"}]}
+    refused_for = ""
+    try:
+        body = read_json(json.dumps({**needed, **fields}).encode())
+        ask = read_ask(endpoint, body, request_id="r", group="", tag="", default_model="m", now_s=0.0)
+    except BadAsk as fault:
+        refused_for = fault.param or "nothing"
+    if refused_for:
+        assert refused_for.partition(".")[0].partition("[")[0] in {*needed, *fields}
+        return
+    for record in ask.records:
+        assert fits({**record.body, **record.form_fields})
+        on = continued(endpoint, record.body, [1], [2], record.max_tokens or 9)
+        assert fits(on)
+        assert record.max_tokens is None or on["max_tokens"] == record.max_tokens - 1
+        digest_of(endpoint, record.body)
+        if record.relayed_because:
+            assert record.immovable_because
+
+
+@given(st.sampled_from(Endpoint), BODIES)
+def test_types_are_settled_once(endpoint: Endpoint, body: dict[str, Any]) -> None:
+    if type_faults(endpoint, body):
+        return
+    settled = with_types(endpoint, body)
+    assert with_types(endpoint, settled) == settled
+    assert type_faults(endpoint, settled) == {}
+    assert settled.keys() == body.keys()
+    assert all(settled[name] == value or value != value for name, value in body.items())
+
+
+def test_whole_numbers_and_flags_may_be_written_as_engines_allow() -> None:
+    body = {"max_tokens": 16.0, "stream": 1, "echo": None, "temperature": 1, "logprobs": 2.0}
+    assert with_types(Endpoint.COMPLETIONS, body) == {**body, "max_tokens": 16, "stream": True, "logprobs": 2}
+    assert type_faults(Endpoint.CHAT, {"logprobs": 2}) == {"logprobs": "must be true or false, got 2"}
+    assert type_faults(Endpoint.COMPLETIONS, {"logprobs": True}) == {"logprobs": "must be a whole number, got True"}
+
+
+def test_a_messages_content_may_have_texts_among_its_parts() -> None:
+    """As vLLM takes them."""
+    parts = ["a", {"type": "text", "text": "b"}]
+    assert type_faults(Endpoint.CHAT, {"messages": [{"role": "user", "content": parts}]}) == {}
+    assert type_faults(Endpoint.CHAT, {"messages": [{"role": "user", "content": [1]}]})

@@ -1,0 +1,313 @@
+"""Headers reach engines, and fields of engines beside the answer reach clients, or the request stays where it is."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.clock import WallClock
+from orchestrrl.engines.base import Capabilities, Chunk, Endpoint
+from orchestrrl.gateway import store as store_module
+from orchestrrl.gateway.ask import read_ask
+from orchestrrl.gateway.headers import KEPT_HERE, end_to_end
+from orchestrrl.gateway.openai import response
+from orchestrrl.gateway.store import Keep, Store
+from orchestrrl.operations import ItemResult, RequestMove
+from planner.model import EngineId, RequestId
+from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, SANE, HttpHouse, http_house, usage_of
+
+CHAT = {"messages": [{"role": "user", "content": "sane"}], "max_tokens": 3}
+BODIES = {PATH: SANE, CHAT_PATH: CHAT}
+EXPERTS = {"routed_experts": "k05VTVBZ"}
+NAMED = b"X-Request-Id: r\r\n"
+
+
+@pytest.fixture(params=[False, True], ids=["door", "plain"])
+async def house(request: pytest.FixtureRequest) -> AsyncIterator[HttpHouse]:
+    async with http_house(plain=request.param, engines=2) as fixture:
+        yield fixture
+
+
+async def until_tokens(house: HttpHouse, tokens: int) -> None:
+    """Request `r` has so many tokens, or waits on an engine without any."""
+    async with asyncio.timeout(60):
+        while True:
+            record = house.gateway.ledger.get(RequestId("r"))
+            if record is not None and record.engine is not None and len(record.generated_ids) >= tokens and house.tries:
+                return
+            await asyncio.sleep(0.002)
+
+
+async def move(house: HttpHouse) -> ItemResult:
+    record = house.gateway.ledger.get(RequestId("r"))
+    assert record is not None
+    assert record.engine is not None
+    target = EngineId("e1" if record.engine == "e0" else "e0")
+    (result,) = await house.gateway.move([RequestMove(record.id, record.engine, target)])
+    return result
+
+
+def hold(house: HttpHouse, tokens: int) -> None:
+    for engine in house.engines:
+        engine.hold_after = tokens
+
+
+def release(house: HttpHouse) -> None:
+    for engine in house.engines:
+        engine.released.set()
+
+
+def asked_of(house: HttpHouse) -> list[Any]:
+    return [asked for engine in house.engines for asked in engine.asked]
+
+
+# --- headers ---
+
+SENT = (
+    b"Authorization: Bearer s3cret\r\nX-Session-ID: s1\r\nX-Vllm-Priority: 3\r\ntraceparent: 00-ab-cd-01\r\n"
+    b"X-Correlation-ID: c1\r\nX-Twice: 1\r\nX-Twice: 2\r\nX_Under.score: u\r\nX-Bytes: \xc3\xa9\xff\r\n"
+)
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT_PATH])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_headers_of_the_request_reach_the_engine(house: HttpHouse, path: str, stream: bool) -> None:
+    more = b"X-Request-Id: r\r\nX-Tag: t\r\nX-Group-Id: g\r\nKeep-Alive: timeout=5\r\nTE: trailers\r\n"
+    more += b"Proxy-Authorization: p\r\n"
+    more += b"Connection: close, X-Named\r\nX-Named: n\r\nAccept-Encoding: gzip\r\nContent-Language: en\r\n"
+    if stream:
+        await house.stream(BODIES[path], path, SENT + more)
+    else:
+        assert (await house.post(BODIES[path], path, SENT + more))[0] == 200
+    (asked,) = asked_of(house)
+    assert asked.values("Authorization") == ["Bearer s3cret"]
+    assert asked.values("X-Session-ID") == ["s1"]
+    assert asked.values("X-Vllm-Priority") == ["3"]
+    assert asked.values("traceparent") == ["00-ab-cd-01"]
+    assert asked.values("X-Correlation-ID") == ["c1"]
+    assert asked.values("X-Twice") == ["1", "2"]
+    assert asked.values("X_Under.score") == ["u"]
+    assert asked.values("X-Bytes") == ["é\udcff"]
+    assert asked.values("X-Request-Id") == ["r~1"]
+    for name in ("X-Tag", "X-Group-Id", "Keep-Alive", "TE", "Proxy-Authorization", "X-Named", "Accept-Encoding"):
+        assert asked.values(name) == []
+    assert len(asked.values("Host")) == len(asked.values("Content-Length")) == len(asked.values("Content-Type")) == 1
+    assert not any("s3cret" in line for line in house.log.take())
+
+
+async def test_a_moved_request_takes_its_headers_with_it(house: HttpHouse) -> None:
+    hold(house, 2)
+    asking = asyncio.create_task(house.post({**SANE, "return_token_ids": True}, PATH, SENT + NAMED))
+    await until_tokens(house, 2)
+    release(house)
+    assert (await move(house)).done
+    assert (await asking)[0] == 200
+    assert [asked.values("X-Session-ID") for asked in asked_of(house)] == [["s1"], ["s1"]]
+    assert [asked.values("Authorization") for asked in asked_of(house)] == [["Bearer s3cret"]] * 2
+
+
+async def test_a_request_for_a_rank_stays_on_its_engine_and_says_why(house: HttpHouse) -> None:
+    """Also before its first token: the rank is one of that engine's."""
+    for engine in house.engines:
+        engine.hold_after = 1
+    asking = asyncio.create_task(house.post(SANE, PATH, b"X-data-parallel-rank: 1\r\n" + NAMED))
+    await until_tokens(house, 0)
+    result = await move(house)
+    assert not result.done
+    assert "X-data-parallel-rank: names a rank of one engine" in result.detail
+    (view,) = house.gateway.report().in_flight
+    assert (view.movable, view.movable_detail) == (False, "X-data-parallel-rank: names a rank of one engine")
+    release(house)
+    assert (await asking)[0] == 200
+    assert asked_of(house)[0].values("X-data-parallel-rank") == ["1"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*sorted(KEPT_HERE), "X-A", "x-b", "Cookie", "content-md5"]), st.text(max_size=4))
+    )
+)
+def test_what_is_passed_on_is_neither_the_connections_nor_the_gateways(headers: list[tuple[str, str]]) -> None:
+    passed_on = end_to_end(headers)
+    assert set(passed_on) <= set(headers)
+    assert not {name.lower() for name, _ in passed_on} & (KEPT_HERE | {"content-md5"})
+    named = {token.strip().lower() for name, value in headers if name == "connection" for token in value.split(",")}
+    others = [pair for pair in headers if pair[0] in ("X-A", "x-b", "Cookie") and pair[0].lower() not in named]
+    assert list(passed_on) == others
+
+
+def test_a_records_text_has_no_credential() -> None:
+    headers = (("Authorization", "Bearer s3cret"),)
+    ask = read_ask(
+        Endpoint.COMPLETIONS, SANE, request_id="r", group="", tag="", default_model="", now_s=0.0, headers=headers
+    )
+    assert ask.records[0].headers == headers
+    assert "s3cret" not in repr(ask)
+
+
+# --- fields of answers ---
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT_PATH])
+@pytest.mark.parametrize("placed", ["each", "last"])
+async def test_fields_beside_the_answer_are_carried(house: HttpHouse, path: str, placed: str) -> None:
+    for engine in house.engines:
+        engine.placed = placed
+        engine.choice_fields = {**EXPERTS, "nothing": None, "weight_versions": [{"version": 3}]}
+        engine.answer_fields = {"system_fingerprint": "f", "service_tier": "flex", "sglext": {"a": 1}}
+    _, whole = await house.post(BODIES[path], path)
+    assert whole["choices"][0]["routed_experts"] == EXPERTS["routed_experts"]
+    assert whole["choices"][0]["weight_versions"] == [{"version": 3}] * (3 if placed == "each" else 1)
+    assert (whole["system_fingerprint"], whole["service_tier"], whole["sglext"]) == ("f", "flex", {"a": 1})
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    events = await house.stream({**BODIES[path], "stream_options": {"include_usage": True}}, path)
+    with_fields = [event for event in events if event["choices"] and "routed_experts" in event["choices"][0]]
+    assert len(with_fields) == (3 if placed == "each" else 1)
+    assert all(event["sglext"] == {"a": 1} for event in with_fields)
+    assert events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert events[-1]["system_fingerprint"] == "f"
+
+
+def test_several_answers_keep_what_is_each_ones_own() -> None:
+    ask = read_ask(
+        Endpoint.COMPLETIONS,
+        {**SANE, "prompt": ["a", "b"]},
+        request_id="r",
+        group="",
+        tag="",
+        default_model="",
+        now_s=0.0,
+    )
+    for number, record in enumerate(ask.records):
+        last = Chunk((1,), "a", finish_reason="stop", choice_fields=EXPERTS, answer_fields={"same": [1], "own": number})
+        record.append(last, "a", None, 0.0)
+        record.usage = usage_of(2, 1)
+    whole = response(ask.form, ask.records, 1)
+    assert whole["same"] == [1]
+    assert "own" not in whole
+    assert [choice["own"] for choice in whole["choices"]] == [0, 1]
+    assert all(choice["routed_experts"] == EXPERTS["routed_experts"] for choice in whole["choices"])
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_with_data_of_its_tokens_does_not_move_and_says_why(house: HttpHouse, stream: bool) -> None:
+    hold(house, 2)
+    for engine in house.engines:
+        engine.choice_fields = EXPERTS
+    ask = house.stream if stream else house.post
+    asking: asyncio.Task[Any] = asyncio.create_task(ask(SANE, PATH, NAMED))
+    await until_tokens(house, 2)
+    result = await move(house)
+    assert not result.done
+    assert "routed_experts" in result.detail
+    (view,) = house.gateway.report().in_flight
+    assert not view.movable
+    assert "routed_experts" in view.movable_detail
+    release(house)
+    await asking
+
+
+async def test_what_does_not_tie_an_answer_lets_it_move(house: HttpHouse) -> None:
+    hold(house, 2)
+    for engine in house.engines:
+        engine.answer_fields = {"system_fingerprint": "f", "service_tier": "flex"}
+    asking = asyncio.create_task(house.post(SANE, PATH, NAMED))
+    await until_tokens(house, 2)
+    release(house)
+    result = await move(house)
+    assert result.done, result.detail
+    _, answer = await asking
+    assert answer["system_fingerprint"] == "f"
+    assert "prompt_tokens_details" not in answer["usage"]  # the second engine's are of the continued prompt
+
+
+async def test_data_of_the_last_part_alone_is_never_given_as_that_of_all(house: HttpHouse) -> None:
+    """The engine had not shown this field before, so the request moved: it begins anew, and the next one stays."""
+    hold(house, 2)
+    for engine in house.engines:
+        engine.choice_fields, engine.placed = EXPERTS, "last"
+    asking = asyncio.create_task(house.post(SANE, PATH, NAMED))
+    await until_tokens(house, 2)
+    release(house)
+    await move(house)
+    status, answer = await asking
+    assert status == 200
+    assert answer["choices"][0]["routed_experts"] == EXPERTS["routed_experts"]
+    assert answer["choices"][0]["text"] == "abc"
+    assert sorted(isinstance(asked.body["prompt"], list) for asked in asked_of(house)) == [False, False, True]
+    assert not house.gateway.fleet.failovers.totals  # no engine failed
+    for engine in house.engines:
+        engine.released.clear()
+    hold(house, 1)
+    house.gateway.set_routes([slot.route for slot in house.gateway.fleet if slot.tying_field])
+    asking = asyncio.create_task(house.post(SANE, PATH, NAMED))
+    await until_tokens(house, 1)
+    (view,) = house.gateway.report().in_flight
+    assert "routed_experts" in view.movable_detail
+    release(house)
+    assert (await asking)[0] == 200
+
+
+async def test_a_field_that_one_client_asked_for_ties_no_other_request(house: HttpHouse) -> None:
+    for engine in house.engines:
+        engine.choice_fields = {"odd": 1}
+    assert (await house.post({**SANE, "not_known": 1}))[0] == 200
+    assert not any(slot.tying_field for slot in house.gateway.fleet)
+    assert (await house.post(SANE))[0] == 200
+    assert [slot.tying_field for slot in house.gateway.fleet].count("odd") == 1
+
+
+@pytest.mark.parametrize("known", ["capabilities", "asked for"])
+async def test_data_of_whole_answers_alone_comes_with_a_whole_answer(house: HttpHouse, known: str) -> None:
+    """As vLLM has it: streams are without. The engine is asked for a whole answer, which does not move."""
+    for engine in house.engines:
+        engine.choice_fields, engine.placed = EXPERTS, "whole"
+    body = dict(SANE)
+    if known == "capabilities":
+        for slot in house.gateway.fleet:
+            slot.capabilities = Capabilities("vllm", "1", ("m",), routed_experts=True)
+    else:
+        body["routed_experts_prompt_start"] = 0
+    _, whole = await house.post(body)
+    assert whole["choices"][0]["routed_experts"] == EXPERTS["routed_experts"]
+    assert whole["id"].startswith("cmpl-")
+    assert "stream" not in asked_of(house)[0].body
+    events = await house.stream(body)
+    assert not any("routed_experts" in event["choices"][0] for event in events)
+
+
+# --- the ledger on disk ---
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "BATCH_S", 0.001)
+
+
+@pytest.mark.usefixtures("fast")
+async def test_the_ledger_keeps_fields_but_no_credential_and_gives_them_to_its_bearer_alone(tmp_path: Path) -> None:
+    async def asked(credential: bytes) -> tuple[int, Any]:
+        store = Store(Keep(tmp_path / "ledger.db", from_s=0.0), WallClock())
+        store.start()
+        async with http_house(plain=False, store=store) as house:
+            house.engine.choice_fields = EXPERTS
+            answer = await house.post(SANE, PATH, NAMED + credential)
+            tries = house.tries
+        await store.close()
+        return tries, answer
+
+    bearer = b"Authorization: Bearer s3cret\r\n"
+    assert (await asked(bearer))[0] == 1
+    tries, (status, answer) = await asked(bearer)
+    assert (tries, status) == (0, 200)
+    assert answer["choices"][0]["routed_experts"] == EXPERTS["routed_experts"] * 1
+    for other in (b"", b"Authorization: Bearer other\r\n"):
+        tries, (status, answer) = await asked(other)
+        assert (tries, status) == (0, 409)
+        assert "credential" in answer["error"]["message"]
+    assert not any(b"s3cret" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())

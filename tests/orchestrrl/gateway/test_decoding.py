@@ -1,0 +1,226 @@
+"""Requests go on from their tokens when an engine dies, whatever becomes of the calls that decode tokens."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.engines.base import Capabilities, Chunk, Endpoint, Refused
+from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.gateway import decoding
+from orchestrrl.gateway.core import Job
+from orchestrrl.gateway.decoding import Detokenizer, unsent
+from orchestrrl.gateway.ledger import Record
+from planner.model import EngineId, RequestId
+from tests.orchestrrl.gateway.fakes import FakeEngine, World, chat_prompt, undisturbed, world
+
+REQUESTS = 500
+MAX_TOKENS = 30
+STEPS_BEFORE = 5  # enough for cuts after whole characters and inside characters of two, three and four bytes
+
+Decode = Callable[[Sequence[int]], Awaitable[str]]
+
+
+async def dropped(_: Sequence[int]) -> str:
+    raise OutcomeUnknown("/detokenize: Server disconnected")
+
+
+async def server_error(_: Sequence[int]) -> str:
+    raise Retryable("/detokenize: 500: no tokenizer process", 1.0)
+
+
+async def no_such_path(_: Sequence[int]) -> str:
+    raise Refused("/detokenize: 404: Not Found", 404, {})
+
+
+async def nonsense(_: Sequence[int]) -> str:
+    raise Permanent("/detokenize: not an answer of vllm: KeyError('prompt')")
+
+
+async def hanging(_: Sequence[int]) -> str:
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+FAULTS: dict[str, Decode] = {
+    "dropped": dropped,
+    "500": server_error,
+    "404": no_such_path,
+    "nonsense": nonsense,
+    "hangs": hanging,
+}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "ANSWER_WITHIN_S", 0.01)
+
+
+def decode_by(engine: FakeEngine, decode: Decode) -> list[int]:
+    """Have the engine's calls answered by `decode`; returns a list that counts them."""
+    calls: list[int] = []
+
+    async def counted(token_ids: Sequence[int]) -> str:
+        calls.append(len(token_ids))
+        return await decode(token_ids)
+
+    engine.detokenize = counted  # type: ignore[method-assign]
+    return calls
+
+
+async def ended(w: World, jobs: list[Job]) -> None:
+    for _ in range(400):
+        if all(job.done for job in jobs):
+            return
+        await w.step()
+        await w.clock.advance(0.1)
+        if not any(engine.attempts for engine in w.engines.values()):
+            await asyncio.sleep(0.005)  # calls that hang end by the wall clock
+    raise AssertionError("not done")
+
+
+def prompt_of(index: int) -> list[int]:
+    return [*f"question {index}: ".encode(), 65 + index % 26]
+
+
+def form_of(index: int) -> tuple[Endpoint, list[int], dict[str, Any]]:
+    """Streams and whole answers, by text and by token ids, completions and chats, in turn."""
+    streamed = {"stream": index % 2 == 1, "return_token_ids": index % 3 == 0}
+    if index % 5 == 4:
+        messages = [{"role": "user", "content": f"question {index}"}]
+        return Endpoint.CHAT, chat_prompt(messages), {"messages": messages, **streamed}
+    ids = prompt_of(index)
+    prompt = bytes(ids).decode() if index % 5 == 3 else ids
+    return Endpoint.COMPLETIONS, ids, {"prompt": prompt, **streamed}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_no_request_fails_when_no_engine_decodes_tokens(fault: str) -> None:
+    w = world(engines=3)
+    for engine in w.engines.values():
+        decode_by(engine, FAULTS[fault])
+    jobs = []
+    for index in range(REQUESTS):
+        endpoint, _, body = form_of(index)
+        job = w.gateway.job(w.ask(endpoint, request_id=f"r{index}", max_tokens=MAX_TOKENS, **body))
+        jobs.append(await job.__aenter__())
+    await w.settle()
+    for _ in range(STEPS_BEFORE):
+        await w.step()
+    victims = [job for job in jobs if job.records[0].engine == "e0"]
+    assert any(not job.records[0].text_complete for job in victims)
+    w.engines["e0"].die()
+    await ended(w, jobs)
+    for index, job in enumerate(jobs):
+        (record,) = job.records
+        assert job.failure is None
+        tokens, text, finish_reason = undisturbed(form_of(index)[1], MAX_TOKENS)
+        assert (list(record.generated_ids), record.text, record.finish_reason) == (tokens, text, finish_reason), index
+        if record.streaming:
+            assert "".join(delta.text for delta in record.take_undelivered()) == text
+        await job.__aexit__()
+    assert not w.engines["e1"].dead
+    assert w.gateway.usable_engines() == ["e1", "e2"]  # a detokenizer that fails says nothing of an engine's health
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("cut", range(1, 9))
+async def test_another_engine_decodes_what_the_continuing_one_does_not(fault: str, cut: int) -> None:
+    w = world(engines=3)
+    refused = decode_by(w.engines["e1"], FAULTS[fault])
+    jobs = []
+    for index in range(24):
+        job = w.gateway.job(w.ask(request_id=f"r{index}", prompt=prompt_of(index), max_tokens=MAX_TOKENS, stream=True))
+        jobs.append(await job.__aenter__())
+    await w.settle()
+    for _ in range(cut):
+        await w.step()
+    w.engines["e0"].die()
+    await ended(w, jobs)
+    for index, job in enumerate(jobs):
+        tokens, text, _ = undisturbed(prompt_of(index), MAX_TOKENS)
+        assert (list(job.records[0].generated_ids), job.records[0].text) == (tokens, text)
+        await job.__aexit__()
+    assert len(refused) <= 24  # and is asked last for a while
+
+
+async def test_a_detokenizer_that_fails_inside_a_character_costs_nothing() -> None:
+    """Each decodes the cut, and nothing after it."""
+    asked = failed = 0
+
+    async def once(token_ids: Sequence[int]) -> str:
+        nonlocal asked, failed
+        asked += 1
+        if asked > 1:
+            failed += 1
+            raise OutcomeUnknown("Server disconnected")
+        return await FakeEngine().detokenize(token_ids)
+
+    for cut in range(1, 9):
+        asked = 0
+        w = world()
+        for engine in w.engines.values():
+            decode_by(engine, once)
+        async with w.gateway.job(w.ask(prompt=prompt_of(cut), max_tokens=MAX_TOKENS, stream=True)) as job:
+            await w.settle()
+            for _ in range(cut):
+                await w.step()
+            w.engines[str(job.records[0].engine)].die()
+            await ended(w, [job])
+            tokens, text, _ = undisturbed(prompt_of(cut), MAX_TOKENS)
+            assert (list(job.records[0].generated_ids), job.records[0].text) == (tokens, text)
+    assert failed
+
+
+async def test_an_engine_of_another_model_decodes_nothing() -> None:
+    w = world(engines=3)
+    strangers = decode_by(w.engines["e1"], nonsense)
+    decode_by(w.engines["e0"], dropped)
+    slots = {slot.id: slot for slot in w.fleet}
+    for name, model in (("e0", "model"), ("e1", "other"), ("e2", "model")):
+        slots[EngineId(name)].capabilities = Capabilities("fake", "0", (model,), token_ids=True)
+    detokenizer = Detokenizer(slots[EngineId("e0")], w.fleet)
+    assert await detokenizer.detokenize(list("漢".encode())) == "漢"
+    assert not strangers
+    assert not detokenizer.failed
+
+
+async def test_an_engine_that_failed_to_decode_is_asked_first_again_after_a_while() -> None:
+    w = world()
+    first, second = (decode_by(w.engines[name], dropped) for name in ("e0", "e1"))
+    slot = next(iter(w.fleet))
+    for _ in range(4):
+        with pytest.raises(Permanent, match="Server disconnected"):
+            await Detokenizer(slot, w.fleet).detokenize([65])
+    assert (len(first), len(second)) == (4, 4)
+    second_decodes = decode_by(w.engines["e1"], FakeEngine().detokenize)
+    assert await Detokenizer(slot, w.fleet).detokenize([65]) == "A"
+    assert await Detokenizer(slot, w.fleet).detokenize([65]) == "A"
+    assert len(first) == 5  # once more before the other answered, then not
+    await w.clock.advance(decoding.AVOID_FOR_S + 1.0)
+    assert await Detokenizer(slot, w.fleet).detokenize([65]) == "A"
+    assert (len(first), len(second_decodes)) == (6, 3)
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=40)
+
+
+@given(WORDS, WORDS, st.characters(codec="utf-8"))
+def test_a_repeated_context_is_taken_off_the_text(prompt: str, sent: str, character: str) -> None:
+    record = Record(
+        RequestId("r"), Endpoint.COMPLETIONS, {"prompt": prompt}, streaming=False, arrived_s=0.0, max_tokens=9
+    )
+    record.prompt_tokens_estimate = len(prompt.encode()) // 4
+    record.append(Chunk((1,), sent), sent, None, 0.0)
+    assert unsent(Chunk((2,), prompt + sent + character), record) == character
+
+
+@given(st.text("abc ", min_size=12, max_size=40), st.text("xyz ", min_size=1, max_size=60), st.integers(1, 8))
+def test_new_text_alone_is_kept_whole(sent: str, new: str, tokens: int) -> None:
+    record = Record(RequestId("r"), Endpoint.COMPLETIONS, {"prompt": [1]}, False, arrived_s=0.0, max_tokens=9)
+    record.append(Chunk((1,), sent), sent, None, 0.0)
+    if sent.strip():
+        assert unsent(Chunk(tuple(range(tokens)), new), record) == new

@@ -1,0 +1,188 @@
+"""Requests that are wrong as HTTP or as JSON: refused by both of the gateway's ways in, in one line of its log."""
+
+import asyncio
+import gzip
+import json
+import zlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from orchestrrl.gateway.http_faults import MOST_BODY_BYTES, MOST_MEMBERS, BadHttp, decompressed
+from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, SANE, HttpHouse, http_house, request
+
+BODY = json.dumps(SANE).encode()
+SECRET = b"Authorization: Bearer s3cret\x01\r\n"
+
+
+@pytest.fixture(params=[False, True], ids=["door", "plain"])
+async def house(request: pytest.FixtureRequest) -> AsyncIterator[HttpHouse]:
+    async with http_house(plain=request.param) as fixture:
+        yield fixture
+
+
+def asking(path: str = PATH, **fields: Any) -> bytes:
+    return request(json.dumps({**SANE, **fields}).encode(), path=path.encode())
+
+
+def chatting(messages: Any) -> bytes:
+    return request(json.dumps({"messages": messages}).encode(), path=CHAT_PATH.encode())
+
+
+# By what is wrong: the bytes, the status, and what the message names.
+WRONG: dict[str, tuple[bytes, int, str]] = {
+    "version": (b"POST /v1/completions HTTP/9.9\r\nHost: h\r\n\r\n", 400, "version"),
+    "header": (b"GET / HTTP/1.1\r\nHost h\r\n\r\n", 400, "header"),
+    "method": (b"SL\x01W / HTTP/1.1\r\nHost: h\r\n\r\n", 400, "method"),
+    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400, "HTTPS"),
+    "url": (b"GET http://[::1 HTTP/1.1\r\nHost: h\r\n\r\n", 400, "http://[::1"),
+    "long url": (b"GET /" + b"a" * 9_000 + b" HTTP/1.1\r\nHost: h\r\n\r\n", 431, "8190"),
+    "long header": (request(BODY, headers=b"X-A: " + b"a" * 9_000 + b"\r\n"), 431, "8190"),
+    "zero byte": (request(BODY, headers=b"X-A: a\0b\r\n"), 400, "X-A"),
+    "negative length": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: -3\r\n\r\n",
+        400,
+        "Content-Length",
+    ),
+    "two lengths": (request(BODY, headers=b"Content-Length: 3\r\n"), 400, "Content-Length"),
+    "length and chunks": (request(BODY, headers=b"Transfer-Encoding: chunked\r\n"), 400, "Content-Length"),
+    "chunks": (b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "chunk"),
+    "no length": (b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n\r\n", 411, "Content-Length"),
+    "expect": (request(BODY, headers=b"Expect: 200-ok\r\n"), 417, "Expect: must be 100-continue, got '200-ok'"),
+    "get": (b"GET /v1/completions HTTP/1.1\r\nHost: h\r\n\r\n", 405, "Method Not Allowed"),
+    "path": (request(BODY, path=b"/v1/%0Anothing"), 404, "Not Found"),
+    "not gzip": (request(BODY, headers=b"Content-Encoding: gzip\r\n"), 400, "Content-Encoding"),
+    "not deflate": (request(BODY, headers=b"Content-Encoding: deflate\r\n"), 400, "Content-Encoding"),
+    "gzip, cut": (request(gzip.compress(BODY)[:-9], headers=b"Content-Encoding: gzip\r\n"), 400, "ends early"),
+    "brotli": (request(BODY, headers=b"Content-Encoding: br\r\n"), 415, "Content-Encoding: must be gzip or deflate"),
+    "an unknown coding": (request(BODY, headers=b"Content-Encoding: foo\r\n"), 415, "got 'foo'"),
+    "no json": (request(b"{"), 400, "JSON"),
+    "no utf-8": (request(b'{"prompt": "\xed\xa0\x80"}'), 400, "JSON"),
+    "deep": (request(b"[" * 100_000), 400, "128 deep"),
+    "deep field": (asking(logit_bias=json.loads("[" * 200 + "]" * 200)), 400, "logit_bias: must be nested"),
+    "no object": (request(b"[]"), 400, "must be a JSON object, got []"),
+    "surrogate": (asking(prompt="a\ud800"), 400, "prompt: must be text without lone surrogates, got 'a\\ud800'"),
+    "surrogate within": (chatting([{"role": "user", "content": "\ud800"}]), 400, "messages[0].content: must be text"),
+    "surrogate as a name": (asking(metadata={"\ud800": 1}), 400, "metadata.\\ud800: must have a name"),
+    "nan": (asking(temperature=float("nan")), 400, "temperature: must be a finite number, got nan"),
+    "inf": (request(b'{"prompt": "a", "top_p": 1e999}'), 400, "top_p: must be a finite number, got inf"),
+    "stop_token_ids": (asking(stop_token_ids=5), 400, "stop_token_ids: must be a list of token ids, got 5"),
+    "min_tokens": (asking(min_tokens="a"), 400, "min_tokens: must be a whole number, got 'a'"),
+    "stream": (asking(stream="false"), 400, "stream: must be true or false, got 'false'"),
+    "group_enough": (asking(group_enough=2**31), 400, "group_enough: must be a whole number in 1..2147483647"),
+    "several": (asking(stop=5, seed="x", on_stale="no"), 400, "on_stale: must be one of abort, restart, got 'no'"),
+    "prompt of both": (asking(prompt=["a", [1]]), 400, "prompt: must be text"),
+    "prompt ids": (asking(prompt=[1.5]), 400, "got [1.5]"),
+    "no prompt": (request(b"{}"), 400, "prompt: must be text, a list of token ids"),
+    "no messages": (request(b"{}", path=CHAT_PATH.encode()), 400, "messages: must be a list of objects"),
+    "messages": (chatting([1]), 400, "messages: must be a list of objects with a role and a content, got [1]"),
+    "label": (request(BODY, headers=b"X-Tag: \xff\r\n"), 400, "X-Tag: must be at most 256 printable characters"),
+    "moves": (request(b"[" * 100_000, path=b"/orchestrrl/move"), 400, "128 deep"),
+    "a move": (request(b'{"moves": [7]}', path=b"/orchestrrl/move"), 400, "moves[0].request_id: must be text, got 7"),
+    "gate": (request(b'{"holder": "\\ud800"}', path=b"/orchestrrl/gate/pause"), 400, "holder: must be text without"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_what_is_wrong_is_named_in_the_answer_and_in_one_line_of_the_log(house: HttpHouse, name: str) -> None:
+    data, wanted, message = WRONG[name]
+    status, answer = await house.send(data)
+    error = json.loads(answer)["error"]
+    assert (status, error["code"]) == (wanted, wanted)
+    assert message in error["message"]
+    (line,) = house.log.take()
+    assert str(wanted) in line
+    assert "\n" not in line
+    assert house.tries == 0
+    assert (await house.post(SANE))[0] == 200
+
+
+async def test_all_faults_are_told_at_once(house: HttpHouse) -> None:
+    _, answer = await house.send(asking(stop=5, n=0, on_stale="no", min_tokens="a", stream_options={"a": 1}))
+    message = json.loads(answer)["error"]["message"]
+    assert [part.split(":")[0] for part in message.split("; ")] == [
+        "stop",
+        "min_tokens",
+        "n",
+        "on_stale",
+        "stream_options",
+    ]
+
+
+async def test_what_a_client_breaks_off_is_no_error(house: HttpHouse) -> None:
+    whole = request(BODY, headers=b"Content-Type: application/json\r\n")
+    for stop in range(1, len(whole), 17):
+        assert await house.send(whole[:stop], patience_s=0.01) == (0, b"")
+    assert house.log.take() == []
+    assert (await house.post(SANE))[0] == 200
+
+
+async def test_requests_that_are_sent_ahead_are_answered_one_by_one(house: HttpHouse) -> None:
+    """A wrong one between two others: what was right is answered first."""
+    wrong, _, _ = WRONG["min_tokens"]
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.port)
+    writer.write(request(BODY) + wrong + request(BODY, headers=b"Connection: close\r\n"))
+    answer = await reader.read()
+    writer.close()
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400", b"200"]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "x-gzip", "deflate", "raw deflate", "gzip, gzip", "identity"])
+async def test_a_compressed_body_is_read(house: HttpHouse, coding: str) -> None:
+    raw = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    bodies = {
+        "gzip": gzip.compress(BODY[:9]) + gzip.compress(BODY[9:]),  # of two members
+        "x-gzip": gzip.compress(BODY),
+        "deflate": zlib.compress(BODY),
+        "raw deflate": raw.compress(BODY) + raw.flush(),
+        "gzip, gzip": gzip.compress(gzip.compress(BODY)),
+        "identity": BODY,
+    }
+    header = f"Content-Encoding: {coding.removeprefix('raw ')}\r\n".encode()
+    status, answer = await house.send(request(bodies[coding], headers=header))
+    assert status == 200, answer
+    assert house.engine.asked[0].body["prompt"] == SANE["prompt"]
+    assert house.engine.asked[0].values("Content-Encoding") == []
+
+
+def test_a_body_that_grows_without_end_is_cut_off() -> None:
+    with pytest.raises(BadHttp) as raised:
+        decompressed(gzip.compress(b" " * (MOST_BODY_BYTES + 1)), "gzip")
+    assert raised.value.status == 413
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_a_body_of_many_members_is_refused(coding: str) -> None:
+    """Each member costs a copy of all that follows it."""
+    member = gzip.compress(b"") if coding == "gzip" else zlib.compress(b"")
+    assert decompressed(member * MOST_MEMBERS, coding) == b""
+    with pytest.raises(BadHttp, match=r"Content-Encoding: .* at most 16 .*members") as raised:
+        decompressed(member * (MOST_MEMBERS + 1), coding)
+    assert (raised.value.status, raised.value.param) == (400, "Content-Encoding")
+
+
+async def test_no_credential_gets_into_the_log_or_an_answer(house: HttpHouse) -> None:
+    long = b"Authorization: Bearer " + b"s3cret" * 2_000 + b"\r\n"
+    for headers in (SECRET, long, b"Authorization: Bearer s3cret\0\r\n", b"Authorization: Bearer s3cret\r\nbroken\r\n"):
+        _, answer = await house.send(request(BODY, headers=headers))
+        assert b"s3cret" not in answer
+    await house.send(asking(min_tokens="a"))
+    assert not any("s3cret" in line for line in house.log.take())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "body",
+    [{"error": {"message": "no", "type": "t", "param": "p", "code": 422}}, {"detail": "not so"}, {"error": "no"}],
+)
+async def test_an_engines_own_refusal_goes_through_as_it_is_and_at_once(
+    house: HttpHouse, stream: bool, body: dict[str, Any]
+) -> None:
+    house.engine.refuses = lambda _: web.json_response(body, status=422)
+    status, answer = await house.send(asking(stream=stream))
+    assert (status, json.loads(answer)) == (422, body)
+    assert house.tries == 1
+    (line,) = house.log.take()
+    assert "422" in line

@@ -1,0 +1,213 @@
+"""The operator API has a listener of its own, and nothing listens off loopback without being told to."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from orchestrrl.adapters.vllm_weights import reload_weights
+from orchestrrl.cli.gateway import read_options
+from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.gateway.server import Server
+from orchestrrl.gateway.service import GatewayOptions, Place, operator_port_of
+from tests.orchestrrl.adapters.fake_vllm import servers
+from tests.orchestrrl.gateway.fakes import world
+from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
+from tests.orchestrrl.gateway.test_server import DEADLINE_S, PROMPT, House, house
+
+__all__ = ["house"]  # a fixture
+
+OPERATOR = [
+    ("GET", "/orchestrrl/requests"),
+    ("GET", "/orchestrrl/requests?id=r"),
+    ("POST", "/orchestrrl/move"),
+    ("GET", "/orchestrrl/gate"),
+    ("POST", "/orchestrrl/gate/pause"),
+    ("POST", "/orchestrrl/gate/renew"),
+    ("POST", "/orchestrrl/gate/resume"),
+    ("POST", "/orchestrrl/gate/set-version"),
+    ("POST", "/orchestrrl/cancel"),
+]
+REMOTE = ["0.0.0.0:8000", "[::]:8000", "192.0.2.1:8000", "gpu7.example:8000", "[2001:db8::1]:8000", "0:8000"]
+LOOPBACK = ["127.0.0.1:8000", "localhost:8000", "[::1]:8000", "127.9.9.9:8000"]
+
+
+def routes_of(app: web.Application) -> set[tuple[str, str]]:
+    return {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None}
+
+
+def test_the_table_has_every_operator_route() -> None:
+    async def routes() -> list[set[tuple[str, str]]]:
+        server = Server(world().gateway)
+        return [routes_of(server.app), routes_of(server.operator_app)]
+
+    trainers, operator = asyncio.run(routes())
+    common = {(method, path) for path in ("/health", "/metrics", "/version") for method in ("GET", "HEAD")}
+    listed = {(method, path.partition("?")[0]) for method, path in OPERATOR}
+    assert {route for route in operator - common if route[0] != "HEAD"} == listed
+    models = {("GET", "/v1/models"), ("HEAD", "/v1/models")}
+    asks = {("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}
+    assert trainers - common == models | asks | {("*", "/orchestrrl/{path}")}
+
+
+@pytest.mark.parametrize(("method", "path"), [*OPERATOR, ("GET", "/orchestrrl/"), ("PUT", "/orchestrrl/anything")])
+async def test_the_trainers_port_has_no_operator_route(house: House, method: str, path: str) -> None:
+    async with house.http.request(method, house.url + path, json={}) as answer:
+        assert answer.status == 404
+        message = (await answer.json())["error"]["message"]
+        assert message.endswith(f": Not Found; the operator API is at {house.operator_url}")
+    async with house.http.get(house.operator_url + "/orchestrrl/gate") as answer:
+        assert (await answer.json())["phase"] == "open"
+
+
+async def test_the_operator_api_serves_no_completions(house: House) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        async with house.http.post(house.operator_url + path, json={"prompt": PROMPT}) as answer:
+            assert answer.status == 404
+    for path in ("/health", "/metrics", "/version"):
+        pages = []
+        for url in (house.url, house.operator_url):
+            async with house.http.get(url + path) as answer:
+                assert answer.status == 200
+                pages.append((await answer.text()).partition("_seconds")[0])
+        assert path == "/metrics" or pages[0] == pages[1]
+
+
+async def test_the_version_names_the_operator_api(house: House) -> None:
+    _, told = await house.get("/version")
+    assert told["operator_url"] == house.operator_url
+
+
+@pytest.mark.parametrize(("host", "asked"), [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::", "[::1]")])
+async def test_an_operator_api_on_all_addresses_is_named_by_that_of_the_asker(
+    house: House, host: str, asked: str
+) -> None:
+    server = Server(house.gateway)
+    try:
+        await server.start("127.0.0.1", 0)
+        url = await server.start_operator(host, 0)
+        port = url.rpartition(":")[2]
+        async with house.http.get(f"http://{asked}:{port}/version") as answer:
+            assert (await answer.json())["operator_url"] == f"http://{asked}:{port}"
+    finally:
+        await server.close()
+
+
+# --- addresses
+
+
+def options(**flags: Any) -> GatewayOptions:
+    usual: dict[str, Any] = {
+        "listen": "127.0.0.1:8000", "engines": ["e0=http://127.0.0.1:1"], "daemon": None, "policy": "load_index",
+        "engine_kind": "vllm", "gateway_id": "", "engine_wait_s": 1.0, "stall_s": 1.0, "report_interval_s": 1.0,
+        "drain_s": 1.0, "coalesce_tokens": 1, "processes": 1, "log_level": "info",
+    }  # fmt: skip
+    return read_options(**{**usual, **flags})
+
+
+@pytest.mark.parametrize("flag", ["listen", "operator"])
+@pytest.mark.parametrize("address", REMOTE)
+def test_other_machines_are_served_when_that_is_asked_for(flag: str, address: str) -> None:
+    with pytest.raises(ProblemFaults) as caught:
+        options(**{flag: address})
+    fault = f"--{flag}: is not a loopback address; add --allow-remote to serve other machines, got {address!r}"
+    assert caught.value.faults == [fault]
+    options(**{flag: address}, allow_remote=True)
+
+
+@pytest.mark.parametrize("flag", ["listen", "operator"])
+@pytest.mark.parametrize("address", LOOPBACK)
+def test_loopback_needs_no_permission(flag: str, address: str) -> None:
+    options(**{flag: address})
+
+
+def test_the_operator_api_is_on_loopback_where_trainers_are_remote() -> None:
+    found = options(listen="0.0.0.0:8000", allow_remote=True)
+    assert (found.host, found.operator_host, found.operator_port) == ("0.0.0.0", "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("operator", "fault"),
+    [
+        ("here", "--operator: must be HOST:PORT with a port of 0 to 65535, got 'here'"),
+        ("127.0.0.1:65536", "--operator: must be HOST:PORT with a port of 0 to 65535, got '127.0.0.1:65536'"),
+        ("127.0.0.1:65534", "--operator: must leave ports for --processes 3, got '127.0.0.1:65534'"),
+    ],
+)
+def test_an_operator_address_that_is_none_is_refused(operator: str, fault: str) -> None:
+    with pytest.raises(ProblemFaults) as caught:
+        options(operator=operator, processes=3)
+    assert caught.value.faults == [fault]
+
+
+def test_each_process_has_an_operator_port_of_its_own() -> None:
+    places = [None, Place(0, 8000), Place(2, 8000)]
+    assert [operator_port_of(options(operator="127.0.0.1:9000"), place) for place in places] == [9000, 9000, 9002]
+    assert [operator_port_of(options(), place) for place in places] == [0, 0, 0]
+
+
+def test_the_command_says_what_to_do_and_ends_with_2() -> None:
+    command = [sys.executable, "-m", "orchestrrl", "gateway", "--listen", "0.0.0.0:0", "--engine", "e0=http://h:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--listen: is not a loopback address; add --allow-remote" in done.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_an_operator_port_that_is_taken_is_told_at_once(tmp_path: Path, processes: int) -> None:
+    port = free_port()
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", port)
+    flags = ["--engine", "e0=http://127.0.0.1:1", "--operator", f"127.0.0.1:{port}", "--processes", str(processes)]
+    gateway = GatewayProcess(tmp_path / "gateway.log", flags)
+    with pytest.raises(AssertionError, match=f"(?i)--operator 127.0.0.1:{port}: .*address already in use") as caught:
+        await gateway.start()
+    assert "Traceback" not in str(caught.value)
+    assert await gateway.stop() == 1
+    server.close()
+
+
+async def test_each_process_serves_an_operator_api(tmp_path: Path) -> None:
+    gateway = GatewayProcess(tmp_path / "gateway.log", ["--engine", "e0=http://127.0.0.1:1", "--processes", "2"])
+    lines = await gateway.start_and_read(3)
+    assert lines[0] == gateway.url
+    nodes = set()
+    async with aiohttp.ClientSession() as http:
+        for url in lines[1:]:
+            async with http.get(url + "/version") as answer:
+                told = await answer.json()
+            assert told["operator_url"] == url
+            nodes.add(told["gateway"])
+            async with http.get(url + "/orchestrrl/requests") as answer:
+                assert await answer.json() == {"in_flight": [], "finished": []}
+    assert len(nodes) == 2
+    assert await gateway.stop() == 0
+
+
+# --- trainers that close the gate
+
+
+async def test_a_gateway_whose_operator_api_is_out_of_reach_is_no_reason_to_go_without_it(tmp_path: Path) -> None:
+    """Its requests would run while weights change."""
+
+    async def version(_: web.Request) -> web.Response:
+        return web.json_response({"operator_url": f"http://127.0.0.1:{free_port()}"})
+
+    gateway = web.Application()
+    gateway.router.add_get("/version", version)
+    async with servers() as (engine,), TestServer(gateway) as server:
+        with pytest.raises(Permanent, match=r"no weights were changed.*--operator HOST:PORT --allow-remote"):
+            await asyncio.to_thread(reload_weights, [engine.url], tmp_path, gateway_url=str(server.make_url("")))
+        assert not engine.log
+
+
+async def test_what_is_no_gateway_is_told(tmp_path: Path) -> None:
+    async with servers(2) as (engine, other):
+        with pytest.raises(Permanent, match="no weights were changed"):
+            await asyncio.to_thread(reload_weights, [engine.url], tmp_path, gateway_url=other.url)
+        assert not engine.log

@@ -1,0 +1,191 @@
+"""A gateway whose command line calls engines otherwise than the daemon does: one engine, whichever id is used."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from orchestrrl.clock import VirtualClock
+from orchestrrl.engines.base import Endpoint, EngineMetrics
+from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.ledger import Record
+from orchestrrl.gateway.relay import Limits
+from orchestrrl.operations import RequestMove, Route
+from orchestrrl.reports import GatewayEngine
+from planner.model import EngineHealth, EngineId, NodeId, RequestId
+
+A, B, E0, E1 = map(EngineId, ("a", "b", "e0", "e1"))
+LOCAL = "http://127.0.0.1:8001"
+
+
+class Line:
+    """An engine behind a URL, as far as it is asked here."""
+
+    def __init__(self, url: str, server: str) -> None:
+        self.url = url
+        self.server = server
+        self.closed = False
+
+    async def metrics(self) -> EngineMetrics:
+        return replace(EngineMetrics(0, 0, 0.0, 0, 0, 0, 0), server=self.server)
+
+    async def is_paused(self) -> bool:
+        return False
+
+    async def capabilities(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class House:
+    def __init__(self, **own: str) -> None:
+        self.servers: dict[str, str] = {}  # by URL
+        self.lines: list[Line] = []
+        self.fleet = Fleet(self.connect, clock=VirtualClock(1000.0))
+        self.gateway = Gateway(NodeId("g"), self.fleet, limits=Limits(), clock=VirtualClock(1000.0))
+        self.route(**own)
+        self.fleet.own = {EngineId(name): url for name, url in own.items()}
+
+    def connect(self, url: str) -> Any:
+        self.lines.append(Line(url, self.servers.get(url, "")))
+        return self.lines[-1]
+
+    def route(self, **urls: str) -> list[str]:
+        return self.gateway.set_routes([Route(EngineId(n), url, EngineHealth.OK) for n, url in urls.items()])
+
+    def put(self, name: str, engine: EngineId) -> Record:
+        record = Record(RequestId(name), Endpoint.COMPLETIONS, {}, False, 1000.0, 64)
+        slot = self.fleet.get(engine)
+        assert slot is not None
+        slot.enter(record, 1000.0)
+        self.gateway.ledger.add(record)
+        return record
+
+
+async def test_the_daemons_id_replaces_the_own_one_and_all_that_is_there_stays() -> None:
+    house = House(a="http://localhost:8001", b="http://localhost:8002")
+    record = house.put("r", A)
+    assert house.route(e0=LOCAL, b="") == []
+    assert sorted(slot.id for slot in house.fleet) == ["b", "e0"]
+    assert record.engine == "e0"
+    assert house.fleet.get(A) is house.fleet.get(E0)
+    slot = house.fleet.get(A)
+    assert slot is not None
+    assert (slot.waiting, list(slot.records)) == (1, ["r"])
+    assert [view.engine for view in house.gateway.report().in_flight] == ["e0"]
+    assert house.gateway.own_engines() == (
+        GatewayEngine(A, "http://localhost:8001", "", E0),
+        GatewayEngine(B, "http://localhost:8002"),
+    )
+    assert not any(line.closed for line in house.lines[:2])
+    # Again, and from then on, it is the same.
+    house.route(e0=LOCAL, b="")
+    assert sorted(slot.id for slot in house.fleet) == ["b", "e0"]
+    await house.fleet.close()
+
+
+async def test_a_route_to_another_server_leaves_the_own_engine_to_its_requests() -> None:
+    house = House(a="http://localhost:8001")
+    record = house.put("r", A)
+    house.route(e0="http://127.0.0.1:8002")
+    assert sorted(slot.id for slot in house.fleet) == ["a", "e0"]
+    assert record.engine == "a"
+    assert house.fleet.known_as == {}
+    await house.fleet.close()
+
+
+async def test_two_routes_to_one_server_are_not_made_one() -> None:
+    """The daemon's word on what is one engine goes before the gateway's."""
+    house = House(a="http://localhost:8001")
+    house.route(a="", e0=LOCAL)
+    assert sorted(slot.id for slot in house.fleet) == ["a", "e0"]
+    assert house.fleet.known_as == {}
+    await house.fleet.close()
+
+
+async def test_moves_work_by_both_ids() -> None:
+    house = House(a="http://localhost:8001", b="http://localhost:8002")
+    house.route(e0=LOCAL, e1="http://127.0.0.1:8002")
+    asked: list[tuple[str, str]] = []
+
+    class Relayed:
+        def __init__(self, record: Record) -> None:
+            self.record = record
+
+        async def move(self, target: Any, move: RequestMove) -> str:
+            asked.append((move.request, target.id))
+            return "moved"
+
+    for name in "rst":
+        house.gateway.relays[RequestId(name)] = Relayed(house.put(name, E0))  # type: ignore[assignment]
+    for name, source, target in (("r", A, B), ("s", E0, B), ("t", A, E1)):
+        assert await house.gateway._move(RequestMove(RequestId(name), source, target)) == "moved"
+    assert asked == [("r", "e1"), ("s", "e1"), ("t", "e1")]
+    await house.fleet.close()
+
+
+async def test_what_a_server_says_of_itself_finds_the_daemons_id_by_another_address() -> None:
+    house = House(a="http://gpu7:8001", b="http://gpu7:8002")
+    for slot, server in zip(house.fleet, ("s1", "s2"), strict=True):
+        slot.engine.server = server  # type: ignore[attr-defined]
+    await house.gateway.identify_engines()
+    assert [engine.server for engine in house.gateway.own_engines()] == ["s1", "s2"]
+    house.put("r", A)
+    house.servers[LOCAL] = "s1"
+    house.route(e0=LOCAL, b="")
+    assert sorted(slot.id for slot in house.fleet) == ["a", "b", "e0"]
+    await house.gateway.identify_engines()
+    assert house.fleet.known_as == {A: E0}
+    assert house.gateway.own_engines()[0].known_as == "e0"
+    await house.fleet.close()
+
+
+async def test_an_engine_that_cannot_be_read_is_asked_again() -> None:
+    house = House(a="http://gpu7:8001")
+    (slot,) = house.fleet
+    slot.engine.server = ""  # type: ignore[attr-defined]
+    await house.gateway.identify_engines()
+    assert house.gateway.own_engines()[0].server == ""
+    slot.engine.server = "s1"  # type: ignore[attr-defined]
+    await asyncio.gather(house.gateway.identify_engines())
+    assert house.gateway.own_engines()[0].server == "s1"
+    await house.fleet.close()
+
+
+async def test_a_new_engine_at_an_old_address_is_not_taken_for_the_one_before() -> None:
+    house = House()
+    house.route(e0=LOCAL)
+    record = house.put("r", E0)
+    (before,) = house.fleet
+    before.suspect_because, before.tying_field = "it died", "odd"
+    house.route(e1=LOCAL)
+    slot = house.fleet.get(E1)
+    assert slot is not None
+    assert slot is not before
+    assert (slot.usable, slot.tying_field, slot.records) == (True, "", {})
+    assert record.engine == "e0"
+    assert before.suspect_because
+    await house.fleet.close()
+
+
+async def test_the_daemons_id_may_change_again() -> None:
+    house = House(a="http://localhost:8001")
+    (slot,) = house.fleet
+    house.put("r", A)
+    house.route(e0=LOCAL)
+    assert house.fleet.known_as == {A: E0}
+    house.route(e1=LOCAL)
+    assert (house.fleet.known_as, house.fleet.get(A), house.fleet.get(E1)) == ({A: E1}, slot, slot)
+    house.route(a=LOCAL)
+    assert (house.fleet.known_as, house.fleet.get(A)) == ({}, slot)
+    assert house.gateway.own_engines()[0].known_as is None
+    assert list(slot.records) == ["r"]
+    await house.fleet.close()
+
+
+async def test_no_login_of_an_engine_goes_to_the_daemon() -> None:
+    house = House(a="http://user:s3cret@localhost:8001")
+    assert house.gateway.own_engines() == (GatewayEngine(A, "http://localhost:8001"),)
+    await house.fleet.close()

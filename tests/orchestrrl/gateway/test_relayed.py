@@ -1,0 +1,368 @@
+"""Requests that need the engine's own answer: it is sent the body unchanged, and its answer is relayed."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from orchestrrl.clock import WallClock
+from orchestrrl.engines.base import Endpoint, EngineMetrics, PauseMode
+from orchestrrl.gateway import store as store_module
+from orchestrrl.gateway.openai import response
+from orchestrrl.gateway.store import Keep, Store
+from orchestrrl.gateway.versions import Span
+from orchestrrl.operations import CloseGate, FrozenRequests, OpenGate, RequestMove
+from planner.model import EngineId, RequestId, RequestState
+from tests.orchestrrl.gateway.fakes import world
+from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, HttpHouse, http_house, request
+
+PROMPT = [97, 32, 98]
+
+ECHO: dict[str, Any] = {"prompt": "sane", "max_tokens": 3, "echo": True}
+NAMED = b"X-Request-Id: r\r\n"
+
+
+@pytest.fixture(params=[False, True], ids=["door", "plain"])
+async def house(request: pytest.FixtureRequest) -> AsyncIterator[HttpHouse]:
+    async with http_house(plain=request.param, engines=2) as fixture:
+        yield fixture
+
+
+def asked_of(house: HttpHouse) -> list[dict[str, Any]]:
+    return [asked.body for engine in house.engines for asked in engine.asked]
+
+
+async def until_asked(house: HttpHouse) -> None:
+    async with asyncio.timeout(60):
+        while not house.tries:
+            await asyncio.sleep(0.002)
+
+
+async def test_the_body_goes_as_it_is_and_the_answer_comes_as_it_is(house: HttpHouse) -> None:
+    for engine in house.engines:
+        engine.choice_fields = {"prompt_logprobs": [None, {"7": {"logprob": -1.0}}], "logprobs": {"tokens": ["x"]}}
+        engine.answer_fields = {"kv_transfer_params": {"a": 1}, "metrics": None}
+    body = {**ECHO, "logprobs": 1, "prompt_logprobs": 2, "stream": False, "return_token_ids": False}
+    status, answer = await house.post(body, headers=NAMED)
+    assert status == 200
+    assert asked_of(house) == [body]
+    (choice,) = answer["choices"]
+    assert choice["text"] == "saneabc"
+    assert choice["logprobs"] == {"tokens": ["x"]}
+    assert choice["prompt_logprobs"] == [None, {"7": {"logprob": -1.0}}]
+    assert (answer["id"], answer["model"]) == ("cmpl-r", "m")
+    assert (answer["kv_transfer_params"], answer["metrics"]) == ({"a": 1}, None)
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    async with asyncio.timeout(60):
+        while not house.gateway.ledger.finished:
+            await asyncio.sleep(0.002)
+    summary = house.gateway.ledger.finished[-1]
+    assert (summary.prompt_tokens, summary.generated_tokens, summary.finish_reason) == (2, 3, "length")
+
+
+@pytest.mark.parametrize("usage", [False, True])
+async def test_a_stream_is_passed_on_event_by_event(house: HttpHouse, usage: bool) -> None:
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    events = await house.stream({**ECHO, **options}, headers=NAMED)
+    assert asked_of(house) == [{**ECHO, **options, "stream": True}]
+    assert [event["choices"][0]["text"] for event in events[:3]] == ["a", "b", "c"]
+    assert {event["id"] for event in events} == {"cmpl-r"}
+    assert [event["choices"][0]["finish_reason"] for event in events[:3]] == [None, None, "length"]
+    assert [event["usage"]["prompt_tokens_details"] for event in events[3:]] == [{"cached_tokens": 1}] * usage
+    async with asyncio.timeout(60):
+        while not house.gateway.ledger.finished:
+            await asyncio.sleep(0.002)
+    assert house.gateway.ledger.finished[-1].generated_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_sample_is_relayed_on_its_own(house: HttpHouse, stream: bool) -> None:
+    body = {**ECHO, "n": 2, "temperature": 1, "seed": 5}
+    if stream:
+        events = await house.stream({**body, "stream_options": {"include_usage": True}})
+        texts = {0: "", 1: ""}
+        for event in events[:-1]:
+            texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        assert texts == {0: "abc", 1: "abc"}
+        usage = events[-1]["usage"]
+    else:
+        _, answer = await house.post(body)
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        assert [choice["text"] for choice in answer["choices"]] == ["saneabc"] * 2
+        usage = answer["usage"]
+    assert sorted(asked["seed"] for asked in asked_of(house)) == [5, 6]
+    assert not any("n" in asked for asked in asked_of(house))
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 6)
+
+
+@pytest.mark.parametrize(("path", "more"), [(PATH, {"prompt": "a"}), (CHAT_PATH, {"messages": [{"role": "user"}]})])
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-6])
+async def test_several_greedy_answers_are_refused_as_engines_refuse_them(
+    house: HttpHouse, path: str, more: dict[str, Any], temperature: float
+) -> None:
+    status, answer = await house.post({**more, "n": 2, "temperature": temperature}, path)
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert "greedy" in answer["error"]["message"]
+    assert house.tries == 0
+    assert (await house.post({**more, "n": 2, "temperature": 0.1, "max_tokens": 3}, path))[0] == 200
+
+
+async def test_one_that_runs_does_not_move_and_says_why(house: HttpHouse) -> None:
+    for engine in house.engines:
+        engine.hold_after = 1
+    asking = asyncio.create_task(house.stream(ECHO, headers=NAMED))
+    await until_asked(house)
+    record = house.gateway.ledger.get(RequestId("r"))
+    assert record is not None
+    assert record.engine is not None
+    order = RequestMove(record.id, record.engine, EngineId("e1" if record.engine == "e0" else "e0"))
+    (result,) = await house.gateway.move([order])
+    assert (result.done, "echo: the answer begins with the prompt" in result.detail) == (False, True)
+    (view,) = house.gateway.report().in_flight
+    assert (view.movable, view.movable_detail) == (False, "echo: the answer begins with the prompt")
+    for engine in house.engines:
+        engine.released.set()
+    await asking
+
+
+async def test_one_that_its_engine_gave_up_is_asked_again_elsewhere(house: HttpHouse) -> None:
+    broken = iter([True, False])
+
+    def refuse(body: dict[str, Any]) -> web.Response | None:
+        return web.json_response({"error": {"message": "dying"}}, status=500) if next(broken) else None
+
+    for engine in house.engines:
+        engine.refuses = refuse
+    status, answer = await house.post(ECHO)
+    assert (status, answer["choices"][0]["text"]) == (200, "saneabc")
+    assert asked_of(house) == [ECHO, ECHO]
+
+
+async def test_a_stream_that_has_begun_and_breaks_off_ends_with_an_error_and_the_reason(house: HttpHouse) -> None:
+    for engine in house.engines:
+        engine.hold_after = 1
+    data = json.dumps({**ECHO, "stream": True}).encode()
+    asking = asyncio.create_task(house.send(request(data, headers=NAMED)))
+    record = None
+    async with asyncio.timeout(60):
+        while record is None or not record.delivered:
+            record = house.gateway.ledger.get(RequestId("r"))
+            await asyncio.sleep(0.002)
+    slot = house.gateway.fleet.get(record.engine)
+    assert slot is not None
+    await slot.engine.close()  # its connections break
+    _, answer = await asking
+    error = json.loads(answer.split(b"\n\n")[-3][len(b"data: ") :])["error"]
+    assert error["code"] == 502
+    assert "echo: the answer begins with the prompt" in error["message"]
+    assert house.tries == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_that_is_cancelled_ends_as_any_other(house: HttpHouse, stream: bool) -> None:
+    for engine in house.engines:
+        engine.hold_after = 1
+    ask = house.stream if stream else house.post
+    asking: asyncio.Task[Any] = asyncio.create_task(ask(ECHO, headers=NAMED))
+    await until_asked(house)
+    assert house.gateway.cancel([RequestId("r")], (), "redundant") == ("r",)
+    answer = await asking
+    last = answer[-1] if stream else answer[1]
+    assert last["choices"][0]["finish_reason"] == "abort"
+    for engine in house.engines:
+        engine.released.set()
+
+
+async def test_the_versions_of_its_tokens_are_told(house: HttpHouse) -> None:
+    for slot in house.gateway.fleet:
+        slot.policy_version = 7
+    _, answer = await house.post({**ECHO, "return_policy_versions": True})
+    assert answer["choices"][0]["policy_versions"] == [{"version": 7, "start": 0, "end": 3}]
+    events = await house.stream({**ECHO, "return_policy_versions": True})
+    assert [event["choices"][0]["policy_version"] for event in events] == [7, 7, 7]
+    assert not any("return_policy_versions" in body for body in asked_of(house))
+
+
+async def test_a_stream_tells_the_version_of_each_event(house: HttpHouse) -> None:
+    for engine in house.engines:
+        engine.hold_after = 1
+    for slot in house.gateway.fleet:
+        slot.policy_version = 7
+    asking = asyncio.create_task(house.stream({**ECHO, "return_policy_versions": True}, headers=NAMED))
+    async with asyncio.timeout(60):
+        while (record := house.gateway.ledger.get(RequestId("r"))) is None or not record.relayed_tokens:
+            await asyncio.sleep(0.002)
+    for slot in house.gateway.fleet:
+        slot.policy_version = 8
+    for engine in house.engines:
+        engine.released.set()
+    assert [event["choices"][0]["policy_version"] for event in await asking] == [7, 8, 8]
+    assert record.versions.spans(3) == (Span(7, 0, 1), Span(8, 1, 3))
+
+
+async def test_nothing_of_it_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "BATCH_S", 0.001)
+    store = Store(Keep(tmp_path / "ledger.db", from_s=0.0), WallClock())
+    store.start()
+    async with http_house(plain=False, store=store) as house:
+        for tries in (1, 2):
+            assert (await house.post(ECHO, headers=NAMED))[0] == 200
+            assert house.tries == tries
+    await store.close()
+
+
+# --- without sockets ---
+
+
+async def test_an_engine_that_computes_is_given_time() -> None:
+    """An answer that comes as a whole shows no token before its end: the engine's counters show that it works."""
+    there = world(1, stall_s=10.0)
+    engine = there.engines["e0"]
+    engine.hangs = True
+    computed = EngineMetrics(1, 0, 0.0, 0, 0, 0, 0)
+
+    async def metrics() -> EngineMetrics:
+        return computed
+
+    engine.metrics = metrics  # type: ignore[method-assign]
+    engine.can_pause = True
+    watching = asyncio.create_task(there.gateway.watch())
+    job = there.gateway.job(there.ask(**ECHO))
+    running = asyncio.create_task(job.run())
+    await there.settle()
+    for tokens in range(1, 6):
+        computed = replace(computed, generation_tokens_total=tokens)
+        await there.clock.advance(12.0)
+        await there.settle()
+    assert len(engine.seen) == 1
+    engine.paused = False
+    for _ in range(4):  # no more: it hangs
+        await there.clock.advance(12.0)
+        await there.settle()
+    assert len(engine.seen) > 1  # it is asked again
+    running.cancel()
+    watching.cancel()
+    await asyncio.gather(running, watching, return_exceptions=True)
+    await there.fleet.close()
+
+
+@pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.ABORT])
+async def test_a_gate_that_closes_waits_for_it_or_ends_it(mode: PauseMode) -> None:
+    there = world(1)
+    job = there.gateway.job(there.ask(**ECHO))
+    running = asyncio.create_task(job.run())
+    await there.settle()
+    now_s = there.clock.now_s()
+    order = CloseGate("lease", "", mode, FrozenRequests.CONTINUE, now_s + 60.0, now_s + 50.0)
+    closing = asyncio.create_task(there.gateway.gate.close(order))
+    for _ in range(5):
+        await there.clock.advance(0.5)
+        if mode is PauseMode.WAIT:
+            assert job.records[0].engine == "e0" or job.records[0].done
+            await there.step()
+    await closing
+    await running
+    assert job.records[0].finish_reason == ("length" if mode is PauseMode.WAIT else "abort")
+    assert len(there.engines["e0"].seen) == 1
+    answer = response(job.ask.form, job.records, 1)
+    assert answer["choices"][0]["finish_reason"] == job.records[0].finish_reason
+    await there.gateway.gate.open(OpenGate("lease"))
+    await there.fleet.close()
+
+
+def test_what_the_engine_is_sent_has_nothing_of_the_gateways_own() -> None:
+    there = world(1)
+    ask = there.ask(Endpoint.COMPLETIONS, **ECHO, group_enough=1, max_version_lag=2, on_stale="abort", request_id="r")
+    assert {**ask.records[0].body, **ask.records[0].form_fields} == ECHO
+
+
+async def test_what_an_engine_offers_is_known_before_it_is_asked_for_a_whole_answer() -> None:
+    there = world(1)
+    there.engines["e0"].routed_experts = True
+    async with there.gateway.job(there.ask(prompt=PROMPT, max_tokens=3)):
+        await there.settle()
+        (sent,) = there.engines["e0"].seen
+        assert sent.verbatim
+    await there.fleet.close()
+
+
+async def test_an_engine_that_was_started_again_may_offer_something_else() -> None:
+    there = world(1)
+    engine = there.engines["e0"]
+    (slot,) = there.fleet
+    await there.fleet.capabilities(slot)
+    slot.tying_field = "of the server before"
+    engine.die()
+    there.fleet.suspect(slot, "it died")
+    engine.routed_experts = True
+    engine.revive()
+    await there.clock.advance(10.0)
+    await there.settle()
+    assert slot.usable
+    assert slot.capabilities is not None
+    assert slot.capabilities.routed_experts
+    assert not slot.tying_field
+    await there.fleet.close()
+
+
+async def test_an_answer_that_goes_on_where_whole_ones_have_more_begins_anew() -> None:
+    there = world(2)
+    there.engines["e1"].routed_experts = True
+    other = there.fleet.get(EngineId("e1"))
+    assert other is not None
+    other.outdated = True  # the first attempt goes to the other one
+    there.fleet.announce()
+    async with there.gateway.job(there.ask(prompt=PROMPT, max_tokens=9)) as job:
+        await there.settle()
+        (record,) = job.records
+        await there.step()
+        await there.step()
+        assert len(record.generated_ids) == 2
+        other.outdated = False
+        there.fleet.announce()
+        there.engines["e0"].die()
+        await there.settle()
+        (sent,) = there.engines["e1"].seen
+        assert (sent.verbatim, sent.body["prompt"], sent.body["max_tokens"]) == (True, PROMPT, 9)
+        assert not record.generated_ids
+        assert other.running_tokens + other.waiting_tokens == len(PROMPT)
+    await there.settle()
+    assert [(slot.running_tokens, slot.waiting_tokens) for slot in there.fleet] == [(0, 0), (0, 0)]
+    await there.fleet.close()
+
+
+async def test_a_whole_answer_has_its_version_from_the_start_and_counts_as_running() -> None:
+    """The engine shows nothing of it before its end."""
+    there = world(1)
+    (slot,) = there.fleet
+    slot.policy_version = 7
+    await there.fleet.capabilities(slot)
+    async with there.gateway.job(there.ask(**ECHO)) as job:
+        await there.settle()
+        (record,) = job.records
+        assert record.versions.oldest == 7
+        assert (record.state, slot.running, slot.waiting) == (RequestState.RUNNING, 1, 0)
+    await there.settle()
+    assert (slot.running, slot.waiting, slot.running_tokens, slot.waiting_tokens) == (0, 0, 0, 0)
+    await there.fleet.close()
+
+
+async def test_whole_answers_beyond_an_engines_seats_wait_there() -> None:
+    there = world(1)
+    there.engines["e0"].max_sequences = 2
+    (slot,) = there.fleet
+    await there.fleet.capabilities(slot)
+    jobs = [there.gateway.job(there.ask(request_id=name, **ECHO)) for name in "abc"]
+    running = [asyncio.create_task(job.run()) for job in jobs]
+    await there.settle()
+    assert (slot.running, slot.waiting) == (2, 1)
+    for _ in range(9):
+        await there.step()
+    await asyncio.gather(*running)
+    assert (slot.running, slot.waiting, slot.running_tokens, slot.waiting_tokens) == (0, 0, 0, 0)
+    await there.fleet.close()

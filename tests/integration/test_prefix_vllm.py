@@ -62,12 +62,17 @@ async def prompt_tokens(http: aiohttp.ClientSession, urls: list[str]) -> Counter
 
 
 async def ask_groups(http: aiohttp.ClientSession, url: str, policy: str, seed: int) -> None:
-    """Groups of samples of one prompt, each sample a request of its own, as agentic frameworks send them."""
+    """Groups of samples of one prompt, each sample a request of its own, as agentic frameworks send them.
+
+    Their lengths vary: where all of a group end together, the engine that they leave is short of just one group, and
+    load balancing keeps the next one together by accident.
+    """
     rng = random.Random(seed)
     some = asyncio.Semaphore(GROUPS_AT_ONCE)
 
     async def sample(prompt: list[int], group: str) -> None:
-        body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 32, "ignore_eos": True}
+        length = rng.randrange(8, 64)
+        body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": length, "ignore_eos": True}
         async with http.post(f"{url}/v1/completions", json=body, headers={"X-Group-Id": group}) as answer:
             assert answer.status == 200, await answer.text()
 

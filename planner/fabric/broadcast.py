@@ -21,9 +21,11 @@ def broadcasts_of(traffic: Traffic, placement: Placement) -> Transfers:
     sources: list[Ints] = [np.zeros(0, dtype=np.int64)]
     destinations: list[Ints] = [np.zeros(0, dtype=np.int64)]
     for number, group in enumerate(traffic.groups):
+        if not group:
+            continue
         receivers = traffic.receivers[number] if traffic.receivers else group[1:]
         rest = np.array([rank for rank in dict.fromkeys(receivers) if rank != group[0]], dtype=np.int64)
-        if group and len(rest):
+        if len(rest):
             for parents, children in _edges(placement, number, group[0], rest):
                 sources.append(parents)
                 destinations.append(children)

@@ -123,6 +123,13 @@ def test_shards_are_seeded_at_different_tors() -> None:
     assert len(seeded) > 4
 
 
+@pytest.mark.parametrize("primitive", Primitive)
+def test_an_empty_group_sends_nothing(primitive: Primitive) -> None:
+    flows = flows_of(one(primitive, ((),), receivers=((0, 8),)), small_site(), NOTHING)
+    assert not any(flows.tors.values())
+    assert flows.local_bytes == flows.dropped_bytes == 0
+
+
 def test_what_changes_rails_is_handed_over_inside_the_server_first() -> None:
     site = small_site(servers_per_tor=2)  # two blocks of two servers, four rails each
     below = flows_of(one(Primitive.PIPELINE, ((0, 5),)), site, NOTHING)  # another server of the block, another rail

@@ -1,0 +1,420 @@
+"""Plant small faults in the production code and see which the tests find: `make mutants`.
+
+A mutant changes one comparison, constant, call or branch of a function. Which tests run against it is read from a
+recorded run of the suite under coverage, subprocesses included: first the tests that reach the changed line, then the
+others of files in which a subprocess reached it, since processes may be shared between tests. A mutant that no test
+fails for within `LIMIT_S` has survived.
+
+    python tests/mutants.py record -m "not vllm and not slow" -n 3   # once per suite; pytest's arguments
+    python tests/mutants.py plant --sample 20                        # resumes where it was stopped
+    python tests/mutants.py show
+
+`--tree` takes another checkout, as that of an older suite: its tests run against its code, while names and choice of
+the mutants are the same wherever the changed functions are.
+"""
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")  # names of mutants, each with its reason
+SEED = 18
+LIMIT_S = 300.0
+TEST_LIMIT_S = 120
+DOMAINS: dict[str, tuple[str, ...]] = {
+    "ledger": ("orchestrrl/gateway/ledger.py", "orchestrrl/gateway/store.py", "orchestrrl/gateway/store_pieces.py"),
+    "relay": ("orchestrrl/gateway/relay.py", "orchestrrl/gateway/attempt.py", "orchestrrl/gateway/core.py"),
+    "journal": ("orchestrrl/journal.py", "orchestrrl/journal_guard.py", "orchestrrl/journal_values.py"),
+    "operations": ("orchestrrl/execute/runner.py", "orchestrrl/execute/settle.py", "orchestrrl/nodes.py"),
+    "redeployment": (
+        "orchestrrl/execute/deploy.py",
+        "orchestrrl/execute/deploy_book.py",
+        "orchestrrl/execute/deploy_run.py",
+        "orchestrrl/execute/deploy_steps.py",
+    ),
+    "circuits": (
+        "orchestrrl/execute/circuits.py",
+        "orchestrrl/execute/fabric_commit.py",
+        "orchestrrl/execute/fabric_verify.py",
+    ),
+    "weights": (
+        "orchestrrl/execute/weights.py",
+        "orchestrrl/execute/weights_run.py",
+        "orchestrrl/execute/weights_fence.py",
+        "orchestrrl/execute/weights_closing.py",
+        "orchestrrl/execute/weights_installing.py",
+    ),
+    "plan gate": ("planner/gate.py",),
+    "balancer": ("balancer/*.py",),
+    "solver": ("planner/solver/*.py",),
+}
+PER_DOMAIN = 8
+
+_OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change. `name` survives edits elsewhere in the file: path, function, kind and its number in the function."""
+
+    name: str
+    domain: str
+    path: str
+    line: int
+    end_line: int
+    before: str
+    after: str
+    begin: int  # bytes of the file
+    end: int
+
+
+def mutants_of(path: str, domain: str, source: str) -> Iterator[Mutant]:
+    """Every mutant of a file, in the order of its text."""
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def visit(node: ast.AST, function: str, numbers: defaultdict[str, Iterator[int]]) -> Iterator[Mutant]:
+        if isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert):
+            return  # texts, and what is never reached in a sound run
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            function = f"{function}.{node.name}" if function else node.name
+            if not isinstance(node, ast.ClassDef):
+                numbers = defaultdict(count)
+            for statement in node.body:
+                yield from visit(statement, function, numbers)
+            return
+        if numbers is not _NOWHERE:
+            for kind, target, after in _changes(node):
+                begin = starts[target.lineno - 1] + target.col_offset
+                end = starts[(target.end_lineno or 0) - 1] + (target.end_col_offset or 0)
+                before = source.encode()[begin:end].decode()
+                yield Mutant(
+                    f"{path}:{function}:{kind}:{next(numbers[kind])}",
+                    domain,
+                    path,
+                    target.lineno,
+                    target.end_lineno or target.lineno,
+                    before,
+                    after or f"not ({before})",
+                    begin,
+                    end,
+                )
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, function, numbers)
+
+    for statement in ast.parse(source).body:
+        yield from visit(statement, "", _NOWHERE)
+
+
+_NOWHERE: defaultdict[str, Iterator[int]] = defaultdict(count)  # outside any function
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
+    """The changes of one node: kind, what is replaced, by what; nothing: by its negation."""
+    match node:
+        case ast.Compare(left=left, ops=[operator], comparators=comparators):
+            opposite = ast.Compare(left, [_OPPOSITE[type(operator)]()], comparators)
+            yield "comparison", node, f"({ast.unparse(opposite)})"
+        case ast.Constant(value=bool(value)):
+            yield "constant", node, str(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield "constant", node, f"({value + 1!r})"
+        case ast.Expr(value=ast.Call() as call) | ast.Expr(value=ast.Await(value=ast.Call() as call)):
+            if not ast.unparse(call.func).startswith(("logger.", "print")):
+                yield "call", node, "pass"
+        case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) if not isinstance(test, ast.Constant):
+            if not isinstance(test, ast.Compare):  # the opposite of a comparison is one already
+                yield "branch", test, ""
+
+
+def chosen(tree: Path) -> list[Mutant]:
+    """The mutants of every domain, kinds mixed; those listed as equivalent are left out."""
+    equivalent = json.loads(EQUIVALENT.read_text()) if EQUIVALENT.exists() else {}
+    found: list[Mutant] = []
+    for domain, patterns in DOMAINS.items():
+        kinds: dict[str, list[Mutant]] = defaultdict(list)
+        for path in sorted(path for pattern in patterns for path in tree.glob(pattern)):
+            name = str(path.relative_to(tree))
+            for mutant in mutants_of(name, domain, path.read_text()):
+                if mutant.name not in equivalent:
+                    kinds[mutant.name.split(":")[2]].append(mutant)
+        rng = random.Random(f"{SEED} {domain}")
+        for mutants in kinds.values():
+            rng.shuffle(mutants)
+        names = sorted(kinds)
+        while sum(m.domain == domain for m in found) < PER_DOMAIN and any(kinds.values()):
+            for kind in names:
+                if kinds[kind] and sum(m.domain == domain for m in found) < PER_DOMAIN:
+                    found.append(kinds[kind].pop())
+    return found
+
+
+# --- recording: which tests reach which lines -------------------------------------------------------------------------
+
+_TEST = "ORCHESTRRL_MUTANTS_TEST"
+_TIMES = "ORCHESTRRL_MUTANTS_TIMES"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """As a plug-in of the recorded run (a copy of this file): name the running test to coverage, here and below."""
+    times = Path(os.environ[_TIMES])
+
+    class Recorder:
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+            from coverage import Coverage
+
+            measuring = Coverage.current()
+            assert measuring is not None, "coverage does not run in this process"
+            os.environ[_TEST] = item.nodeid
+            measuring.switch_context(item.nodeid)
+            begun_s = time.perf_counter()
+            try:
+                return (yield)
+            finally:
+                measuring.switch_context("")
+                os.environ[_TEST] = ""
+                with (times / str(os.getpid())).open("a") as log:
+                    log.write(json.dumps([item.nodeid, round(time.perf_counter() - begun_s, 3)]) + "\n")
+
+    config.pluginmanager.register(Recorder())
+
+
+def record(tree: Path, out: Path, arguments: list[str]) -> None:
+    """Run the suite under coverage, its subprocesses included, and keep which tests reached which lines."""
+    shutil.rmtree(out / "coverage", ignore_errors=True)
+    (out / "coverage").mkdir(parents=True)
+    times = out / "times"
+    shutil.rmtree(times, ignore_errors=True)
+    times.mkdir()
+    settings = out / "coveragerc"
+    files = "\n  ".join(str(tree / pattern) for patterns in DOMAINS.values() for pattern in patterns)
+    settings.write_text(
+        f"[run]\nparallel = true\nsigterm = true\ndata_file = {out}/coverage/data\n"
+        f"context = ${{{_TEST}-}}\ninclude =\n  {files}\n"
+    )
+    environment = {**_environment(tree), "COVERAGE_PROCESS_START": str(settings), _TIMES: str(times)}
+    environment["PYTHONPATH"] += f"{os.pathsep}{out / 'plugin'}"
+    (out / "plugin").mkdir(exist_ok=True)
+    shutil.copy(__file__, out / "plugin" / "mutants_recorder.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants_recorder", *arguments]
+    print(*command[1:], flush=True)
+    subprocess.run(command, cwd=tree, env=environment, check=False)
+    print("bringing together what the processes reached", flush=True)
+    reached = _reached(tree, out / "coverage")
+    durations = {test: took for log in times.iterdir() for test, took in map(json.loads, log.read_text().splitlines())}
+    (out / "reached.json").write_text(json.dumps({"reached": reached, "durations_s": durations}))
+    shutil.rmtree(out / "coverage")
+
+
+def _reached(tree: Path, folder: Path) -> dict[str, dict[int, list[list[str]]]]:
+    """For each file and line: the tests whose own process reached it, and those of whose subprocesses one did."""
+    from coverage import CoverageData
+
+    found: dict[str, dict[int, list[set[str]]]] = {}
+    for file in folder.iterdir():
+        data = CoverageData(str(file))
+        data.read()
+        for path in data.measured_files():
+            lines = found.setdefault(str(Path(path).relative_to(tree)), {})
+            for line, contexts in data.contexts_by_lineno(path).items():
+                own, below = lines.setdefault(line, [set(), set()])
+                for context in contexts:
+                    outer, _, inner = context.rpartition("|")
+                    own.update({inner} if inner else ())
+                    below.update({outer} if outer else ())
+    return {
+        path: {line: [sorted(own), sorted(below - own)] for line, (own, below) in sorted(lines.items())}
+        for path, lines in sorted(found.items())
+    }
+
+
+# --- planting ---------------------------------------------------------------------------------------------------------
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COVERAGE_"))}
+    return {**kept, "PYTHONPATH": str(tree)}
+
+
+def tests_for(mutant: Mutant, recorded: dict[str, object]) -> list[str]:
+    """The tests to run against a mutant, the likeliest and shortest first."""
+    lines: dict[str, list[list[str]]] = recorded["reached"].get(mutant.path, {})  # type: ignore[attr-defined]
+    durations: dict[str, float] = recorded["durations_s"]  # type: ignore[assignment]
+    own: set[str] = set()
+    below: set[str] = set()
+    for line in range(mutant.line, mutant.end_line + 1):
+        for tests, kind in zip(lines.get(str(line), ()), (own, below), strict=False):
+            kind.update(tests)
+    files = {test.partition("::")[0] for test in below}
+    beside = {test for test in durations if test.partition("::")[0] in files} - own - below
+    return [
+        test
+        for group in (own, below - own, beside)
+        for test in sorted(group & durations.keys(), key=lambda each: (durations[each], each))
+    ]
+
+
+def planted(mutant: Mutant, copy: Path, tests: list[str], scratch: Path) -> tuple[str, str]:
+    """The outcome of one mutant in a copy of the tree: `killed` by a test, `survived`, or `unreached`."""
+    if not tests:
+        return "unreached", ""
+    path = copy / mutant.path
+    sound = path.read_bytes()
+    listing = scratch / "tests.txt"
+    listing.write_text("\n".join(tests) + "\n")
+    try:
+        _write(path, sound[: mutant.begin] + mutant.after.encode() + sound[mutant.end :])
+        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}"]
+        command = [sys.executable, "-m", "pytest", *options, f"@{listing}"]
+        with (scratch / "log").open("w+") as log:
+            process = subprocess.Popen(
+                command, cwd=copy, env=_environment(copy), stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                status = process.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                return "survived", f"{LIMIT_S:g} s were not enough for {len(tests)} tests"
+            finally:
+                _end_group(process)
+            log.seek(0)
+            failed = [line for line in log if line.startswith(("FAILED ", "ERROR "))]
+    finally:
+        _write(path, sound)
+    if status == 0:
+        return "survived", f"{len(tests)} tests"
+    # A run that ends otherwise, as by a crash or because a module cannot be imported, has seen the mutant, too.
+    return "killed", failed[0].split(" ", 1)[1].strip()[:200] if failed else f"pytest ended with {status}"
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _write(path: Path, text: bytes) -> None:
+    path.write_bytes(text)
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()  # its time and size may be those of the other text
+
+
+def _copy(tree: Path, to: Path) -> Path:
+    """The tracked files and the environments of a checkout."""
+    shutil.rmtree(to, ignore_errors=True)
+    to.mkdir(parents=True)
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=tree, check=True, capture_output=True).stdout.decode()
+    for name in filter(None, names.split("\0")):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(tree / name, to / name)
+    for environment in (".venv", ".venv-vllm"):
+        if (tree / environment).exists():
+            (to / environment).symlink_to((tree / environment).resolve())
+    return to
+
+
+def plant(tree: Path, out: Path, *, sample: int, jobs: int, only: str) -> None:
+    """Try the mutants that have no result yet."""
+    recorded = json.loads((out / "reached.json").read_text())
+    mutants = [mutant for mutant in chosen(tree) if only in mutant.name]
+    if sample:
+        mutants = random.Random(SEED).sample(mutants, min(sample, len(mutants)))
+    results = out / "results.jsonl"
+    have = {name for name, _, _ in _results(out)}
+    left = [mutant for mutant in mutants if mutant.name not in have]
+    copies = [_copy(tree, out / f"copy{index}" / "tree") for index in range(jobs)]
+    free = list(copies)
+
+    def attempt(mutant: Mutant) -> None:
+        copy = free.pop()
+        begun_s = time.perf_counter()
+        try:
+            outcome, why = planted(mutant, copy, tests_for(mutant, recorded), copy.parent)
+        finally:
+            free.append(copy)
+        with results.open("a") as log:
+            log.write(json.dumps([mutant.name, outcome, why]) + "\n")
+        print(f"{outcome:9} {time.perf_counter() - begun_s:5.0f} s  {mutant.name}: {why}", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(attempt, left):
+            pass
+    for copy in copies:
+        shutil.rmtree(copy.parent)
+    show(tree, out)
+
+
+def _results(out: Path) -> list[list[str]]:
+    results = out / "results.jsonl"
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def show(tree: Path, out: Path) -> None:
+    """How many of each domain were killed, and those that were not, with their change."""
+    outcome = {name: (what, why) for name, what, why in _results(out)}
+    mutants = [mutant for mutant in chosen(tree) if mutant.name in outcome]
+    killed = Counter(mutant.domain for mutant in mutants if outcome[mutant.name][0] == "killed")
+    tried = Counter(mutant.domain for mutant in mutants)
+    for mutant in mutants:
+        what, why = outcome[mutant.name]
+        if what != "killed":
+            print(f"{what} ({why or 'no test reaches it'}): {mutant.name}, line {mutant.line}")
+            print(f"    {mutant.before}  ->  {mutant.after}")
+    for domain in tried:
+        print(f"{domain:14} {killed[domain]:3} of {tried[domain]}")
+    if tried:
+        print(f"{'all':14} {killed.total():3} of {tried.total()} killed, {killed.total() / tried.total():.0%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "plant", "show"))
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout, its tests included")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants", help="where results are kept")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="try only so many")
+    parser.add_argument("--only", default="", metavar="TEXT", help="try only mutants with this in their name")
+    parser.add_argument("--jobs", type=int, default=2)
+    options, arguments = parser.parse_known_args()
+    tree, out = options.tree.resolve(), options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if options.what == "record":
+        record(tree, out, arguments)
+    elif arguments:
+        parser.error(f"unknown: {' '.join(arguments)}")
+    elif options.what == "plant":
+        plant(tree, out, sample=options.sample, jobs=options.jobs, only=options.only)
+    else:
+        show(tree, out)
+
+
+if __name__ == "__main__":
+    main()

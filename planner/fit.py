@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
+from planner.nonnegative import nonnegative_least_squares
 from planner.profile import Curve, StepTime
 
 Floats = NDArray[np.float64]
@@ -267,8 +267,7 @@ def _nonnegative(relative: Floats, weights: Floats, believed: Floats, trust: flo
     if trust > 0:
         rows.append(np.diag(np.sqrt(trust) / size))
         target.append(np.sqrt(trust) * believed)
-    found, _ = nnls(np.concatenate(rows), np.concatenate(target))
-    return np.asarray(found / size, dtype=float)
+    return nonnegative_least_squares(np.concatenate(rows), np.concatenate(target)) / size
 
 
 def _weighted_median(values: Floats, weights: Floats) -> float:

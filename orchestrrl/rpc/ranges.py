@@ -8,13 +8,15 @@ more. A text whose name ends in `_json` is bounded by its message's size alone; 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
 from orchestrrl.addresses import check_url
-from orchestrrl.config import LimitSettings
 from orchestrrl.errors import LimitReached, ProblemFaults, shorten
+
+if TYPE_CHECKING:  # processes without a configuration file check their messages, too
+    from orchestrrl.config import LimitSettings
 
 # Descriptors have a class per implementation of protobuf; their attributes are the same.
 _Descriptor = Any
@@ -83,7 +85,7 @@ _RULES: Mapping[str, Mapping[str, _Rule]] = {
 }
 
 
-def checking(message: Message, limits: LimitSettings) -> Iterator[None]:
+def checking(message: Message, limits: "LimitSettings") -> Iterator[None]:
     """Check the message; yields after each `STEP_ITEMS` messages of a list, so that a caller can do other work.
 
     Raises LimitReached with the configuration key where a list has too many items, else ProblemFaults with every fault,
@@ -124,7 +126,7 @@ class _Checks:
             elif field.enum_type is not None:
                 self._enums.append((field.name, _names(field, rule)))
 
-    def check(self, message: Any, path: str, limits: LimitSettings, faults: list[str]) -> Iterator[None]:
+    def check(self, message: Any, path: str, limits: "LimitSettings", faults: list[str]) -> Iterator[None]:
         faults += [f"{path}{fault}" for fault in self._faults(message)]
         for name, field, rule in self._lists:
             items = getattr(message, name)
@@ -200,7 +202,7 @@ def _names(field: _Field, rule: _Rule) -> Mapping[int, str]:
     return {value.number: value.name for value in field.enum_type.values if value.number or not rule.needed}
 
 
-def _check_count(path: str, count: int, rule: _Rule, limits: LimitSettings, faults: list[str]) -> None:
+def _check_count(path: str, count: int, rule: _Rule, limits: "LimitSettings", faults: list[str]) -> None:
     """Raises LimitReached."""
     if rule.key and count > (most := getattr(limits, rule.key)):
         raise LimitReached(f"{path}: must have at most {most} items (limits.{rule.key}), got {count}")

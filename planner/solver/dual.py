@@ -9,7 +9,6 @@ themselves, so nothing rests on its rounding or on its classes.
 """
 
 import numpy as np
-from ortools.linear_solver import pywraplp
 
 from planner.solver.bound import SAFETY, Option, options_of, room_shares, units
 from planner.solver.columns import Columns, Floats, Ints
@@ -148,6 +147,8 @@ def _edges(remaining: Floats, by_tokens: int, by_length: int) -> Floats:
 
 def _weights(shares: _Shares, makespan_s: float, edges: Floats) -> Weights:
     """The program's prices of the limits, by option and class, as fractions of the instance's own."""
+    from ortools.linear_solver import pywraplp  # takes long to load, and most fleets are not crowded
+
     solver = pywraplp.Solver.CreateSolver("GLOP")
     infinity = solver.infinity()
     level_of: Ints = np.searchsorted(edges, shares.remaining)

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from planner.sync_tree.model import BITS, Floats, Ints, Pairs, Shard, SyncProblem, Unreachable
 
@@ -121,6 +118,8 @@ def _pairs_s(problem: SyncProblem, shards: Sequence[Shard]) -> float:
 def _cuts_s(problem: SyncProblem, shards: Sequence[Shard], capacity: Floats, among: list[int]) -> float:
     """Into each set of pods that are joined faster among themselves than with others, as sites are, what is needed and
     not held there has to come once. `capacity`: [of those, of those], pods that have to do with any shard."""
+    from scipy.sparse.csgraph import connected_components
+
     bytes_of: defaultdict[tuple[frozenset[int], frozenset[int]], int] = defaultdict(int)
     for shard in shards:
         held, needed = _places(problem.pod, shard)
@@ -303,6 +302,8 @@ class _Program:
         whole = _sparse(
             [row for row, _ in sums], [place for _, place in sums], [1.0] * len(sums), (len(several), column)
         )
+        from scipy.optimize import linprog  # takes longer to load than a daemon to start
+
         costs = np.zeros(column)
         costs[0] = 1.0
         at_most = np.array(right) / unit_s
@@ -350,6 +351,8 @@ def _away(problem: SyncProblem, shard: Shard) -> tuple[frozenset[int], frozenset
 
 
 def _sparse(rows: list[int], columns: list[int], values: list[float], shape: tuple[int, int]) -> Any:
+    from scipy.sparse import coo_array
+
     places = (np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64))
     return coo_array((np.array(values, dtype=np.float64), places), shape=shape).tocsr()
 

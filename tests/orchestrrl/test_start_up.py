@@ -1,0 +1,31 @@
+"""What a process loads before it is ready: packages that are slow to import are left to those that need them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+OURS = {"balancer", "ocs_drivers", "orchestrrl", "planner"}
+# With what they bring along themselves.
+GRPC = {"google", "grpc", "grpc_health", "grpc_reflection", "grpc_tools", "cython_runtime"}
+PYDANTIC = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection"}
+AIOHTTP = {"aiohappyeyeballs", "aiohttp", "aiosignal", "attr", "attrs", "frozenlist", "idna", "multidict", "propcache"}
+AIOHTTP |= {"cython_runtime", "charset_normalizer", "chardet", "brotli", "yarl", "zstandard", "aiodns", "pycares"}
+PROCESSES = {
+    "orchestrrl.agent.sidecar": GRPC | PYDANTIC,
+    "orchestrrl.gateway.service": GRPC | PYDANTIC | AIOHTTP | {"prometheus_client"},
+    "orchestrrl.weights.peer": GRPC | PYDANTIC | {"numpy", "xxhash"},
+    "orchestrrl.engines.simulated": PYDANTIC | AIOHTTP | {"prometheus_client", "xxhash", "yaml"},
+    "orchestrrl.daemon": GRPC | PYDANTIC | AIOHTTP | {"numpy", "prometheus_client", "yaml"},
+}
+
+
+@pytest.mark.parametrize("module", PROCESSES)
+def test_a_process_loads_no_more_than_it_needs(module: str) -> None:
+    code = (
+        f"import json, sys; before = set(sys.modules); import {module}; print(json.dumps([*set(sys.modules) - before]))"
+    )
+    loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    packages = {name.partition(".")[0] for name in loaded if not name.startswith("_")}
+    assert packages - set(sys.stdlib_module_names) - OURS <= PROCESSES[module]

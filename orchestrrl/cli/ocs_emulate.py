@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.text import Text
 
 from ocs_drivers.base import Clock
@@ -20,7 +19,7 @@ from ocs_drivers.model import BootBehaviour, Connectivity, Facts
 from ocs_drivers.virtual import VirtualWire
 from orchestrrl.addresses import remote_fault
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import ocs_group
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import reporting_errors, stdout
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.errors import Permanent, ProblemFaults
@@ -129,7 +128,7 @@ async def _serve(emulator: Emulator, protocol: str, host: str, port: int) -> Non
         facts = emulator.device.facts
         device = f"{facts.vendor} {facts.model}, {_sides(facts)}, moves in {duration(facts.reconfiguration_s)}"
         for text in (address, f"# {device}", f"ocs: [{_configured(protocol, address)}]"):
-            stdout.print(text, markup=False, soft_wrap=True)
+            stdout().print(text, markup=False, soft_wrap=True)
         await _show(emulator.device)
     finally:
         await emulator.stop()
@@ -147,7 +146,7 @@ async def _show(device: EmulatedDevice) -> None:
         words = " ".join(words.split())  # XML comes in lines
         shown = words if len(words) <= SHOWN_CHARS else f"{words[:SHOWN_CHARS]}... ({len(words)} characters)"
         age_s = at_s - device.switched_on_s
-        stdout.print(Text.assemble(f"{age_s:9.3f}  ", (f"{kind:8}", style), shown), soft_wrap=True)
+        stdout().print(Text.assemble(f"{age_s:9.3f}  ", (f"{kind:8}", style), shown), soft_wrap=True)
 
     device.on_setter = lambda command: line(device.clock.now_s(), "setter", "bold", command)
     events = device.glass.listen()
@@ -175,6 +174,8 @@ def _sides(facts: Facts) -> str:
 
 def _configured(protocol: str, address: str) -> str:
     """The switch as an item of the configuration's `ocs`, in YAML's short form."""
+    import yaml
+
     named = {"target": address} if protocol == GRPC else {"address": address, **DRIVER_OPTIONS.get(protocol, {})}
     item = {"id": DEVICE, "driver": protocol.partition("-")[0], "options": named}
     return yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000).strip()
@@ -230,6 +231,8 @@ def _address(listen: str, allow_remote: bool, wrong: list[str]) -> tuple[str, in
 
 
 def _schedule(path: Path | None, wrong: list[str]) -> FaultSchedule:
+    import yaml
+
     if path is None:
         return FaultSchedule()
     try:
@@ -243,6 +246,8 @@ def _schedule(path: Path | None, wrong: list[str]) -> FaultSchedule:
 
 def _quirks(given: Sequence[str], wrong: list[str]) -> dict[str, Any]:
     """`one_session=true` as `{"one_session": True}`: values are those of YAML."""
+    import yaml
+
     quirks: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -265,4 +270,4 @@ def _beyond(schedule: FaultSchedule, facts: Facts) -> list[str]:
 
 
 def register(app: typer.Typer) -> None:
-    ocs_group(app).command("emulate")(emulate)
+    group(app, "ocs").command("emulate")(emulate)

@@ -10,7 +10,7 @@ from rich.markup import escape
 from orchestrrl.addresses import DEFAULT_TARGET, check_url
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.groups import group
-from orchestrrl.cli.messages import control_pb2
+from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr, stdout
 from orchestrrl.cli.status import fetch_status, remarks
 from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable

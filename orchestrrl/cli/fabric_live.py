@@ -17,7 +17,7 @@ from orchestrrl.cli.fabric_words import (
     show_switch_times,
 )
 from orchestrrl.cli.groups import group
-from orchestrrl.cli.messages import fabric_pb2
+from orchestrrl.cli.lazy import fabric_pb2
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_lines, stdout
 from orchestrrl.cli.plan import Reason, TimeToLive
 from orchestrrl.cli.status import fabric_control_words, period_words

@@ -11,7 +11,7 @@ from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, ask
 from orchestrrl.cli.formats import bar, count, duration, percent
 from orchestrrl.cli.groups import group
-from orchestrrl.cli.messages import fabric_pb2
+from orchestrrl.cli.lazy import fabric_pb2
 from orchestrrl.cli.output import (
     EXIT_MALFORMED,
     JsonFlag,

@@ -1,5 +1,6 @@
 """`orchestrrl gate` and `orchestrrl cancel`: have requests stand still while weights change, and end answers."""
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,10 +10,8 @@ from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.gate_words import gate_lines, progress
 from orchestrrl.cli.groups import group
-from orchestrrl.cli.messages import agent_pb2, control_pb2
+from orchestrrl.cli.lazy import agent_pb2, control_pb2
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stderr, stdout
-from orchestrrl.engines.base import PauseMode
-from orchestrrl.operations import FrozenRequests
 
 if TYPE_CHECKING:
     from orchestrrl.rpc.control_client import ControlClient
@@ -20,6 +19,24 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.5
 USUAL_S = 60.0  # as the daemon has it
 ANSWER_S = 30.0  # beyond what is waited for
+
+
+class PauseMode(StrEnum):
+    """Those of engines.base, which loads more."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class FrozenRequests(StrEnum):
+    """Those of operations.py, which loads more."""
+
+    RECOMPUTE = "recompute"
+    CONTINUE = "continue"
+    RESTART = "restart"
+    TAKEN_BACK = "taken_back"
+
 
 WeightsOption = Annotated[
     str, typer.Option(metavar="FOLDER", help="Where these weights are: engines that are started later load them there.")

@@ -6,8 +6,6 @@ from typing import Annotated
 import typer
 
 from orchestrrl.cli.output import reporting_errors
-from orchestrrl.gateway.routing import DEFAULT_POLICY, STRATEGIES, Slack
-from orchestrrl.gateway.versions import OnStale
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +32,9 @@ def gateway(
         list[str] | None, typer.Option(help="ID=URL of an engine; repeat it. The daemon's routes replace these.")
     ] = None,
     daemon: Annotated[str | None, typer.Option(help="The daemon's address, HOST:PORT or unix:PATH.")] = None,
-    policy: Annotated[str, typer.Option(help=" | ".join(STRATEGIES))] = DEFAULT_POLICY,
+    policy: Annotated[
+        str, typer.Option(help="load_index | least_tokens | prefix_affinity | round_robin")
+    ] = "load_index",
     affinity: Annotated[
         list[str] | None,
         typer.Option(help="TAG=POOL: requests of this tag prefer the engines of this pool; repeat it."),
@@ -45,7 +45,7 @@ def gateway(
     affinity_slack: Annotated[
         int,
         typer.Option(help="An engine is preferred up to a quarter and this many requests beyond the least loaded one."),
-    ] = Slack().requests,
+    ] = 8,
     queue_depth: Annotated[
         int,
         typer.Option(
@@ -65,7 +65,7 @@ def gateway(
         int,
         typer.Option(help="End requests whose oldest token is more policy versions behind than this; -1: none."),
     ] = -1,
-    on_stale: Annotated[str, typer.Option(help=f"What becomes of these: {' | '.join(OnStale)}.")] = OnStale.ABORT,
+    on_stale: Annotated[str, typer.Option(help="What becomes of these: abort | restart.")] = "abort",
     processes: Annotated[
         int, typer.Option(help="Serve with this many processes on one port; the daemon sees each as a gateway.")
     ] = 1,

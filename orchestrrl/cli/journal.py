@@ -9,7 +9,7 @@ import typer
 from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, follow
 from orchestrrl.cli.formats import time_of_day
-from orchestrrl.cli.messages import control_pb2
+from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag
 from orchestrrl.journal_kinds import Kind
 from orchestrrl.rpc.plain import plain

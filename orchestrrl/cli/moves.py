@@ -8,7 +8,7 @@ from rich.markup import escape
 from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.formats import duration, load_index, time_of_day
-from orchestrrl.cli.messages import control_pb2
+from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table
 from orchestrrl.cli.status import policy_summary
 

@@ -11,7 +11,7 @@ from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, ask
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.groups import group
-from orchestrrl.cli.messages import control_pb2, ocs_pb2
+from orchestrrl.cli.lazy import control_pb2, ocs_pb2
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_table, reporting_errors, stderr, stdout
 from orchestrrl.errors import ProblemFaults
 

@@ -8,7 +8,7 @@ from rich.markup import escape
 from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.groups import group
-from orchestrrl.cli.messages import fabric_pb2
+from orchestrrl.cli.lazy import fabric_pb2
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_lines, print_table, stderr
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import typer
 from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.groups import group
-from orchestrrl.cli.messages import control_pb2
+from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag, print_json, stdout
 from orchestrrl.cli.plan import Reason, TimeToLive
 from orchestrrl.cli.status import pause_words

@@ -12,7 +12,7 @@ from orchestrrl.cli.control import DaemonOption, answer, ask, follow
 from orchestrrl.cli.formats import duration, seconds, time_of_day
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.journal import print_line
-from orchestrrl.cli.messages import control_pb2
+from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, stdout
 from orchestrrl.cli.status import control_words, fetch_status
 from orchestrrl.errors import ProblemFaults

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrrl.addresses import DEFAULT_TARGET
-from orchestrrl.cli import switch_words as words
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.groups import group
-from orchestrrl.cli.messages import control_pb2
+from orchestrrl.cli.lazy import control_pb2
+from orchestrrl.cli.lazy import switch_words as words
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, stdout
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,11 +13,9 @@ from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.explain import calibration
 from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate, time_of_day
 from orchestrrl.cli.gate_words import gate_lines
-from orchestrrl.cli.messages import control_pb2, weights_pb2
+from orchestrrl.cli.lazy import control_pb2, switch_words, weights_pb2
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stdout
-from orchestrrl.cli.switch_words import switch_summary
 from orchestrrl.errors import Permanent
-from planner.model import Mode
 
 if TYPE_CHECKING:
     from orchestrrl.rpc.control_client import ControlClient
@@ -27,6 +26,13 @@ WORKER_COLUMNS = (
     *("worker", "health", "run", "wait", "max", "KV used", "KV tokens", "decode", "load", "seen", "step times"),
     *("runs as", "pool"),
 )
+
+
+class Mode(StrEnum):
+    """The planner's modes, without its model."""
+
+    ADVISE = "advise"
+    ACT = "act"
 
 
 def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
@@ -188,7 +194,7 @@ def summary(seen: dict[str, Any]) -> list[str]:
         f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_words(seen['plan_control'])}",
         calibration(seen["plan_calibration"]),
         *gate_summary(seen["gate"]),
-        *switch_summary(seen["switch"]),
+        *switch_words.switch_summary(seen["switch"]),
         *fabric_summary(seen),
         *(f"[yellow]{pause['part']} is paused[/yellow]: {escape(pause_words(pause))}" for pause in seen["pauses"]),
     ]

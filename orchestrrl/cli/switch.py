@@ -6,9 +6,9 @@ import typer
 from rich.markup import escape
 
 from orchestrrl.addresses import DEFAULT_TARGET
-from orchestrrl.cli import switch_words as words
 from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.messages import control_pb2
+from orchestrrl.cli.lazy import control_pb2
+from orchestrrl.cli.lazy import switch_words as words
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors
 from orchestrrl.cli.switch_follow import advice, first, look, looks, reports, until_over
 from orchestrrl.errors import ProblemFaults

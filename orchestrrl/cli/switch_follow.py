@@ -12,9 +12,9 @@ import typer
 from rich.live import Live
 from rich.markup import escape
 
-from orchestrrl.cli import switch_words as words
 from orchestrrl.cli.control import answer, ask
-from orchestrrl.cli.messages import control_pb2
+from orchestrrl.cli.lazy import control_pb2
+from orchestrrl.cli.lazy import switch_words as words
 from orchestrrl.cli.output import stderr, stdout
 from orchestrrl.errors import OutcomeUnknown, Retryable
 from orchestrrl.rpc.plain import plain

@@ -12,21 +12,19 @@ from rich.markup import escape
 from rich.text import Text
 
 from orchestrrl.addresses import DEFAULT_TARGET
-from orchestrrl.cli import sync_words as words
 from orchestrrl.cli.control import DaemonOption, ask
 from orchestrrl.cli.groups import group
-from orchestrrl.cli.messages import weights_pb2 as pb
+from orchestrrl.cli.lazy import sync_words as words
+from orchestrrl.cli.lazy import weights_pb2 as pb
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors, stderr, stdout
 from orchestrrl.cli.plan import Reason
 from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.rpc.plain import plain
-from orchestrrl.sync_advice import advice
-from orchestrrl.sync_profile import SyncProfile
-from orchestrrl.sync_profile import profile as profile_of
-from orchestrrl.sync_reports import SyncReport, WeightsStatus
 
 if TYPE_CHECKING:
     from orchestrrl.rpc.control_client import ControlClient
+    from orchestrrl.sync_profile import SyncProfile
+    from orchestrrl.sync_reports import SyncReport, WeightsStatus
 
 SHOWN = 20
 LOOK_EVERY_S = 0.5
@@ -109,6 +107,8 @@ def profile(
 
     Example: `orchestrrl sync profile --last 10 --picture syncs.png`
     """
+    from orchestrrl.sync_profile import profile as profile_of
+
     with reporting_errors():
         if version is not None and last > 1:
             raise ProblemFaults([f"--last: cannot go with a version, got {last}"])
@@ -198,7 +198,7 @@ def install(
 # --- asking
 
 
-async def _profiled(client: "ControlClient", version: int | None, last: int) -> list[SyncReport]:
+async def _profiled(client: "ControlClient", version: int | None, last: int) -> "list[SyncReport]":
     """With their edges, the newest first."""
     if last == 1:
         return [_report(await client.ask(client.weights.GetSync, pb.GetSyncRequest(version=version)))]
@@ -232,7 +232,7 @@ async def _watched(client: "ControlClient", sync_id: str) -> "AsyncIterator[pb.S
             await asyncio.sleep(LOOK_EVERY_S)
 
 
-def _report(message: "pb.SyncReport") -> SyncReport:
+def _report(message: "pb.SyncReport") -> "SyncReport":
     from orchestrrl.rpc.convert_weights import report_from_pb
 
     try:
@@ -241,7 +241,7 @@ def _report(message: "pb.SyncReport") -> SyncReport:
         raise Permanent(f"the daemon is newer than this command: {error}") from None
 
 
-def _status(message: "pb.WeightsStatus") -> WeightsStatus:
+def _status(message: "pb.WeightsStatus") -> "WeightsStatus":
     from orchestrrl.rpc.convert_weights import status_from_pb
 
     with reporting_errors():
@@ -264,7 +264,7 @@ def _tell(daemon: str, conversation: Any, what: str, as_json: bool) -> None:
 # --- showing
 
 
-def _show_profile(took: SyncProfile) -> None:
+def _show_profile(took: "SyncProfile") -> None:
     print_lines(words.profile_lines(took))
     if not took.rows:
         return
@@ -275,19 +275,21 @@ def _show_profile(took: SyncProfile) -> None:
     print_lines(words.advice_lines([took]))
 
 
-def _show_last(profiles: list[SyncProfile]) -> None:
+def _show_last(profiles: "list[SyncProfile]") -> None:
     title = f"Phases of {len(profiles)} versions" if len(profiles) > 1 else "Phases"
     print_table(title, words.LAST_COLUMNS, words.last_rows(profiles), left=words.WORDY)
     print_lines(words.advice_lines(profiles))
 
 
-def _print_engines(report: SyncReport) -> None:
+def _print_engines(report: "SyncReport") -> None:
     if report.engines:
         rows = words.engine_rows(report.engines)
         print_table("Engines", words.ENGINE_COLUMNS, rows, left=words.WORDY, optional=("remark",))
 
 
-def _profile_json(took: SyncProfile) -> dict[str, Any]:
+def _profile_json(took: "SyncProfile") -> dict[str, Any]:
+    from orchestrrl.sync_advice import advice
+
     report = took.report
     return {
         "sync_id": report.id,
@@ -317,7 +319,7 @@ def _profile_json(took: SyncProfile) -> dict[str, Any]:
     }
 
 
-def _draw(profiles: list[SyncProfile], target: Path) -> None:
+def _draw(profiles: "list[SyncProfile]", target: Path) -> None:
     from orchestrrl.sync_pictures import draw
 
     try:

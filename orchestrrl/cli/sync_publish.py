@@ -12,14 +12,14 @@ from rich.markup import escape
 from rich.text import Text
 
 from orchestrrl.addresses import DEFAULT_TARGET
-from orchestrrl.cli import sync_words as words
 from orchestrrl.cli.control import DaemonOption, address_faults
 from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import sync_words as words
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, reporting_errors, stderr, stdout
 from orchestrrl.errors import Permanent, ProblemFaults
-from orchestrrl.sync_reports import SyncPhase, SyncReport
 
 if TYPE_CHECKING:
+    from orchestrrl.sync_reports import SyncReport
     from orchestrrl.weights.client import Publishing, WeightsClient
     from orchestrrl.weights.trainer_boxes import Piece
 
@@ -102,7 +102,9 @@ def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "
     return pieces
 
 
-def _carried(client: "WeightsClient", version: int, pieces: "list[Piece]", next_gate: bool, quiet: bool) -> SyncReport:
+def _carried(
+    client: "WeightsClient", version: int, pieces: "list[Piece]", next_gate: bool, quiet: bool
+) -> "SyncReport":
     """How it ended, or that it waits for the gate. Raises OrchestrRLError."""
     from orchestrrl.weights.client import SyncAborted
 
@@ -125,12 +127,14 @@ def _carried(client: "WeightsClient", version: int, pieces: "list[Piece]", next_
         return aborted.report
 
 
-def _waits_for_gate(report: SyncReport) -> bool:
+def _waits_for_gate(report: "SyncReport") -> bool:
+    from orchestrrl.sync_reports import SyncPhase
+
     return any(took.phase is SyncPhase.NEXT_GATE and took.ended_s is None for took in report.phases)
 
 
 @contextmanager
-def _telling(quiet: bool) -> Iterator[Callable[[SyncReport], None]]:
+def _telling(quiet: bool) -> Iterator[Callable[["SyncReport"], None]]:
     """On a terminal a few lines that are renewed; else a line for what is new."""
     if stdout().is_terminal and not quiet:
         with Live(console=stdout(), transient=True, refresh_per_second=4) as live:
@@ -138,7 +142,7 @@ def _telling(quiet: bool) -> Iterator[Callable[[SyncReport], None]]:
         return
     before: list[SyncReport | None] = [None]
 
-    def tell(report: SyncReport) -> None:
+    def tell(report: "SyncReport") -> None:
         if not report.over:
             for line in words.news(before[0], report, time.time()):
                 stderr().print(line, soft_wrap=True)

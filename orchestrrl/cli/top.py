@@ -15,7 +15,7 @@ from orchestrrl.cli.control import DaemonOption, answer, ask, follow
 from orchestrrl.cli.explain import headline
 from orchestrrl.cli.formats import UNKNOWN, bar, load_index, percent, rate
 from orchestrrl.cli.journal import print_line
-from orchestrrl.cli.messages import control_pb2
+from orchestrrl.cli.lazy import control_pb2, switch_words
 from orchestrrl.cli.moves import move_row, reasons
 from orchestrrl.cli.output import JsonFlag, print_json, stdout
 from orchestrrl.cli.status import (
@@ -30,7 +30,6 @@ from orchestrrl.cli.status import (
     trouble,
     weights_summary,
 )
-from orchestrrl.cli.switch_words import switch_summary
 from orchestrrl.errors import OrchestrRLError, Permanent
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def picture(seen: dict[str, Any]) -> RenderableType:
     whole, worries = summary(status), trouble(status)
     parts: list[RenderableType] = [*whole[: 4 + len(worries)], *gate_summary(status["gate"])]
     parts += weights_summary(seen["weights"], status["now_unix_s"])
-    parts += [*switch_summary(status["switch"]), _workers(status["workers"])]
+    parts += [*switch_words.switch_summary(status["switch"]), _workers(status["workers"])]
     if balance is not None:
         parts += [*reasons(balance), *_moves(balance["moves"])]
     else:

@@ -6,19 +6,29 @@ import json
 import os
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from ocs_drivers.emulators.registry import EMULATORS
+from orchestrrl.cli import gate, status
 from orchestrrl.cli.commands import COMMANDS
 from orchestrrl.cli.engine import simulated
 from orchestrrl.cli.gateway import gateway
 from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.cli.groups import GROUPS
 from orchestrrl.cli.main import application, load
+from orchestrrl.cli.ocs_emulate import PROTOCOLS
+from orchestrrl.cli.ocs_emulator import GRPC
+from orchestrrl.engines.base import PauseMode
 from orchestrrl.engines.simulated import SimulatedOptions
+from orchestrrl.gateway.routing import DEFAULT_POLICY, STRATEGIES
+from orchestrrl.gateway.versions import OnStale
+from orchestrrl.operations import FrozenRequests
+from planner.model import Mode
 
 LISTING = """
 import json, sys
@@ -121,8 +131,20 @@ def test_written_defaults_are_those_of_what_is_run() -> None:
     for name, parameter in inspect.signature(simulated).parameters.items():
         if (field := names.get(name, name)) in SimulatedOptions.model_fields and name != "lengths":
             assert parameter.default == getattr(options, field), name
+    assert (*sorted(EMULATORS), GRPC) == PROTOCOLS
     flags, options_of = inspect.signature(gateway).parameters, inspect.signature(read_options).parameters
-    assert flags["keep_from_s"].default == options_of["keep_from_s"].default
+    for name in ("affinity_slack", "keep_from_s", "on_stale"):
+        assert flags[name].default == options_of[name].default
+    assert flags["policy"].default == DEFAULT_POLICY
+    helps = {name: flags[name].annotation.__metadata__[0].help for name in ("policy", "on_stale")}
+    assert helps == {"policy": " | ".join(STRATEGIES), "on_stale": f"What becomes of these: {' | '.join(OnStale)}."}
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [(status.Mode, Mode), (gate.PauseMode, PauseMode), (gate.FrozenRequests, FrozenRequests)]
+)
+def test_written_choices_are_those_of_what_is_run(written: type[Enum], meant: type[Enum]) -> None:
+    assert {each.name: each.value for each in written} == {each.name: each.value for each in meant}
 
 
 def test_values_are_converted_as_typer_does() -> None:

@@ -17,7 +17,7 @@ from ocs_drivers.emulators.base import Panel
 from ocs_drivers.emulators.registry import EMULATORS, make_emulator
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
-from orchestrrl.cli import ocs_emulate
+from orchestrrl.cli import ocs_emulator
 from orchestrrl.cli.main import application
 
 DEADLINE_S = 120.0
@@ -26,7 +26,7 @@ PATIENT = {"tune_timeout_s": DEADLINE_S}
 
 def configured(protocol: str, address: str) -> dict[str, Any]:
     """What the command prints for a configuration, read as one."""
-    item: dict[str, Any] = yaml.safe_load(ocs_emulate._configured(protocol, address))
+    item: dict[str, Any] = yaml.safe_load(ocs_emulator._configured(protocol, address))
     return item
 
 
@@ -69,7 +69,7 @@ async def test_a_driver_as_it_is_told_drives_it_and_everything_is_shown(tmp_path
 
 
 async def test_the_service_of_drivers_of_ones_own_is_a_protocol_too() -> None:
-    emulator = ocs_emulate.GrpcEmulator(Panel(4, 2, reconfiguration_s=0.001))
+    emulator = ocs_emulator.GrpcEmulator(Panel(4, 2, reconfiguration_s=0.001))
     item = configured("grpc", await emulator.start())
     driver = make_driver(item["driver"], "ocs1", item["options"])
     assert (await carry_out(driver, (CrossConnect(4, 6),))).done

@@ -89,8 +89,8 @@ def spare_conversions(command: Any, ctx: Any) -> None:
 
 
 def _process(parameter: Any, convert: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
-    wanted, many = parameter.type_descriptor.annotation, parameter.multiple or parameter.nargs != 1
-    fits = not many and isinstance(wanted, type) and isinstance(value, wanted)
+    wanted, many = parameter.type_descriptor.annotation, parameter.multiple or parameter.nargs == -1
+    fits = isinstance(wanted, type) and isinstance(value, wanted)
     if value is None and (ctx.resilient_parsing or not parameter.required):
         value = () if many else None
     elif not fits or (wanted is not str and value is not parameter.default):  # it may be out of range

@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
+DEFAULT_TARGET = "127.0.0.1:7070"  # where a daemon listens
+
 # localhost and 127.0.0.1. Servers on IPv6's may be others, on one port.
 LOOPBACK = "127.0.0.1"
 LOOPBACK_IPV6 = "::1"

@@ -16,9 +16,9 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.fabric_intents import intent_to_json
 from orchestrrl.periods import PeriodReport
-from orchestrrl.rpc.channel import DEFAULT_TARGET
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.convert_fabric import period_from_pb
 from orchestrrl.rpc.pb import fabric_pb2

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+if TYPE_CHECKING:  # every process raises errors, few check models
+    from pydantic import BaseModel, ValidationError
 
 
 class OrchestrRLError(Exception):
@@ -52,7 +53,7 @@ def path_of(location: tuple[int | str, ...]) -> str:
     return path or "(document)"
 
 
-def faults_of(error: ValidationError, model: type[BaseModel] | None = None) -> list[str]:
+def faults_of(error: "ValidationError", model: "type[BaseModel] | None" = None) -> list[str]:
     """One line per fault of a pydantic validation, as `path.to.field: what is wrong, got VALUE`. With the `model` that
     was validated, an unknown field names the known one that it resembles."""
     faults = []
@@ -76,7 +77,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _fields_beside(model: type[BaseModel] | None, location: tuple[int | str, ...]) -> Iterable[str]:
+def _fields_beside(model: "type[BaseModel] | None", location: tuple[int | str, ...]) -> Iterable[str]:
     """Return the names of the known fields where a fault of a model lies."""
     where: Any = model
     for part in location[:-1]:
@@ -88,7 +89,7 @@ def _fields_beside(model: type[BaseModel] | None, location: tuple[int | str, ...
 def _within(annotation: Any, part: int | str) -> Any:
     """Return the annotation of a member: a model's field, a list's or a mapping's value."""
     for each in _alternatives(annotation):
-        if isinstance(each, type) and issubclass(each, BaseModel):
+        if _is_model(each):
             if isinstance(part, str) and part in each.model_fields:
                 return each.model_fields[part].annotation
         elif (arguments := get_args(each)) and (isinstance(part, int) or get_origin(each) is dict):
@@ -96,9 +97,14 @@ def _within(annotation: Any, part: int | str) -> Any:
     return None
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    found = (each for each in _alternatives(annotation) if isinstance(each, type) and not get_args(each))
-    return next((each for each in found if issubclass(each, BaseModel)), None)
+def _section(annotation: Any) -> "type[BaseModel] | None":
+    return next(filter(_is_model, _alternatives(annotation)), None)
+
+
+def _is_model(annotation: Any) -> "TypeGuard[type[BaseModel]]":
+    from pydantic import BaseModel
+
+    return isinstance(annotation, type) and not get_args(annotation) and issubclass(annotation, BaseModel)
 
 
 def _alternatives(annotation: Any) -> list[Any]:

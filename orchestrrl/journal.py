@@ -22,7 +22,6 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -49,6 +48,7 @@ from orchestrrl.journal_guard import (
     roll_back,
     write_meta,
 )
+from orchestrrl.journal_kinds import Kind as Kind
 from orchestrrl.journal_values import EARLIEST_S, LATEST_S, body_faults, can_be_written
 
 logger = logging.getLogger(__name__)
@@ -57,56 +57,6 @@ _Value = TypeVar("_Value")
 
 # How many appends pass between two removals of old entries.
 PRUNE_EVERY = 1000
-
-
-class Kind(StrEnum):
-    """What an entry tells. Operations have an intent before anything is sent and a result when it is known."""
-
-    DAEMON_STARTED = "daemon.started"
-    DAEMON_STOPPED = "daemon.stopped"
-    CONFIG_RELOADED = "config.reloaded"
-    MODE = "mode"
-    JOURNAL_DAMAGED = "journal.damaged"  # entries before this one were lost, or may have been
-    JOURNAL_CONFIRMED = "journal.confirmed"  # an operator has confirmed it
-    NODE_ATTACHED = "node.attached"
-    NODE_DETACHED = "node.detached"
-    NODE_DOUBLE = "node.double"  # a node came whose id another one has that is there
-    ENGINE_HEALTH = "engine.health"
-    ENGINE_FAILOVERS = "engine.failovers"  # requests went on after their engine failed, as one gateway reported
-    ENGINE_REMARKS = "engine.remarks"  # several agents report it, or it has several names; none: no longer
-    ENGINES = "engines"  # an operator added, drained or removed one; who stands how since
-    STEP_ENDED = "step.ended"
-    PLAN = "plan"
-    PLAN_ACTED = "plan.acted"
-    PLAN_ACTUAL = "plan.actual"
-    PLAN_CALIBRATION = "plan.calibration"
-    PLAN_CONTROL = "plan.control"
-    DEPLOYMENT_BEGAN = "deployment.began"
-    DEPLOYMENT_ENDED = "deployment.ended"
-    SWITCH_BEGAN = "switch.began"
-    SWITCH_STEP = "switch.step"
-    SWITCH_ENDED = "switch.ended"
-    ENGINE_STARTED = "engine.started"
-    ENGINE_STOPPED = "engine.stopped"
-    PROFILE_REFITTED = "profile.refitted"
-    BALANCE = "balance"
-    GATE = "gate"
-    ROUTES = "routes"
-    OPERATION_INTENT = "operation.intent"
-    OPERATION_SENT = "operation.sent"
-    OPERATION_RESULT = "operation.result"
-    CIRCUITS_INTENT = "circuits.intent"
-    CIRCUITS_RESULT = "circuits.result"
-    CIRCUITS_OWNED = "circuits.owned"  # of a switch: which of its circuits are ours since
-    PERIOD_INTENT = "period.intent"  # of a name, as it was announced last
-    PERIOD = "period"  # a period has ended: committed, kept, superseded or failed
-    FABRIC_CONTROL = "fabric.control"  # an operator's pins, override and masks
-    STEERED = "fabric.steered"  # over which cross-connects packets are routed
-    HOLDS = "holds"  # what an operator has paused
-    SYNC_BEGAN = "sync.began"  # a weight version was published
-    SYNC_STEP = "sync.step"  # how it stands; what it is about to do is written down before
-    SYNC_ENDED = "sync.ended"
-    WEIGHTS = "weights"  # the version that the fleet is committed to, and engines that have not got it
 
 
 @dataclass(frozen=True, slots=True)

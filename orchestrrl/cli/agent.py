@@ -4,25 +4,21 @@ import random
 from collections.abc import Coroutine
 from pathlib import Path
 from socket import gethostname
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 
-from orchestrrl.addresses import check_url, same_address
-from orchestrrl.agent.health import Limits
-from orchestrrl.agent.host import with_host_facts
-from orchestrrl.agent.probe_link import Probe
-from orchestrrl.agent.sidecar import Agent
+from orchestrrl.addresses import DEFAULT_TARGET, check_url, same_address
 from orchestrrl.cli.control import DaemonOption, address_faults
-from orchestrrl.cli.groups import SERVICES
 from orchestrrl.cli.output import reporting_errors
 from orchestrrl.cli.running import VerboseFlag, keep_loaded, serve
-from orchestrrl.clock import WallClock
-from orchestrrl.engines.base import Engine, connect
 from orchestrrl.errors import Permanent, ProblemFaults
-from orchestrrl.rpc.channel import DEFAULT_TARGET, first_of
-from planner.model import EngineId, NodeId
+
+if TYPE_CHECKING:
+    from orchestrrl.agent.health import Limits
+    from orchestrrl.engines.base import Engine
+    from planner.model import EngineId, NodeId
 
 
 def agent(
@@ -58,6 +54,12 @@ def agent(
 
     Example: `orchestrrl agent --rings /dev/shm/orchestrrl-rings`
     """
+    # Imported here so that help and completion need none of it.
+    from orchestrrl.agent.probe_link import Probe
+    from orchestrrl.clock import WallClock
+    from orchestrrl.rpc.channel import first_of
+    from planner.model import EngineId, NodeId
+
     with reporting_errors():
         urls = urls or []
         url_faults = _url_faults(urls)
@@ -81,8 +83,12 @@ def agent(
 
 
 async def _run(
-    node_id: NodeId, engines: dict[EngineId, Engine], daemon: str, interval_s: float, limits: Limits
+    node_id: "NodeId", engines: "dict[EngineId, Engine]", daemon: str, interval_s: float, limits: "Limits"
 ) -> None:
+    from orchestrrl.agent.host import with_host_facts
+    from orchestrrl.agent.sidecar import Agent
+    from orchestrrl.clock import WallClock
+
     sidecar = Agent(
         node_id,
         engines,
@@ -125,14 +131,18 @@ def _name_faults(urls: list[str], names: list[str]) -> list[str]:
     return faults
 
 
-def _connect(product: str, url: str) -> Engine:
+def _connect(product: str, url: str) -> "Engine":
+    from orchestrrl.engines.base import connect
+
     try:
         return connect(product, url)
     except Permanent as error:
         raise ProblemFaults([f"--engine: {error}"]) from error
 
 
-def _limits(slow_after_s: float, gone_after_s: float, rate_window_s: float) -> Limits:
+def _limits(slow_after_s: float, gone_after_s: float, rate_window_s: float) -> "Limits":
+    from orchestrrl.agent.health import Limits
+
     try:
         return Limits(slow_after_s, gone_after_s, rate_window_s)
     except ValueError as error:
@@ -140,4 +150,4 @@ def _limits(slow_after_s: float, gone_after_s: float, rate_window_s: float) -> L
 
 
 def register(app: typer.Typer) -> None:
-    app.command(rich_help_panel=SERVICES)(agent)
+    app.command()(agent)

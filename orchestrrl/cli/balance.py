@@ -1,15 +1,13 @@
 """`orchestrrl balance`: the moves that the fast loop would make on a fleet described in a file."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from pydantic import Field
 
-from balancer.load import Problem, Request, Worker
-from balancer.migrate import Balance, decide
-from orchestrrl.cli.output import JsonFlag, print_json, print_table, reporting_errors, stdout
-from orchestrrl.cli.problem import ProblemFile, ProblemPart, read_problem, unique
-from planner.model import EngineId, RequestId
+from orchestrrl.cli.output import JsonFlag, ProblemFile, print_json, print_table, reporting_errors, stdout
+
+if TYPE_CHECKING:
+    from balancer.migrate import Balance
 
 STOPPED = {
     "within_theta": "the spread of load indices is within theta",
@@ -30,65 +28,24 @@ Example:
 """
 
 
-class RequestPart(ProblemPart):
-    id: str
-    context_tokens: int = Field(ge=0)
-
-
-class WorkerPart(ProblemPart):
-    id: str
-    running: list[RequestPart]
-    waiting: list[RequestPart]
-    kv_capacity_tokens: int = Field(ge=0)
-    kv_free_tokens: int = Field(ge=0)
-    max_sequences: int = Field(ge=0)
-    decode_tokens_per_s: float | None = Field(ge=0)
-
-
-class BalanceProblem(ProblemPart):
-    theta: float = Field(ge=0)
-    workers: list[WorkerPart]
-
-
-CHECKS = (unique("workers[].id"), unique("workers[].running[].id", "workers[].waiting[].id"))
-
-
 def register(app: typer.Typer) -> None:
     app.command("balance", help=HELP)(balance)
 
 
 def balance(file: ProblemFile, as_json: JsonFlag = False) -> None:
+    from balancer.migrate import decide
+    from orchestrrl.cli.balance_problem import CHECKS, BalanceProblem, problem_of
+    from orchestrrl.cli.problem import read_problem
+
     with reporting_errors():
-        result = decide(_problem(read_problem(file, BalanceProblem, CHECKS)))
+        result = decide(problem_of(read_problem(file, BalanceProblem, CHECKS)))
     if as_json:
         print_json(_json(result))
     else:
         _show(result)
 
 
-def _problem(read: BalanceProblem) -> Problem:
-    return Problem(
-        read.theta,
-        tuple(
-            Worker(
-                id=EngineId(worker.id),
-                running=_requests(worker.running),
-                waiting=_requests(worker.waiting),
-                kv_capacity_tokens=worker.kv_capacity_tokens,
-                kv_free_tokens=worker.kv_free_tokens,
-                max_sequences=worker.max_sequences,
-                decode_tokens_per_s=worker.decode_tokens_per_s,
-            )
-            for worker in read.workers
-        ),
-    )
-
-
-def _requests(parts: list[RequestPart]) -> tuple[Request, ...]:
-    return tuple(Request(RequestId(part.id), part.context_tokens) for part in parts)
-
-
-def _json(result: Balance) -> dict[str, Any]:
+def _json(result: "Balance") -> dict[str, Any]:
     return {
         "load_index": {
             worker: {"before": before, "after": result.load_after[worker]}
@@ -104,7 +61,7 @@ def _json(result: Balance) -> dict[str, Any]:
     }
 
 
-def _show(result: Balance) -> None:
+def _show(result: "Balance") -> None:
     leaving: dict[str, int] = {}
     arriving: dict[str, int] = {}
     for move in result.moves:
@@ -124,8 +81,10 @@ def _show(result: Balance) -> None:
             ("request", "from", "to", "state"),
             ((move.request, move.source, move.destination, move.state.value) for move in result.moves),
         )
-    stdout.print(f"Spread {_shown(result.spread_before)} before, {_shown(result.spread_after)} after; stopped because")
-    stdout.print(f"{STOPPED.get(result.stopped_because, result.stopped_because)} ({result.stopped_because}).")
+    stdout().print(
+        f"Spread {_shown(result.spread_before)} before, {_shown(result.spread_after)} after; stopped because"
+    )
+    stdout().print(f"{STOPPED.get(result.stopped_because, result.stopped_because)} ({result.stopped_because}).")
 
 
 def _shown(index: float | None) -> str:

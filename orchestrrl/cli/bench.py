@@ -31,7 +31,7 @@ def bench(
 
     with reporting_errors():
         names = chosen(only or [])
-        figures = run(names, out.parent / "bench", lambda name: stderr.print(f"{name} ..."))
+        figures = run(names, out.parent / "bench", lambda name: stderr().print(f"{name} ..."))
         write(figures, out)
     if json:
         print_json(as_json(figures))

@@ -1,23 +1,25 @@
 """How commands talk to a running daemon: where it is, and one conversation with it."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import grpc
 import typer
-from google.protobuf.message import Message
 
 from orchestrrl.addresses import parse_address
 from orchestrrl.cli.output import reporting_errors
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.errors import ProblemFaults
-from orchestrrl.rpc.control_client import CALL_TIMEOUT_S, ControlClient
 from orchestrrl.rpc.plain import plain
+
+if TYPE_CHECKING:
+    import grpc
+    from google.protobuf.message import Message
+
+    from orchestrrl.rpc.control_client import ControlClient
 
 _Result = TypeVar("_Result")
 _Request = TypeVar("_Request")
-_Response = TypeVar("_Response", bound=Message)
+_Response = TypeVar("_Response", bound="Message")
 
 DAEMON_VARIABLE = "ORCHESTRRL_DAEMON"
 
@@ -38,8 +40,11 @@ def address_faults(address: str) -> list[str]:
     return []
 
 
-def ask(address: str, conversation: Callable[[ControlClient], Awaitable[_Result]]) -> _Result:
+def ask(address: str, conversation: Callable[["ControlClient"], Awaitable[_Result]]) -> _Result:
     """The result of a conversation with the daemon; its errors become messages and exit statuses."""
+    import asyncio
+
+    from orchestrrl.rpc.control_client import ControlClient
 
     async def converse() -> _Result:
         async with ControlClient(address) as client:
@@ -51,18 +56,19 @@ def ask(address: str, conversation: Callable[[ControlClient], Awaitable[_Result]
 
 
 async def answer(
-    client: ControlClient,
-    method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
+    client: "ControlClient",
+    method: "grpc.aio.UnaryUnaryMultiCallable[_Request, _Response]",
     request: _Request,
-    timeout_s: float = CALL_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """The daemon's answer to one request, as plain values."""
     response = await client.ask(method, request, timeout_s)
     return plain(response)
 
 
-def follow(address: str, conversation: Callable[[ControlClient], Awaitable[None]]) -> None:
+def follow(address: str, conversation: Callable[["ControlClient"], Awaitable[None]]) -> None:
     """A conversation that lasts until the daemon ends it or the operator does."""
+    from orchestrrl.rpc.control_client import ControlClient
 
     async def converse() -> None:
         async with ControlClient(address) as client:

@@ -2,15 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_table, reporting_errors, stdout
 from orchestrrl.cli.running import VerboseFlag, keep_loaded, serve
-from orchestrrl.clock import WallClock
-from orchestrrl.config import EXAMPLE, Config, Reloadable, load_config
 from planner.model import Mode
+
+if TYPE_CHECKING:
+    from orchestrrl.config import Config
 
 
 def daemon(
@@ -25,6 +26,8 @@ def daemon(
     Example: `orchestrrl daemon -c orchestrrl.yaml --mode act`
     """
     # Imported here so that every other command starts without the planner's numerics.
+    from orchestrrl.clock import WallClock
+    from orchestrrl.config import Reloadable
     from orchestrrl.daemon import run_daemon
 
     with reporting_errors():
@@ -47,6 +50,8 @@ def check_config(
 
     Example: `orchestrrl check-config --print-example > orchestrrl.yaml && orchestrrl check-config orchestrrl.yaml`
     """
+    from orchestrrl.config import EXAMPLE, load_config
+
     if print_example:
         sys.stdout.write(EXAMPLE)
         return
@@ -60,7 +65,7 @@ def check_config(
         _print_config(config)
 
 
-def _print_config(config: Config) -> None:
+def _print_config(config: "Config") -> None:
     listen, fast, slow = config.listen, config.fast, config.slow
     where = f"{listen.address}" + (f" and {listen.socket}" if listen.socket else "")
     acting = "decides and explains, changes nothing"
@@ -81,9 +86,9 @@ def _print_config(config: Config) -> None:
         ("switches", ", ".join(f"{entry.id} ({entry.driver})" for entry in config.ocs) or None),
     ]
     print_table("configuration", ("setting", "value"), rows)
-    stdout.print("no faults")
+    stdout().print("no faults")
 
 
 def register(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Services")(daemon)
+    app.command()(daemon)
     app.command("check-config")(check_config)

@@ -1,6 +1,5 @@
 """`orchestrrl demo`: see it work, on simulated engines or on real vLLM servers."""
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -132,6 +131,8 @@ def _demo_switch(scenario: "Scenario", seeds: list[int], out: Path, json: bool) 
 
 def _with_progress(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Outcome:
     """Its outcome; a bar tells meanwhile how far it is."""
+    import asyncio
+
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     with Progress(
@@ -139,7 +140,7 @@ def _with_progress(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) ->
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=stderr,
+        console=stderr(),
         transient=True,
     ) as bars:
         task = bars.add_task("", total=None)

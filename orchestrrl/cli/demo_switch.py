@@ -18,7 +18,7 @@ def print_switch_demo(demo: SwitchDemo) -> None:
     for outcome in demo.seeds:
         for switched in outcome.free.switches:
             report = dict(switched.report)
-            stdout.print(time_line(report, report["created_unix_s"]))
+            stdout().print(time_line(report, report["created_unix_s"]))
             began_s = at_s(switched, outcome.free, speed)
             print_table(
                 f"{change_words(report)} at {began_s:.0f} engine seconds of seed {outcome.seed}",

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from orchestrrl.cli import sync_words as words
 from orchestrrl.cli.formats import duration
+from orchestrrl.cli.lazy import sync_words as words
 from orchestrrl.cli.output import print_lines, print_table
 
 if TYPE_CHECKING:

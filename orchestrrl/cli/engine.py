@@ -1,52 +1,42 @@
 """`orchestrrl engine`: engines that come with OrchestrRL."""
 
-import asyncio
 import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
-from pydantic import ValidationError
 
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import reporting_errors
-from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
 from orchestrrl.errors import Permanent, ProblemFaults, faults_of
 
-engine = typer.Typer(no_args_is_help=True, help="Engines that come with OrchestrRL.")
-
-_DEFAULT = SimulatedOptions()
-
-
-@engine.callback()
-def _root() -> None:
-    pass
+if TYPE_CHECKING:
+    from orchestrrl.engines.simulated import SimulatedOptions
 
 
-@engine.command(epilog="Example: `orchestrrl engine simulated --port 8100 --speed 30 --max-num-seqs 48`")
 def simulated(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
-    model_name: Annotated[str, typer.Option(help="Name of the served model.")] = _DEFAULT.model_name,
+    model_name: Annotated[str, typer.Option(help="Name of the served model.")] = "simulated",
     model_root: Annotated[
         str, typer.Option(help="Published name of the model that it claims to run, as vLLM's `root`.")
-    ] = _DEFAULT.model_root,
+    ] = "Qwen/Qwen2.5-14B-Instruct",
     gpu: Annotated[
         str, typer.Option(help="GPU that it claims to run on, as `nvidia-smi -L` names it; empty: CPUs.")
-    ] = _DEFAULT.gpu,
-    alpha_s: Annotated[float, typer.Option(help="Step time: fixed part.")] = _DEFAULT.alpha_s,
-    beta_s: Annotated[float, typer.Option(help="Step time: per sequence.")] = _DEFAULT.beta_s,
-    gamma_s: Annotated[float, typer.Option(help="Step time: per resident KV token.")] = _DEFAULT.gamma_s,
+    ] = "NVIDIA H800",
+    alpha_s: Annotated[float, typer.Option(help="Step time: fixed part.")] = 0.0184,
+    beta_s: Annotated[float, typer.Option(help="Step time: per sequence.")] = 8.1e-05,
+    gamma_s: Annotated[float, typer.Option(help="Step time: per resident KV token.")] = 4.1e-08,
     prefill_tokens_per_s: Annotated[
         float | None, typer.Option(help="Prefill rate; without it prefill takes no time.")
-    ] = _DEFAULT.prefill_tokens_per_s,
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in a batch.")] = _DEFAULT.max_num_seqs,
-    kv_capacity_tokens: Annotated[int, typer.Option(help="KV cache.")] = _DEFAULT.kv_capacity_tokens,
-    block_tokens: Annotated[int, typer.Option(help="KV block size.")] = _DEFAULT.block_tokens,
-    max_model_len: Annotated[int, typer.Option(help="Longest context, in tokens.")] = _DEFAULT.max_model_len_tokens,
-    vocab_size: Annotated[int, typer.Option(help="Token ids.")] = _DEFAULT.vocab_size,
-    seed: Annotated[int, typer.Option(help="Seed of the weights; replicas share it.")] = _DEFAULT.seed,
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in a batch.")] = 48,
+    kv_capacity_tokens: Annotated[int, typer.Option(help="KV cache.")] = 262144,
+    block_tokens: Annotated[int, typer.Option(help="KV block size.")] = 16,
+    max_model_len: Annotated[int, typer.Option(help="Longest context, in tokens.")] = 32768,
+    vocab_size: Annotated[int, typer.Option(help="Token ids.")] = 32000,
+    seed: Annotated[int, typer.Option(help="Seed of the weights; replicas share it.")] = 0,
     lengths: Annotated[
         Path | None,
         typer.Option(help="YAML with quantiles, tokens and correlation of answer lengths."),
@@ -54,29 +44,27 @@ def simulated(
     kv_directory: Annotated[
         Path | None,
         typer.Option(help="Directory in common with engines that hand the KV of requests over to each other."),
-    ] = _DEFAULT.kv_directory,
-    kv_bytes_per_token: Annotated[float, typer.Option(help="KV of a token.")] = _DEFAULT.kv_bytes_per_token,
-    kv_gbps: Annotated[float, typer.Option(help="Rate at which KV comes.")] = _DEFAULT.kv_gbps,
-    kv_latency_s: Annotated[float, typer.Option(help="What every transfer of KV waits.")] = _DEFAULT.kv_latency_s,
+    ] = None,
+    kv_bytes_per_token: Annotated[float, typer.Option(help="KV of a token.")] = 196608,
+    kv_gbps: Annotated[float, typer.Option(help="Rate at which KV comes.")] = 400.0,
+    kv_latency_s: Annotated[float, typer.Option(help="What every transfer of KV waits.")] = 0.002,
     weights: Annotated[
         Path | None, typer.Option(help="Folder of weights to begin with, instead of those of the seed.")
-    ] = _DEFAULT.weights,
-    tensor_parallel_size: Annotated[int, typer.Option(help="As it says that it is laid out.")] = (
-        _DEFAULT.tensor_parallel_size
-    ),
-    pipeline_parallel_size: Annotated[int, typer.Option(help="The same.")] = _DEFAULT.pipeline_parallel_size,
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="As it says that it is laid out.")] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option(help="The same.")] = 1,
     data_parallel_size: Annotated[
         int, typer.Option(help="Replicas: each has the seats, KV and rates that are named here.")
-    ] = _DEFAULT.data_parallel_size,
+    ] = 1,
     enable_expert_parallel: Annotated[bool, typer.Option("--enable-expert-parallel", help="As it says.")] = False,
     enable_sleep_mode: Annotated[bool, typer.Option("--enable-sleep-mode", help="It can sleep and wake up.")] = False,
     enable_elastic_ep: Annotated[
         bool, typer.Option("--enable-elastic-ep", help="It can go on with other numbers of replicas.")
     ] = False,
-    load_s: Annotated[float, typer.Option(help="Virtual seconds to load weights.")] = _DEFAULT.load_s,
-    load_s_per_gb: Annotated[float, typer.Option(help="And for each GB of them.")] = _DEFAULT.load_s_per_gb,
-    sleep_s: Annotated[float, typer.Option(help="To fall asleep, and to wake up.")] = _DEFAULT.sleep_s,
-    scale_s: Annotated[float, typer.Option(help="To go on with another number of replicas.")] = _DEFAULT.scale_s,
+    load_s: Annotated[float, typer.Option(help="Virtual seconds to load weights.")] = 0.0,
+    load_s_per_gb: Annotated[float, typer.Option(help="And for each GB of them.")] = 0.0,
+    sleep_s: Annotated[float, typer.Option(help="To fall asleep, and to wake up.")] = 0.0,
+    scale_s: Annotated[float, typer.Option(help="To go on with another number of replicas.")] = 0.0,
     start_delay_s: Annotated[float, typer.Option(help="Listen so many virtual seconds later.")] = 0.0,
     fail_start: Annotated[bool, typer.Option("--fail-start", help="Fault: end with an error instead.")] = False,
     hang: Annotated[bool, typer.Option("--hang", help="Fault: listen, and never answer.")] = False,
@@ -92,14 +80,16 @@ def simulated(
     tear_load: Annotated[
         list[int] | None, typer.Option(help="Fault: fail halfway through this load of weights; repeat it.")
     ] = None,
-    speed: Annotated[float, typer.Option(help="Virtual seconds per second.")] = _DEFAULT.speed,
-    tick_s: Annotated[float, typer.Option(help="Seconds between looks at the clock.")] = _DEFAULT.tick_s,
+    speed: Annotated[float, typer.Option(help="Virtual seconds per second.")] = 1.0,
+    tick_s: Annotated[float, typer.Option(help="Seconds between looks at the clock.")] = 0.02,
 ) -> None:
     """Serve a simulated engine with vLLM's HTTP surface until SIGTERM. Its URL is the first line of output.
 
     A decode step takes `alpha + beta*sequences + gamma*kv_tokens` virtual seconds, and the tokens are a function of the
     prompt and the seeds, so that a request continued on another engine can be checked token by token.
     """
+    import asyncio
+
     given: dict[str, Any] = {
         "model_name": model_name,
         "model_root": model_root,
@@ -148,6 +138,8 @@ def simulated(
 
 
 def _read_yaml(path: Path) -> Any:
+    import yaml
+
     try:
         return yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -159,14 +151,20 @@ def _pair(words: str) -> tuple[str, str]:
     return name, value
 
 
-def _options(given: dict[str, Any]) -> SimulatedOptions:
+def _options(given: dict[str, Any]) -> "SimulatedOptions":
+    from pydantic import ValidationError
+
+    from orchestrrl.engines.simulated import SimulatedOptions
+
     try:
         return SimulatedOptions.model_validate(given)
     except ValidationError as error:
         raise ProblemFaults([fault.removeprefix("faults.") for fault in faults_of(error, SimulatedOptions)]) from error
 
 
-async def _serve(options: SimulatedOptions, host: str, port: int) -> None:
+async def _serve(options: "SimulatedOptions", host: str, port: int) -> None:
+    import asyncio
+
     serving = asyncio.create_task(_until_cancelled(options, host, port))
     for number in (signal.SIGTERM, signal.SIGINT):  # also while it has not begun to listen
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
@@ -174,7 +172,11 @@ async def _serve(options: SimulatedOptions, host: str, port: int) -> None:
         await serving
 
 
-async def _until_cancelled(options: SimulatedOptions, host: str, port: int) -> None:
+async def _until_cancelled(options: "SimulatedOptions", host: str, port: int) -> None:
+    import asyncio
+
+    from orchestrrl.engines.simulated import SimulatedServer
+
     try:
         async with SimulatedServer(options, host=host, port=port) as server:
             typer.echo(server.url)
@@ -184,4 +186,5 @@ async def _until_cancelled(options: SimulatedOptions, host: str, port: int) -> N
 
 
 def register(app: typer.Typer) -> None:
-    app.add_typer(engine, name="engine")
+    example = "Example: `orchestrrl engine simulated --port 8100 --speed 30 --max-num-seqs 48`"
+    group(app, "engine").command(epilog=example)(simulated)

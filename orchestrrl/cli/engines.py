@@ -1,22 +1,22 @@
 """`orchestrrl engines`: which engines there are, and engines that come and go while the daemon runs."""
 
-import asyncio
 import time
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from orchestrrl.addresses import check_url
+from orchestrrl.addresses import DEFAULT_TARGET, check_url
 from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.groups import RUNNING_DAEMON, group
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr, stdout
 from orchestrrl.cli.status import fetch_status, remarks
 from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 LOOK_EVERY_S = 0.25
 # Gateways report several times in this, so a request that was on its way when the drain was told has shown itself.
@@ -38,7 +38,7 @@ def list_engines(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = Fals
     Example: `orchestrrl engines list`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         return {"engines": await _workers(client)}
 
     found = ask(daemon, conversation)
@@ -70,7 +70,7 @@ def add(
     with reporting_errors():
         numbers = _checked(engine, url, gpus)
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.AddEngineRequest(
             engine_id=engine, url=url, configuration=configuration, gpus=numbers, pool=pool, reason=reason
         )
@@ -80,7 +80,7 @@ def add(
     if as_json:
         print_json(worker)
         return
-    stdout.print(escape(f"{engine} is added: gateways send it requests"), soft_wrap=True)
+    stdout().print(escape(f"{engine} is added: gateways send it requests"), soft_wrap=True)
     print_lines(_remarks([worker]))
 
 
@@ -104,22 +104,24 @@ def drain(
         if undo and (move or wait):
             raise ProblemFaults([f"{flag}: cannot go with --undo" for flag, on in _flags(move, wait) if on])
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.DrainEngineRequest(engine_id=engine, move_requests=move, undo=undo, reason=reason)
         worker = await answer(client, client.control.DrainEngine, order)
         if not undo and not any(map(_takes_requests, await _workers(client))):
-            stderr.print("no engine takes requests now: new ones wait at their gateway, and then fail", soft_wrap=True)
+            stderr().print(
+                "no engine takes requests now: new ones wait at their gateway, and then fail", soft_wrap=True
+            )
         return await _until_empty(client, worker, timeout_s) if wait else worker
 
     worker = ask(daemon, conversation)
     if as_json:
         print_json(worker)
     elif undo:
-        stdout.print(escape(f"{engine} takes requests again"))
+        stdout().print(escape(f"{engine} takes requests again"))
     elif wait:
-        stdout.print(escape(f"{engine} is drained: nothing is there"))
+        stdout().print(escape(f"{engine} is drained: nothing is there"))
     else:
-        stdout.print(escape(f"{engine} gets nothing new; {_there(worker)}"))
+        stdout().print(escape(f"{engine} gets nothing new; {_there(worker)}"))
 
 
 def remove(
@@ -136,7 +138,7 @@ def remove(
     Example: `orchestrrl engines remove e1`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.RemoveEngineRequest(engine_id=engine, force=force, reason=reason)
         return await answer(client, client.control.RemoveEngine, order, timeout_s=REMOVE_TIMEOUT_S)
 
@@ -146,7 +148,7 @@ def remove(
         return
     moved, left = removed["requests_moved"], removed["requests_left"]
     rest = f"; requests that go on elsewhere: {moved}, that finish there: {left}" if moved or left else ""
-    stdout.print(escape(f"{engine} is removed{rest}"))
+    stdout().print(escape(f"{engine} is removed{rest}"))
 
 
 # --- inside
@@ -174,21 +176,23 @@ def _flags(move: bool, wait: bool) -> Iterable[tuple[str, bool]]:
     return ("--move", move), ("--wait", wait)
 
 
-async def _workers(client: ControlClient) -> list[dict[str, Any]]:
+async def _workers(client: "ControlClient") -> list[dict[str, Any]]:
     listed = await answer(client, client.control.ListWorkers, control_pb2.ListWorkersRequest())
     workers: list[dict[str, Any]] = listed["workers"]
     return workers
 
 
-async def _until_empty(client: ControlClient, worker: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+async def _until_empty(client: "ControlClient", worker: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """The engine once nothing is there by the word of gateways, or it is not known any more."""
+    import asyncio
+
     engine = worker["engine_id"]
     began_s = time.monotonic()
     empty_since_s: float | None = None
     words, told = _there(worker), ""
     while True:
         if words != told:
-            stderr.print(escape(f"{engine}: {words}"), soft_wrap=True)
+            stderr().print(escape(f"{engine}: {words}"), soft_wrap=True)
             told = words
         await asyncio.sleep(LOOK_EVERY_S)
         now_s, empty = time.monotonic(), False
@@ -264,7 +268,7 @@ def _remarks(workers: list[dict[str, Any]]) -> list[str]:
 
 
 def register(app: typer.Typer) -> None:
-    engines = group(app, "engines", "Engines that come and go while the daemon runs.", RUNNING_DAEMON)
+    engines = group(app, "engines")
     engines.command("list")(list_engines)
     for command in (add, drain, remove):
         engines.command()(command)

@@ -7,7 +7,7 @@ import typer
 
 from orchestrrl.cli.box_site import prepare_folder, site_faults
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import fabric_group
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
 from orchestrrl.errors import ProblemFaults
 
@@ -41,7 +41,7 @@ Example:
 
 
 def register(app: typer.Typer) -> None:
-    fabric_group(app).command("box", help=HELP)(box)
+    group(app, "fabric").command("box", help=HELP)(box)
 
 
 def box(
@@ -83,7 +83,7 @@ def box(
         if faults:
             raise ProblemFaults(faults)
         prepare_folder(out, text)
-        with stderr.status("making the box") as status:
+        with stderr().status("making the box") as status:
             results = run(
                 Order(str(out.resolve()), chosen, named, circuit_mbps, seconds, iterations),
                 lambda at: status.update(f"{at}: real time, real packets"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import fabric_group
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ Example:
 
 
 def register(app: typer.Typer) -> None:
-    fabric_group(app).command("check", help=HELP)(check)
+    group(app, "fabric").command("check", help=HELP)(check)
 
 
 def check(file: SiteFile, as_json: JsonFlag = False) -> None:

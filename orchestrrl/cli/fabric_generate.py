@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrrl.cli.groups import fabric_group
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, fail, print_lines, reporting_errors
 from orchestrrl.errors import ProblemFaults, faults_of, shorten
 
@@ -31,7 +31,7 @@ Example:
 
 
 def register(app: typer.Typer) -> None:
-    fabric_group(app).command("generate", help=HELP)(generate)
+    group(app, "fabric").command("generate", help=HELP)(generate)
 
 
 def _option(flag: str, text: str) -> Any:

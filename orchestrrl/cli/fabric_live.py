@@ -1,11 +1,12 @@
 """`orchestrrl fabric status|periods|announce|pin|override|release|mask`: the circuits of a running daemon."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.fabric_words import (
     route_lines,
@@ -15,16 +16,16 @@ from orchestrrl.cli.fabric_words import (
     show_periods,
     show_switch_times,
 )
-from orchestrrl.cli.groups import fabric_group
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import fabric_pb2
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_lines, stdout
 from orchestrrl.cli.plan import Reason, TimeToLive
 from orchestrrl.cli.status import fabric_control_words, period_words
-from orchestrrl.documents import read_text
 from orchestrrl.errors import ProblemFaults
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import fabric_pb2
 from orchestrrl.rpc.plain import plain
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 NONE_HERE = "this daemon drives no optical fabric: name its site in fabric.site of its configuration"
 PERIODS_SHOWN = 20
@@ -98,7 +99,7 @@ def announce(
     Example: `orchestrrl fabric announce weights --intent weights.json --boundary`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         text = _intent_text(period, intent, within_s)
         order = fabric_pb2.AnnouncePeriodRequest(
             period=period, intent_json=text, within_s=within_s, boundary=boundary, job=job
@@ -107,7 +108,7 @@ def announce(
         async for report in client.watch(client.fabric.AnnouncePeriod, order):
             seen = plain(report)
             if not as_json and seen["state"] != last.get("state"):
-                stdout.print(escape(period_words(seen)))
+                stdout().print(escape(period_words(seen)))
             last = seen
         return last
 
@@ -185,7 +186,7 @@ def mask(
     """
     masked = [each.replace(":", " ", 1) for each in what or []]
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = fabric_pb2.MaskFabricRequest(masked=masked, reason=reason)
         return await answer(client, client.fabric.MaskFabric, order)
 
@@ -197,7 +198,7 @@ def mask(
 
 
 def _fetch(daemon: str, limit: int) -> dict[str, Any]:
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(client, client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=limit))
 
     seen = ask(daemon, conversation)
@@ -208,6 +209,7 @@ def _fetch(daemon: str, limit: int) -> dict[str, Any]:
 
 def _intent_text(period: str, source: Path | None, within_s: float) -> str:
     """Raises ProblemFaults with all that is wrong with an announcement, before the daemon is asked."""
+    from orchestrrl.documents import read_text
     from orchestrrl.fabric_intents import parse_intent
 
     faults = [] if 0 <= within_s < float("inf") else [f"--within-s: must be >= 0, got {within_s:g}"]
@@ -230,10 +232,10 @@ def _control(daemon: str, conversation: Any, as_json: bool) -> None:
     if as_json:
         print_json(control)
     else:
-        stdout.print(escape(f"circuits: {fabric_control_words(control)}"))
+        stdout().print(escape(f"circuits: {fabric_control_words(control)}"))
 
 
 def register(app: typer.Typer) -> None:
-    fabric = fabric_group(app)
+    fabric = group(app, "fabric")
     for command in (status, periods, announce, pin, override, release, mask):
         fabric.command(command.__name__)(command)

@@ -1,27 +1,15 @@
 """`orchestrrl fabric place`: which switch and which ports carry each circuit, for a problem in a file."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
 
-from orchestrrl.cli.fabric_cabling import (
-    CABLING_CHECKS,
-    CrossConnectPart,
-    Port,
-    SwitchPart,
-    cabling,
-    cross_connects,
-    fibres,
-)
-from orchestrrl.cli.groups import fabric_group
-from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.cli.problem import ProblemFile, ProblemPart, read_problem, values_at
-from orchestrrl.errors import path_of, shorten
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import JsonFlag, ProblemFile, print_json, print_lines, print_table, reporting_errors
 
 if TYPE_CHECKING:
+    from orchestrrl.cli.fabric_place_problem import PlaceProblem
     from planner.fabric.model import Cabling, Pair, PortPair
     from planner.fabric.place import Placed, PlacingProblem
 
@@ -62,65 +50,8 @@ Example:
 """
 
 
-class CircuitPart(ProblemPart):
-    a: str
-    b: str
-    count: int = Field(ge=0, lt=2**31)
-
-
-class PlaceProblem(ProblemPart):
-    switches: list[SwitchPart]
-    circuits: list[CircuitPart]
-    current: list[CrossConnectPart]
-    failed_ports: dict[str, list[Port]]
-
-
-def _circuits(document: Any) -> Iterator[str]:
-    """Pairs are of two endpoints that have fibres, and stand once, whichever end comes first."""
-    known = {
-        endpoint
-        for _, ports in values_at(document, "switches[].ports")
-        for endpoint in (ports if isinstance(ports, dict) else ())
-    }
-    first: dict[tuple[str, str], str] = {}
-    for location, each in values_at(document, "circuits[]"):
-        ends = {side: each.get(side) for side in ("a", "b")} if isinstance(each, dict) else {}
-        for side, end in ends.items():
-            if isinstance(end, str) and end not in known:
-                yield f"{path_of((*location, side))}: does not exist, got {shorten(end)}"
-        a, b = ends.get("a"), ends.get("b")
-        if not isinstance(a, str) or not isinstance(b, str):
-            continue
-        path, pair = path_of(location), (min(a, b), max(a, b))
-        if a == b:
-            yield f"{path}.b: must be another endpoint than a, got {shorten(b)}"
-        elif first.setdefault(pair, path) != path:
-            yield f"{path}: is the pair of {first[pair]} already, got {shorten([a, b])}"
-
-
-def _failed(document: Any) -> Iterator[str]:
-    known = fibres(document)
-    failed = document.get("failed_ports") if isinstance(document, dict) else None
-    for switch, ports in failed.items() if isinstance(failed, dict) else ():
-        if switch not in known:
-            yield f"{path_of(('failed_ports', switch))}: does not exist, got {shorten(switch)}"
-            continue
-        first: dict[int, str] = {}
-        for place, port in enumerate(ports) if isinstance(ports, list) else ():
-            path = path_of(("failed_ports", switch, place))
-            if type(port) is not int:
-                continue
-            if port not in known[switch]:
-                yield f"{path}: has no fibre on {shorten(switch)}, got {port}"
-            elif first.setdefault(port, path) != path:
-                yield f"{path}: is used already by {first[port]}, got {port}"
-
-
-CHECKS = (*CABLING_CHECKS, _circuits, cross_connects("current"), _failed)
-
-
 def register(app: typer.Typer) -> None:
-    fabric_group(app).command("place", help=HELP)(place_circuits)
+    group(app, "fabric").command("place", help=HELP)(place_circuits)
 
 
 def _print_example(wanted: bool) -> None:
@@ -137,11 +68,13 @@ ExampleFlag = Annotated[
 
 def place_circuits(file: ProblemFile, as_json: JsonFlag = False, _example: ExampleFlag = False) -> None:
     # Imported here so that no other command waits for it.
+    from orchestrrl.cli.fabric_place_problem import CHECKS, PlaceProblem, problem_of
+    from orchestrrl.cli.problem import read_problem
     from planner.fabric.place import place
 
     with reporting_errors():
         read = read_problem(file, PlaceProblem, CHECKS)
-        problem = _problem(read)
+        problem = problem_of(read)
         placed = place(problem)
     if as_json:
         print_json(_json(read, problem.cabling, placed))
@@ -149,19 +82,7 @@ def place_circuits(file: ProblemFile, as_json: JsonFlag = False, _example: Examp
         _show(problem, placed)
 
 
-def _problem(read: PlaceProblem) -> "PlacingProblem":
-    from planner.fabric.model import EndpointId, OcsId, pair_of, port_pair
-    from planner.fabric.place import PlacingProblem
-
-    return PlacingProblem(
-        cabling=cabling(read.switches),
-        circuits={pair_of(EndpointId(each.a), EndpointId(each.b)): each.count for each in read.circuits if each.count},
-        current=frozenset(port_pair(OcsId(each.switch), each.port_a, each.port_b) for each in read.current),
-        failed_ports={OcsId(switch): frozenset(ports) for switch, ports in read.failed_ports.items()},
-    )
-
-
-def _json(read: PlaceProblem, cabling: "Cabling", placed: "Placed") -> dict[str, Any]:
+def _json(read: "PlaceProblem", cabling: "Cabling", placed: "Placed") -> dict[str, Any]:
     """Ends stand in the order in which the problem names them."""
     named = {(min(each.a, each.b), max(each.a, each.b)): (each.a, each.b) for each in read.circuits}
     kept = {(each.switch, *each.ports) for each in placed.kept}

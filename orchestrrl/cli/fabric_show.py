@@ -9,7 +9,7 @@ import typer
 
 from orchestrrl.cli.fabric_check import SiteFile, summary
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import fabric_group
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, fail, print_json, reporting_errors
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Example:
 
 
 def register(app: typer.Typer) -> None:
-    fabric_group(app).command("show", help=HELP)(show)
+    group(app, "fabric").command("show", help=HELP)(show)
 
 
 def show(

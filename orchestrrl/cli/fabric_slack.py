@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, ask
 from orchestrrl.cli.formats import bar, count, duration, percent
-from orchestrrl.cli.groups import fabric_group
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import fabric_pb2
 from orchestrrl.cli.output import (
     EXIT_MALFORMED,
     JsonFlag,
@@ -19,11 +21,9 @@ from orchestrrl.cli.output import (
     print_table,
     reporting_errors,
 )
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import fabric_pb2
 
 if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
     from orchestrrl.slack_traces import CommonQuiet
     from planner.fabric.slack_summary import PositionSummary, SlackSummary
 
@@ -50,7 +50,7 @@ Example:
 
 
 def register(app: typer.Typer) -> None:
-    fabric_group(app).command("slack", help=HELP)(show_slack)
+    group(app, "fabric").command("slack", help=HELP)(show_slack)
 
 
 def show_slack(
@@ -102,7 +102,7 @@ def _show_traces(traces: list[Path], risk: float, plot: Path | None, as_json: bo
 
 
 def _show_live(daemon: str, job: str | None, plot: Path | None, as_json: bool) -> None:
-    async def conversation(client: ControlClient) -> list[dict[str, Any]]:
+    async def conversation(client: "ControlClient") -> list[dict[str, Any]]:
         told = await client.ask(client.fabric.GetSlack, fabric_pb2.GetSlackRequest())
         return list(json.loads(told.summary_json))
 

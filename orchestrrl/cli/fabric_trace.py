@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrrl.cli.groups import fabric_group
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import EXIT_MALFORMED, JsonFlag, fail, print_json, print_lines, reporting_errors
 
 
@@ -55,4 +55,4 @@ def trace(
 
 
 def register(app: typer.Typer) -> None:
-    fabric_group(app).command("trace")(trace)
+    group(app, "fabric").command("trace")(trace)

@@ -110,7 +110,7 @@ def _period_row(period: dict[str, Any]) -> tuple[object, ...]:
         duration(first["commanded_unix_s"] - period["announced_unix_s"]) if first else None,
         duration(sum(each["usable_unix_s"] - each["commanded_unix_s"] for each in commits)) if first else None,
         duration(windowed["window_until_unix_s"] - windowed["window_opened_unix_s"]) if windowed else None,
-        in_window(windowed, WINDOW_COLUMNS if stdout.width >= WIDE_COLUMNS else NARROW_WINDOW_COLUMNS)
+        in_window(windowed, WINDOW_COLUMNS if stdout().width >= WIDE_COLUMNS else NARROW_WINDOW_COLUMNS)
         if windowed
         else None,
     )

@@ -1,36 +1,42 @@
 """`orchestrrl gate` and `orchestrrl cancel`: have requests stand still while weights change, and end answers."""
 
-import asyncio
-from typing import Annotated, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.formats import count, time_of_day
-from orchestrrl.cli.groups import RUNNING_DAEMON, group
+from orchestrrl.cli.gate_words import gate_lines, progress
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import agent_pb2, control_pb2
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stderr, stdout
-from orchestrrl.engines.base import PauseMode
-from orchestrrl.operations import FrozenRequests
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import agent_pb2, control_pb2
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 LOOK_EVERY_S = 0.5
 USUAL_S = 60.0  # as the daemon has it
 ANSWER_S = 30.0  # beyond what is waited for
 
-_MODES = {
-    PauseMode.KEEP: agent_pb2.GATE_MODE_KEEP,
-    PauseMode.WAIT: agent_pb2.GATE_MODE_WAIT,
-    PauseMode.ABORT: agent_pb2.GATE_MODE_ABORT,
-}
-_FROZEN = {
-    FrozenRequests.RECOMPUTE: agent_pb2.FROZEN_REQUESTS_RECOMPUTE,
-    FrozenRequests.CONTINUE: agent_pb2.FROZEN_REQUESTS_CONTINUE,
-    FrozenRequests.RESTART: agent_pb2.FROZEN_REQUESTS_RESTART,
-    FrozenRequests.TAKEN_BACK: agent_pb2.FROZEN_REQUESTS_TAKEN_BACK,
-}
+
+class PauseMode(StrEnum):
+    """Those of engines.base, which loads more."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class FrozenRequests(StrEnum):
+    """Those of operations.py, which loads more."""
+
+    RECOMPUTE = "recompute"
+    CONTINUE = "continue"
+    RESTART = "restart"
+    TAKEN_BACK = "taken_back"
+
 
 WeightsOption = Annotated[
     str, typer.Option(metavar="FOLDER", help="Where these weights are: engines that are started later load them there.")
@@ -57,9 +63,15 @@ def pause(
     Example: `orchestrrl gate pause --mode wait --deadline-s 300 --holder "weights of step 12"`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    import asyncio
+
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.PauseGateRequest(
-            mode=_MODES[mode], frozen=_FROZEN[frozen], holder=holder, lease_s=lease_s, deadline_s=deadline_s
+            mode=agent_pb2.GateMode.Value(f"GATE_MODE_{mode.name}"),
+            frozen=agent_pb2.FrozenRequests.Value(f"FROZEN_REQUESTS_{frozen.name}"),
+            holder=holder,
+            lease_s=lease_s,
+            deadline_s=deadline_s,
         )
         patience_s = (deadline_s or lease_s or USUAL_S) + ANSWER_S
         asked = asyncio.create_task(answer(client, client.control.PauseGate, order, timeout_s=patience_s))
@@ -67,7 +79,7 @@ def pause(
         while not (await asyncio.wait({asked}, timeout=LOOK_EVERY_S))[0]:
             words = progress(await _seen(client))
             if words and words != told:
-                stderr.print(words)
+                stderr().print(words)
                 told = words
         return await asked
 
@@ -90,7 +102,7 @@ def renew(
     Example: `orchestrrl gate renew g1795274800-1 --lease-s 120`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(
             client, client.control.RenewGate, control_pb2.RenewGateRequest(lease_id=lease, lease_s=lease_s)
         )
@@ -120,7 +132,7 @@ def resume(
     Example: `orchestrrl gate resume --policy-version 13 --weights /shared/weights/13`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.ResumeGateRequest(
             lease_id=lease,
             policy_version=policy_version,
@@ -172,7 +184,7 @@ def set_version(
     Example: `orchestrrl gate set-version 13 --engine vllm-1`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.SetPolicyVersionRequest(
             engine_ids=engine, policy_version=policy_version, reason=reason, weights_source=weights
         )
@@ -183,7 +195,7 @@ def set_version(
         print_json(found)
         return
     words = f"{', '.join(engine)}: policy version {policy_version}, the fleet's is {found['policy_version']}"
-    stdout.print(escape(words), soft_wrap=True)
+    stdout().print(escape(words), soft_wrap=True)
 
 
 def cancel(
@@ -200,7 +212,7 @@ def cancel(
     Example: `orchestrrl cancel --group prompt-17 --reason "reward is known"`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.CancelRequestsRequest(request_ids=request or [], group_ids=group_id or [], reason=reason)
         return await answer(client, client.control.CancelRequests, order)
 
@@ -209,43 +221,12 @@ def cancel(
         print_json(found)
     else:
         ended = found["cancelled_ids"]
-        stdout.print(escape(f"{len(ended)} requests ended{': ' if ended else ''}{', '.join(ended)}"), soft_wrap=True)
+        stdout().print(escape(f"{len(ended)} requests ended{': ' if ended else ''}{', '.join(ended)}"), soft_wrap=True)
     if found["silent_node_ids"]:
         fail(f"no answer from {', '.join(found['silent_node_ids'])}: more may have ended there")
 
 
-def gate_lines(gate: dict[str, Any]) -> list[str]:
-    """The state in a line or two, e.g. for `orchestrrl status`."""
-    version = "" if gate["policy_version"] is None else f", policy version {gate['policy_version']}"
-    if gate["phase"] in ("", "open"):
-        lines = [f"gate: open{version}", *_source(gate)]
-        return lines if not gate["detail"] else [*lines, f"last opened: {escape(gate['detail'])}"]
-    until = time_of_day(gate["lease_until_unix_s"])
-    holder = f" for {gate['holder']}" if gate["holder"] else ""
-    lines = [
-        f"gate: [bold]{gate['phase']}[/bold]{version}, mode {gate['mode']}, frozen requests {gate['frozen']}",
-        escape(f"lease {gate['lease_id']}{holder}: all goes on by itself at {until}"),
-        *_source(gate),
-    ]
-    words = progress(gate)
-    return [*lines, words] if words else lines
-
-
-def _source(gate: dict[str, Any]) -> list[str]:
-    return [escape(f"weights are in {gate['weights_source']}")] if gate["weights_source"] else []
-
-
-def progress(gate: dict[str, Any]) -> str:
-    """How far the fleet has come to rest; nothing where its reports do not know yet that it has."""
-    reports = [gateway["report"] for gateway in gate["gateways"] if gateway["report"]]
-    old = gate["phase"] == "quiet" and any(report["phase"] != "quiet" for report in reports)
-    if gate["phase"] in ("", "open") or not reports or old:
-        return ""
-    running, frozen, held = (sum(report[name] for report in reports) for name in ("running", "frozen", "held"))
-    return f"requests: {count(running)} run, {count(frozen)} frozen, {count(held)} held"
-
-
-async def _seen(client: ControlClient) -> dict[str, Any]:
+async def _seen(client: "ControlClient") -> dict[str, Any]:
     return await answer(client, client.control.GetGate, control_pb2.GetGateRequest())
 
 
@@ -273,8 +254,8 @@ def _troubles(gate: dict[str, Any]) -> list[str]:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(rich_help_panel=RUNNING_DAEMON)(cancel)
-    gate = group(app, "gate", "Have requests stand still while weights change.", RUNNING_DAEMON)
+    app.command()(cancel)
+    gate = group(app, "gate")
     gate.command()(pause)
     gate.command()(renew)
     gate.command()(resume)

@@ -1,34 +1,37 @@
-"""How `orchestrrl --help` is ordered: its panels, and nouns whose verbs live in several modules."""
+"""Nouns of the command line, whose verbs live in several modules, and the panels of `orchestrrl --help`."""
+
+from typing import NamedTuple
 
 import typer
 
-# Panels of `orchestrrl --help`.
 SERVICES = "Services"
 RUNNING_DAEMON = "Ask and steer a running daemon"
 
 
-def group(app: typer.Typer, name: str, help_text: str, panel: str | None = None) -> typer.Typer:
-    """The command group `name` of the application, made by whoever asks first."""
+class Group(NamedTuple):
+    help: str
+    panel: str | None = None
+
+
+GROUPS = {
+    "sim": Group("Try policies on a simulated fleet, or a whole cluster; the control plane is the real one."),
+    "engine": Group("Engines that come with OrchestrRL."),
+    "engines": Group("Engines that come and go while the daemon runs.", RUNNING_DAEMON),
+    "gate": Group("Have requests stand still while weights change.", RUNNING_DAEMON),
+    "plan": Group("What the planner proposes and why; override, pin and release it.", RUNNING_DAEMON),
+    "profile": Group("What engines cost: measured, imported and predicted step times."),
+    "fabric": Group("The optical fabric: its site, circuits for a demand, and when they are changed.", RUNNING_DAEMON),
+    "balancer": Group("Pause and resume moves of the fast loop.", RUNNING_DAEMON),
+    "sync": Group("How new weights reach every engine.", RUNNING_DAEMON),
+    "ocs": Group("Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON),
+}
+
+
+def group(app: typer.Typer, name: str) -> typer.Typer:
+    """Return the command group `name` of the application, made on the first call."""
     for registered in app.registered_groups:
         if registered.name == name and registered.typer_instance is not None:
             return registered.typer_instance
-    made = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help=help_text)
-    app.add_typer(made, name=name, rich_help_panel=panel)
+    made = typer.Typer()
+    app.add_typer(made, name=name)
     return made
-
-
-def fabric_group(app: typer.Typer) -> typer.Typer:
-    """`orchestrrl fabric`."""
-    return group(
-        app, "fabric", "The optical fabric: its site, circuits for a demand, and when they are changed.", RUNNING_DAEMON
-    )
-
-
-def ocs_group(app: typer.Typer) -> typer.Typer:
-    """`orchestrrl ocs`."""
-    return group(app, "ocs", "Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON)
-
-
-def sync_group(app: typer.Typer) -> typer.Typer:
-    """`orchestrrl sync`."""
-    return group(app, "sync", "How new weights reach every engine.", RUNNING_DAEMON)

@@ -2,19 +2,20 @@
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, follow
 from orchestrrl.cli.formats import time_of_day
-from orchestrrl.cli.groups import RUNNING_DAEMON
+from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag
-from orchestrrl.journal import Kind
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
+from orchestrrl.journal_kinds import Kind
 from orchestrrl.rpc.plain import plain
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 BODY_CHARACTERS = 200
 
@@ -33,7 +34,7 @@ def journal(
     Example: `orchestrrl journal --follow --kind operation.result`
     """
 
-    async def conversation(client: ControlClient) -> None:
+    async def conversation(client: "ControlClient") -> None:
         wanted = control_pb2.WatchJournalRequest(tail=tail, follow=follow_on, kinds=kinds or [])
         async for message in client.watch(client.control.WatchJournal, wanted):
             entry = entry_of(message)
@@ -42,7 +43,7 @@ def journal(
     follow(daemon, conversation)
 
 
-def entry_of(message: control_pb2.JournalEntry) -> dict[str, Any]:
+def entry_of(message: "control_pb2.JournalEntry") -> dict[str, Any]:
     """The entry with its body as an object."""
     entry = plain(message)
     entry["body"] = json.loads(entry.pop("body_json") or "{}")
@@ -66,4 +67,4 @@ def print_line(line: str) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(rich_help_panel=RUNNING_DAEMON)(journal)
+    app.command()(journal)

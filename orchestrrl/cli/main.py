@@ -1,14 +1,18 @@
-"""The `orchestrrl` command: one Typer application, its commands grouped by noun in the modules beside this one."""
+"""The `orchestrrl` command: one Typer application, whose commands are found in a table and imported when used."""
 
 import functools
 import importlib
 import io
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from orchestrrl import __version__
+from orchestrrl.cli.commands import COMMANDS
+from orchestrrl.cli.groups import GROUPS
 
 _SETTINGS: dict[str, Any] = {
     "name": "orchestrrl",
@@ -32,68 +36,74 @@ def _root(
     pass
 
 
-# Each module has a function `register(app)`, which adds these commands; the order is that of `orchestrrl --help`.
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "demo": ("demo",),
-    "bench": ("bench",),
-    "sim": ("sim",),
-    "sim_cluster": ("sim",),
-    "sim_split": ("sim",),
-    "sim_sweep": ("sim",),
-    "sim_paper": ("sim",),
-    "daemon": ("daemon", "check-config"),
-    "gateway": ("gateway",),
-    "agent": ("agent",),
-    "engine": ("engine",),
-    "status": ("status", "workers", "requests", "mode", "move"),
-    "engines": ("engines",),
-    "top": ("top",),
-    "gate": ("gate", "cancel"),
-    "moves": ("moves",),
-    "plan": ("plan",),
-    "plan_solve": ("plan",),
-    "plan_render": ("plan",),
-    "plan_history": ("plan",),
-    "switch": ("switch",),
-    "profile": ("profile",),
-    "profile_predict": ("profile",),
-    "profile_measure": ("profile",),
-    "journal": ("journal",),
-    "balance": ("balance",),
-    "fabric_live": ("fabric",),
-    "pauses": ("balancer", "sync", "fabric"),
-    "fabric_slack": ("fabric",),
-    "fabric_trace": ("fabric",),
-    "fabric_check": ("fabric",),
-    "fabric_generate": ("fabric",),
-    "fabric_show": ("fabric",),
-    "fabric_box": ("fabric",),
-    "ocs": ("ocs",),
-    "ocs_verify": ("ocs",),
-    "ocs_emulate": ("ocs",),
-    "ocs_conformance": ("ocs",),
-    "fabric_allocate": ("fabric",),
-    "fabric_place": ("fabric",),
-    "fabric_transition": ("fabric",),
-    "sync_plan": ("sync",),
-    "sync_peer": ("sync",),
-    "sync_box": ("sync",),
-    "sync_live": ("sync",),
-    "sync_publish": ("sync",),
-}
+class TableGroup(TyperGroup):
+    """A group that lists its commands from the table and imports one when it is resolved: to run, for its help or for
+    the completion of its options."""
+
+    def __init__(self, *, prefix: str = "", **settings: Any) -> None:
+        super().__init__(**settings)
+        self.prefix = prefix
+        for path, listed in COMMANDS.items():
+            name = path.removeprefix(prefix)
+            if path.startswith(prefix) and " " not in name:
+                self.add_command(TyperCommand(name, help=listed.summary, rich_help_panel=listed.panel))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        spare_conversions(self, ctx)
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if self.prefix + args[0] in COMMANDS:
+            command = load(self.prefix + args[0])
+            spare_conversions(command, ctx)
+            self.add_command(command)
+        return super().resolve_command(ctx, args)
+
+
+class _Root(TableGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        markup: Any = _SETTINGS["rich_markup_mode"]
+        for name, (text, panel) in GROUPS.items():
+            shown = {"help": text, "rich_help_panel": panel, "rich_markup_mode": markup}
+            self.add_command(TableGroup(name=name, prefix=f"{name} ", no_args_is_help=True, **shown))
 
 
 @functools.cache
-def application(command: str = "") -> typer.Typer:
-    """Every command; with `command`, only the module that it lives in: a process imports no more than it runs."""
+def load(path: str) -> Any:
+    """Import the command at `path`, such as `plan solve`, from its module."""
     app = typer.Typer(callback=_root, **_SETTINGS)
-    wanted = [module for module, names in COMMANDS.items() if command in names] or list(COMMANDS)
-    for module in wanted if command != "--version" else ():
-        importlib.import_module(f"orchestrrl.cli.{module}").register(app)
-    return app
+    importlib.import_module(f"orchestrrl.cli.{COMMANDS[path].module}").register(app)
+    command: Any = typer.main.get_command(app)
+    for name in path.split():
+        command = command.commands[name]
+    return command
+
+
+def spare_conversions(command: Any, ctx: Any) -> None:
+    """Have parameters pass on what needs no conversion: None, text for text, and their defaults. Typer converts by
+    pydantic, which takes longer to load than most commands take to run."""
+    for parameter in command.get_params(ctx):
+        if hasattr(parameter, "type_descriptor") and "process_value" not in vars(parameter):  # newer typers, once
+            parameter.process_value = functools.partial(_process, parameter, parameter.process_value)
+
+
+def _process(parameter: Any, convert: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    wanted, many = parameter.type_descriptor.annotation, parameter.multiple or parameter.nargs == -1
+    fits = isinstance(wanted, type) and isinstance(value, wanted)
+    if value is None and (ctx.resilient_parsing or not parameter.required):
+        value = () if many else None
+    elif not fits or (wanted is not str and value is not parameter.default):  # it may be out of range
+        return convert(ctx, value)
+    return value if parameter.callback is None else parameter.callback(ctx, parameter, value)
+
+
+@functools.cache
+def application() -> typer.Typer:
+    return typer.Typer(cls=_Root, callback=_root, **_SETTINGS)
 
 
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show is shown escaped
         sys.stdout.reconfigure(errors="backslashreplace")
-    application(sys.argv[1] if len(sys.argv) > 1 else "")()
+    application()()

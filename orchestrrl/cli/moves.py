@@ -1,18 +1,19 @@
 """`orchestrrl moves`: the fast loop's last decision, and what became of moves."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.formats import duration, load_index, time_of_day
-from orchestrrl.cli.groups import RUNNING_DAEMON
+from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table
 from orchestrrl.cli.status import policy_summary
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 ENDED_COLUMNS = ("ended", "request", "from", "to", "by", "predicted", "actual", "loaded", "recomputed")
 
@@ -23,7 +24,7 @@ def moves(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> N
     Example: `orchestrrl moves`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(client, client.control.GetBalance, control_pb2.GetBalanceRequest())
 
     found = ask(daemon, conversation)
@@ -79,4 +80,4 @@ def _index(value: float | None) -> str:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(rich_help_panel=RUNNING_DAEMON)(moves)
+    app.command()(moves)

@@ -2,20 +2,21 @@
 
 from collections.abc import Callable, Coroutine, Iterable
 from math import inf
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ocs_drivers.model import ChangeMode, CrossConnect
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, ask
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import ocs_group
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import control_pb2, ocs_pb2
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_table, reporting_errors, stderr, stdout
 from orchestrrl.errors import ProblemFaults
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.convert_ocs import pair_to_pb, unconfirmed_from_pb
-from orchestrrl.rpc.pb import control_pb2, ocs_pb2
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 # Robotic patch panels take minutes.
 CHANGE_TIMEOUT_S = 1800.0
@@ -36,15 +37,9 @@ RevertOption = Annotated[
     ),
 ]
 
-_STATES = {
-    ocs_pb2.CIRCUIT_STATE_TUNING: "tuning",
-    ocs_pb2.CIRCUIT_STATE_TUNED: "tuned",
-    ocs_pb2.CIRCUIT_STATE_FAILED: "failed",
-}
-
 _AFTER_RESTART = {"dark": "gone", "restore": "restored", "unknown": "not known"}
 
-Change = Callable[[ControlClient], Coroutine[Any, Any, control_pb2.SwitchChange]]
+Change = Callable[["ControlClient"], Coroutine[Any, Any, "control_pb2.SwitchChange"]]
 
 
 def list_switches(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
@@ -75,7 +70,7 @@ def show_switch(switch: SwitchArgument, daemon: DaemonOption = DEFAULT_TARGET, a
     elif shown.reachable:
         _print_switch(shown)
     if not shown.reachable:
-        stderr.print(f"{switch} is {_why_not(shown)}", markup=False, soft_wrap=True)
+        stderr().print(f"{switch} is {_why_not(shown)}", markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_FAILURE)
 
 
@@ -111,19 +106,19 @@ def connect(
     """
     wanted = _parsed(pairs, revert_in_s)
 
-    def request(**more: Any) -> control_pb2.ConnectPortsRequest:
+    def request(**more: Any) -> "control_pb2.ConnectPortsRequest":
         return control_pb2.ConnectPortsRequest(
             switch_id=switch, cross_connects=wanted, mode=mode, revert_in_s=revert_in_s, **more
         )
 
-    async def order(client: ControlClient) -> control_pb2.SwitchChange:
+    async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
         if mode is ChangeMode.SAFE and not dry_run:
             return await client.ask(client.switches.ConnectPorts, request(), CHANGE_TIMEOUT_S)
         plan = await client.ask(client.switches.ConnectPorts, request(dry_run=True))
         if dry_run:
             return plan
         if plan.evicted:
-            stderr.print(f"{switch}: evicting {_listed(plan.evicted)}")
+            stderr().print(f"{switch}: evicting {_listed(plan.evicted)}")
         return await client.ask(client.switches.ConnectPorts, request(expect_revision=plan.revision), CHANGE_TIMEOUT_S)
 
     _report(_waiting(daemon, switch, order), as_json)
@@ -147,7 +142,7 @@ def disconnect(
         switch_id=switch, cross_connects=_parsed(pairs, revert_in_s), dry_run=dry_run, revert_in_s=revert_in_s
     )
 
-    async def order(client: ControlClient) -> control_pb2.SwitchChange:
+    async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
         return await client.ask(client.switches.DisconnectPorts, request, CHANGE_TIMEOUT_S)
 
     _report(_waiting(daemon, switch, order), as_json)
@@ -160,7 +155,7 @@ def confirm(switch: SwitchArgument, daemon: DaemonOption = DEFAULT_TARGET, as_js
     """
     request = control_pb2.ConfirmPortsRequest(switch_id=switch)
 
-    async def order(client: ControlClient) -> control_pb2.SwitchChange:
+    async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
         return await client.ask(client.switches.ConfirmPorts, request, CHANGE_TIMEOUT_S)
 
     _report(ask(daemon, order), as_json)
@@ -178,14 +173,14 @@ def take_over(
     """
     request = control_pb2.TakeOverPortsRequest(switch_id=switch, cross_connects=_parsed(pairs))
 
-    async def order(client: ControlClient) -> control_pb2.SwitchChange:
+    async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
         return await client.ask(client.switches.TakeOverPorts, request, CHANGE_TIMEOUT_S)
 
     _report(ask(daemon, order), as_json)
 
 
 def register(app: typer.Typer) -> None:
-    ocs = ocs_group(app)
+    ocs = group(app, "ocs")
     ocs.command("list")(list_switches)
     ocs.command("show")(show_switch)
     ocs.command("connect")(connect)
@@ -194,7 +189,9 @@ def register(app: typer.Typer) -> None:
     ocs.command("take-over")(take_over)
 
 
-def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> list[ocs_pb2.CrossConnect]:
+def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> "list[ocs_pb2.CrossConnect]":
+    from orchestrrl.rpc.convert_ocs import pair_to_pb
+
     """The arguments as cross-connects, or every fault of them at once."""
     parsed, faults = [], []
     for index, text in enumerate(pairs):
@@ -210,12 +207,12 @@ def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> list[ocs_
     return parsed
 
 
-def _waiting(daemon: str, switch: str, order: Change) -> control_pb2.SwitchChange:
-    with stderr.status(f"{switch}: moving mirrors"):
+def _waiting(daemon: str, switch: str, order: Change) -> "control_pb2.SwitchChange":
+    with stderr().status(f"{switch}: moving mirrors"):
         return ask(daemon, order)
 
 
-def _report(change: control_pb2.SwitchChange, as_json: bool) -> None:
+def _report(change: "control_pb2.SwitchChange", as_json: bool) -> None:
     """What became of a change; exit status 1 if it was not done."""
     if as_json:
         print_json(_change(change))
@@ -225,7 +222,7 @@ def _report(change: control_pb2.SwitchChange, as_json: bool) -> None:
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _print_change(change: control_pb2.SwitchChange) -> None:
+def _print_change(change: "control_pb2.SwitchChange") -> None:
     title = "would change" if change.dry_run else "changed" if change.done else "tried"
     evicted = {_text(pair) for pair in change.evicted}
     if change.results:
@@ -246,24 +243,25 @@ def _print_change(change: control_pb2.SwitchChange) -> None:
             left=("detail",),
         )
     if change.done or change.dry_run:
-        stdout.print(f"{change.switch_id}: {change.detail or ('not sent' if change.dry_run else 'done')}")
+        stdout().print(f"{change.switch_id}: {change.detail or ('not sent' if change.dry_run else 'done')}")
     else:
-        stderr.print(f"{change.switch_id}: {change.detail or 'not done'}")
+        stderr().print(f"{change.switch_id}: {change.detail or 'not done'}")
 
 
-def _print_switch(switch: control_pb2.Switch) -> None:
+def _print_switch(switch: "control_pb2.Switch") -> None:
+    from orchestrrl.rpc.convert_ocs import unconfirmed_from_pb
+
     after_restart = _AFTER_RESTART.get(switch.boot_behaviour, switch.boot_behaviour)
-    stdout.print(
+    stdout().print(
         f"{switch.switch_id}: {switch.vendor} {switch.model}, serial {switch.serial}, software {switch.software}\n"
         f"{switch.connectivity}, ingress {_range(switch.ingress_ports)}, egress {_range(switch.egress_ports)}; "
         f"moves in {duration(switch.reconfiguration_s)}; circuits after a restart: {after_restart}; "
         f"revision {switch.revision}"
     )
     if switch.HasField("unconfirmed"):
-        stdout.print(str(unconfirmed_from_pb(switch)))
+        stdout().print(str(unconfirmed_from_pb(switch)))
     circuits = [
-        (_text(c.cross_connect), _STATES.get(c.state), _link(c), "ours" if c.ours else "not ours")
-        for c in switch.circuits
+        (_text(c.cross_connect), _state(c), _link(c), "ours" if c.ours else "not ours") for c in switch.circuits
     ]
     print_table("Circuits", ("ingress:egress", "state", "light", "whose"), circuits)
     odd = [port for port in switch.port_states if port.state != "enabled"]
@@ -272,7 +270,7 @@ def _print_switch(switch: control_pb2.Switch) -> None:
         print_table("Ports that cannot be used", ("port", "state", "power dBm"), ports)
 
 
-def _row(switch: control_pb2.Switch) -> tuple[object, ...]:
+def _row(switch: "control_pb2.Switch") -> tuple[object, ...]:
     if not switch.reachable:
         return (switch.switch_id, switch.driver, None, None, None, None, None, None, _why_not(switch))
     failed = sum(port.state == "failed" for port in switch.port_states)
@@ -289,11 +287,11 @@ def _row(switch: control_pb2.Switch) -> tuple[object, ...]:
     )
 
 
-def _why_not(switch: control_pb2.Switch) -> str:
+def _why_not(switch: "control_pb2.Switch") -> str:
     return f"not usable: {switch.detail.removeprefix(f'{switch.switch_id}: ')}"
 
 
-def _summary(switch: control_pb2.Switch) -> dict[str, Any]:
+def _summary(switch: "control_pb2.Switch") -> dict[str, Any]:
     names = ("switch_id", "driver", "reachable", "detail", "vendor", "model", "serial", "software", "connectivity")
     more = ("ports", "reconfiguration_s", "boot_behaviour", "revision")
     return {
@@ -303,7 +301,7 @@ def _summary(switch: control_pb2.Switch) -> dict[str, Any]:
     }
 
 
-def _change(change: control_pb2.SwitchChange) -> dict[str, Any]:
+def _change(change: "control_pb2.SwitchChange") -> dict[str, Any]:
     return {
         "switch": change.switch_id,
         "done": change.done,
@@ -327,16 +325,25 @@ def _change(change: control_pb2.SwitchChange) -> dict[str, Any]:
     }
 
 
-def _circuit(circuit: ocs_pb2.Circuit) -> dict[str, Any]:
+def _state(circuit: "ocs_pb2.Circuit") -> str | None:
+    words = {
+        ocs_pb2.CIRCUIT_STATE_TUNING: "tuning",
+        ocs_pb2.CIRCUIT_STATE_TUNED: "tuned",
+        ocs_pb2.CIRCUIT_STATE_FAILED: "failed",
+    }
+    return words.get(circuit.state)
+
+
+def _circuit(circuit: "ocs_pb2.Circuit") -> dict[str, Any]:
     return {
         "cross_connect": _text(circuit.cross_connect),
-        "state": _STATES.get(circuit.state),
+        "state": _state(circuit),
         "link_up": _optional(circuit, "link_up"),
         "ours": circuit.ours,
     }
 
 
-def _unconfirmed(switch: control_pb2.Switch) -> dict[str, Any] | None:
+def _unconfirmed(switch: "control_pb2.Switch") -> dict[str, Any] | None:
     """What is on trial there."""
     if not switch.HasField("unconfirmed"):
         return None
@@ -353,15 +360,15 @@ def _optional(message: Any, field: str) -> Any:
     return getattr(message, field) if message.HasField(field) else None
 
 
-def _text(pair: ocs_pb2.CrossConnect) -> str:
+def _text(pair: "ocs_pb2.CrossConnect") -> str:
     return f"{pair.ingress_port}:{pair.egress_port}"
 
 
-def _listed(pairs: Iterable[ocs_pb2.CrossConnect]) -> str:
+def _listed(pairs: "Iterable[ocs_pb2.CrossConnect]") -> str:
     return " ".join(_text(pair) for pair in pairs)
 
 
-def _range(ports: ocs_pb2.PortNumbers) -> str:
+def _range(ports: "ocs_pb2.PortNumbers") -> str:
     return f"{ports.first}..{ports.first + ports.count - 1}"
 
 
@@ -369,5 +376,5 @@ def _time(value_s: float | None) -> str | None:
     return None if value_s is None else duration(value_s)
 
 
-def _link(circuit: ocs_pb2.Circuit) -> str | None:
+def _link(circuit: "ocs_pb2.Circuit") -> str | None:
     return None if not circuit.HasField("link_up") else "up" if circuit.link_up else "dark"

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
-from ocs_drivers.base import OcsDriver
-from ocs_drivers.errors import DriverError, InvalidOptions
-from ocs_drivers.registry import make_driver
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import ocs_group
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_table, reporting_errors, stderr
 from orchestrrl.cli.running import STOP_SIGNALS, until_stopped
 from orchestrrl.errors import ProblemFaults
+
+if TYPE_CHECKING:
+    from ocs_drivers.base import OcsDriver
 
 # Of the device, in errors and tables.
 DEVICE = "lab"
@@ -73,6 +72,7 @@ def conformance(
         run_suite,
         tests_of,
     )
+    from ocs_drivers.errors import DriverError, InvalidOptions
 
     faults: list[str] = []
     options = _options(option or (), faults)
@@ -107,14 +107,14 @@ def conformance(
     outcomes: list[Outcome] = []
 
     async def run() -> None:
-        with stderr.status("the first test") as status:
+        with stderr().status("the first test") as status:
             async with aclosing(run_suite(suite, [f"test_{name}" for name in chosen])) as ended:
                 async for outcome in ended:
                     status.update(f"{len(outcomes) + 1} of {len(chosen or known)}: after {_short(outcome.name)}")
                     outcomes.append(outcome)
 
     def say_that_it_stops() -> None:
-        stderr.print(
+        stderr().print(
             "stopping: the ports are freed first; Ctrl-C or SIGTERM, a second or more from now, stops that too"
         )
 
@@ -128,7 +128,7 @@ def conformance(
         stop = str(error)
     finally:
         if suite.leftover:  # before anything else that could fail
-            stderr.print(str(suite.leftover), markup=False, soft_wrap=True)
+            stderr().print(str(suite.leftover), markup=False, soft_wrap=True)
     if stop:
         fail(stop)
     counts = {state: sum(outcome.state is state for outcome in outcomes) for state in State}
@@ -148,7 +148,7 @@ def conformance(
 
 
 def register(app: typer.Typer) -> None:
-    ocs_group(app).command("conformance")(conformance)
+    group(app, "ocs").command("conformance")(conformance)
 
 
 def _short(name: str) -> str:
@@ -170,11 +170,15 @@ def _as_flag(fault: str) -> str:
     return fault
 
 
-def _made(driver: str, options: dict[str, Any]) -> OcsDriver:
+def _made(driver: str, options: dict[str, Any]) -> "OcsDriver":
+    from ocs_drivers.registry import make_driver
+
     return make_driver(driver, DEVICE, options)
 
 
 def _options(given: Sequence[str], faults: list[str]) -> dict[str, Any]:
+    import yaml
+
     options: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")

@@ -1,16 +1,18 @@
 """`orchestrrl ocs verify`: circuits and cables as they are, against the site's file."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.groups import RUNNING_DAEMON, group
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import fabric_pb2
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_lines, print_table, stderr
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import fabric_pb2
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 # A robotic patch panel takes minutes for each fibre.
 WALK_TIMEOUT_S = 24 * 3600.0
@@ -38,12 +40,12 @@ def verify(
     `orchestrrl fabric pause --reason "checking cables" && orchestrrl ocs verify --walk; orchestrrl fabric resume`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         request = fabric_pb2.VerifyFabricRequest(walk=walk)
         limit_s = WALK_TIMEOUT_S if walk else LOOK_TIMEOUT_S
         return await answer(client, client.fabric.VerifyFabric, request, limit_s)
 
-    with stderr.status("walking the fibres" if walk else "looking"):
+    with stderr().status("walking the fibres" if walk else "looking"):
         seen = ask(daemon, conversation)
     if as_json:
         print_json(seen)
@@ -67,5 +69,5 @@ def _print(seen: dict[str, Any]) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    ocs = group(app, "ocs", "Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON)
+    ocs = group(app, "ocs")
     ocs.command("verify")(verify)

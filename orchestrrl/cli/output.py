@@ -4,27 +4,39 @@ import json
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, NoReturn
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXIT_FAILURE = 1  # the command was understood and did not succeed
 EXIT_MALFORMED = 2  # malformed input or usage; nothing was done
 EXIT_INFEASIBLE = 3  # a well-formed problem without a feasible answer
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+ProblemFile = Annotated[str, typer.Argument(metavar="FILE.json", help="The problem; - reads standard input.")]
 
 # A pipe has no width of its own: wide enough that tables keep their rows on one line each.
 PIPE_COLUMNS = 200
 
-stdout = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
-stderr = Console(stderr=True, highlight=False)
+
+@cache
+def stdout() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+
+
+@cache
+def stderr() -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
 
 
 def print_json(value: Any) -> None:
@@ -45,6 +57,10 @@ def print_table(
 
     None shows as `-`; an `optional` column without any value is left out.
     """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     cells = [list(row) for row in rows]
     shown = [
         index
@@ -57,13 +73,13 @@ def print_table(
         table.add_column(columns[index], justify=justify, no_wrap=index == 0)
     for row in cells:
         table.add_row(*(Text("-" if row[index] is None else str(row[index]), overflow="fold") for index in shown))
-    stdout.print(table)
+    stdout().print(table)
 
 
 def print_lines(lines: Iterable[str]) -> None:
     """Sentences for people, with rich's markup; never broken, so that they can be searched in a pipe."""
     for line in lines:
-        stdout.print(line, soft_wrap=True)
+        stdout().print(line, soft_wrap=True)
 
 
 def fail(message: str, status: int = EXIT_FAILURE) -> NoReturn:

@@ -1,29 +1,30 @@
 """`orchestrrl balancer|fabric|sync pause|resume`: let a part of the control plane stand still, and go on."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.groups import RUNNING_DAEMON, fabric_group, group, sync_group
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag, print_json, stdout
 from orchestrrl.cli.plan import Reason, TimeToLive
 from orchestrrl.cli.status import pause_words
 from orchestrrl.errors import ProblemFaults
-from orchestrrl.holds import Part
 from orchestrrl.lifetimes import lifetime_faults
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 _WHAT = {
-    Part.BALANCER: "the fast loop's moves; an operator's own go on",
-    Part.FABRIC: "every change of circuits that periods ask for",
-    Part.SYNC: "weight syncs: none begins, and no circuits are changed for one; what is under way goes on",
+    "balancer": "the fast loop's moves; an operator's own go on",
+    "fabric": "every change of circuits that periods ask for",
+    "sync": "weight syncs: none begins, and no circuits are changed for one; what is under way goes on",
 }
 
 
-def _add(commands: typer.Typer, part: Part) -> None:
+def _add(commands: typer.Typer, part: str) -> None:
     def pause(
         reason: Reason = "", ttl_s: TimeToLive = 0.0, daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False
     ) -> None:
@@ -37,8 +38,8 @@ def _add(commands: typer.Typer, part: Part) -> None:
     commands.command("resume", help=f"Let it go on.\n\nExample: `orchestrrl {part} resume`")(resume)
 
 
-def _set(part: Part, paused: bool, reason: str, ttl_s: float, daemon: str, as_json: bool) -> None:
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+def _set(part: str, paused: bool, reason: str, ttl_s: float, daemon: str, as_json: bool) -> None:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         if faults := lifetime_faults(ttl_s, "--ttl-s", until="resumed"):
             raise ProblemFaults(faults)
         order = control_pb2.SetPauseRequest(part=part, paused=paused, reason=reason, ttl_s=ttl_s)
@@ -50,12 +51,11 @@ def _set(part: Part, paused: bool, reason: str, ttl_s: float, daemon: str, as_js
         return
     in_force = {pause["part"]: pause for pause in found["pauses"]}
     if part in in_force:
-        stdout.print(f"{part} is paused: {pause_words(in_force[part])}", markup=False)
+        stdout().print(f"{part} is paused: {pause_words(in_force[part])}", markup=False)
     else:
-        stdout.print(f"{part} goes on" if found["changed"] else f"{part} was not paused")
+        stdout().print(f"{part} goes on" if found["changed"] else f"{part} was not paused")
 
 
 def register(app: typer.Typer) -> None:
-    _add(group(app, "balancer", "Pause and resume moves of the fast loop.", RUNNING_DAEMON), Part.BALANCER)
-    _add(fabric_group(app), Part.FABRIC)
-    _add(sync_group(app), Part.SYNC)
+    for part in _WHAT:
+        _add(group(app, part), part)

@@ -2,23 +2,25 @@
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli import explain
 from orchestrrl.cli.control import DaemonOption, answer, ask, follow
 from orchestrrl.cli.formats import duration, seconds, time_of_day
-from orchestrrl.cli.groups import RUNNING_DAEMON, group
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.journal import print_line
+from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, stdout
 from orchestrrl.cli.status import control_words, fetch_status
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.lifetimes import lifetime_faults
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain import plain
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 PlanId = Annotated[str, typer.Argument(metavar="[PLAN]", help="A plan's id; the latest if left out.")]
 Reason = Annotated[str, typer.Option("--reason", help="Who and why, for the journal.")]
@@ -57,7 +59,7 @@ def explain_plan(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_js
         print_table("Proposed fleet", explain.FLEET_COLUMNS, explain.fleet_rows(found))
     print_lines([*explain.predictions(found), explain.calibration(status["plan_calibration"])])
     print_lines(explain.histogram(found))
-    stdout.print(f"planner: {control_words(control, now_unix_s)}")
+    stdout().print(f"planner: {control_words(control, now_unix_s)}")
 
 
 def list_plans(
@@ -70,7 +72,7 @@ def list_plans(
     Example: `orchestrrl plan list --limit 5`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(client, client.control.ListPlans, control_pb2.ListPlansRequest(limit=limit))
 
     found = ask(daemon, conversation)
@@ -91,7 +93,7 @@ def watch(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> N
     Example: `orchestrrl plan watch --json`
     """
 
-    async def conversation(client: ControlClient) -> None:
+    async def conversation(client: "ControlClient") -> None:
         async for event in client.watch(client.control.WatchPlans, control_pb2.WatchPlansRequest()):
             seen = plain(event)
             print_line(json.dumps(seen) if as_json else _event_line(seen))
@@ -111,7 +113,7 @@ def override(
     Example: `orchestrrl plan override tp4 --reason "tail is long today" --ttl-s 3600`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.OverridePlanRequest(configuration=configuration, reason=reason, ttl_s=_checked(ttl_s))
         return await answer(client, client.control.OverridePlan, order)
 
@@ -129,7 +131,7 @@ def pin(
     Example: `orchestrrl plan pin --reason "benchmark running" --ttl-s 600`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.PinPlanRequest(reason=reason, ttl_s=_checked(ttl_s))
         return await answer(client, client.control.PinPlan, order)
 
@@ -142,16 +144,16 @@ def release(reason: Reason = "", daemon: DaemonOption = DEFAULT_TARGET, as_json:
     Example: `orchestrrl plan release --reason "benchmark over"`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(client, client.control.ReleasePlan, control_pb2.ReleasePlanRequest(reason=reason))
 
     _control(daemon, conversation, as_json)
 
 
-def _fetch(plan_id: str) -> Callable[[ControlClient], Awaitable[tuple[dict[str, Any], dict[str, Any]]]]:
+def _fetch(plan_id: str) -> Callable[["ControlClient"], Awaitable[tuple[dict[str, Any], dict[str, Any]]]]:
     """The plan, and the daemon's status: the operator's word on the planner, its calibration, the daemon's time."""
 
-    async def conversation(client: ControlClient) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def conversation(client: "ControlClient") -> tuple[dict[str, Any], dict[str, Any]]:
         found = await answer(client, client.control.GetPlan, control_pb2.GetPlanRequest(plan_id=plan_id))
         return found, await fetch_status(client)
 
@@ -164,13 +166,13 @@ def _checked(ttl_s: float) -> float:
     return ttl_s
 
 
-def _control(daemon: str, conversation: Callable[[ControlClient], Awaitable[dict[str, Any]]], as_json: bool) -> None:
+def _control(daemon: str, conversation: Callable[["ControlClient"], Awaitable[dict[str, Any]]], as_json: bool) -> None:
     control = ask(daemon, conversation)
     if as_json:
         print_json(control)
         return
     until = "" if control["expires_unix_s"] is None else f", until {time_of_day(control['expires_unix_s'])}"
-    stdout.print(f"planner: {control_words(control)}{until}")
+    stdout().print(f"planner: {control_words(control)}{until}")
 
 
 def _row(plan: dict[str, Any]) -> tuple[object, ...]:
@@ -199,7 +201,7 @@ def _event_line(event: dict[str, Any]) -> str:
 
 
 def register(app: typer.Typer) -> None:
-    plans = group(app, "plan", "What the planner proposes and why; override, pin and release it.", RUNNING_DAEMON)
+    plans = group(app, "plan")
     plans.command("show")(show)
     plans.command("explain")(explain_plan)
     plans.command("list")(list_plans)

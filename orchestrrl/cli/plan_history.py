@@ -1,18 +1,20 @@
 """`orchestrrl plan history`: switches that were carried out, and what took how long in each."""
 
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrrl.cli import switch_words as words
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import RUNNING_DAEMON, group
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import control_pb2
+from orchestrrl.cli.lazy import switch_words as words
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, stdout
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 COLUMNS = ("switch", "began", "plan", "why", "change", "outcome", "took", "stood still", "moved", "kept")
 
@@ -31,7 +33,7 @@ def history(
         _one(daemon, switch_id, as_json)
         return
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         wanted = control_pb2.ListDeploymentsRequest(limit=limit)
         return await answer(client, client.control.ListDeployments, wanted)
 
@@ -45,7 +47,7 @@ def history(
 
 
 def _one(daemon: str, switch_id: str, as_json: bool) -> None:
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(client, client.control.GetSwitch, control_pb2.GetSwitchRequest(switch_id=switch_id))
 
     report = ask(daemon, conversation)
@@ -55,7 +57,7 @@ def _one(daemon: str, switch_id: str, as_json: bool) -> None:
     print_lines([words.begun(report), f"began {_moment(report['created_unix_s'])}", *words.outcome(report)])
     print_table("Engines", words.ENGINE_COLUMNS, words.engine_rows(report), left=words.WORDY)
     if report["steps"]:
-        stdout.print(words.time_line(report, time.time()))
+        stdout().print(words.time_line(report, time.time()))
 
 
 def _row(report: dict[str, Any]) -> tuple[object, ...]:
@@ -78,5 +80,5 @@ def _moment(unix_s: float) -> str:
 
 
 def register(app: typer.Typer) -> None:
-    plans = group(app, "plan", "What the planner proposes and why; override, pin and release it.", RUNNING_DAEMON)
+    plans = group(app, "plan")
     plans.command("history")(history)

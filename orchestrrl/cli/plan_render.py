@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrrl.cli.formats import ranges
-from orchestrrl.cli.groups import RUNNING_DAEMON, group
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, reporting_errors
 from orchestrrl.errors import ProblemFaults, shorten
 from planner.model import ConfigurationId, GpuId
@@ -34,7 +34,7 @@ Example:
 
 
 def register(app: typer.Typer) -> None:
-    plans = group(app, "plan", "What the planner proposes and why; override, pin and release it.", RUNNING_DAEMON)
+    plans = group(app, "plan")
     plans.command("render", help=HELP)(render_lines)
 
 

@@ -4,15 +4,12 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-import typer
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from orchestrrl.cli.output import EXIT_INFEASIBLE, fail
 from orchestrrl.errors import ProblemFaults, faults_of, path_of, shorten
-
-ProblemFile = Annotated[str, typer.Argument(metavar="FILE.json", help="The problem; - reads standard input.")]
 
 Location = tuple[int | str, ...]
 

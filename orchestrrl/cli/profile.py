@@ -13,15 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOURCES = ("roofline", "measured")
-HELP = "What engines cost: measured, imported and predicted step times."
-
 MeasuredFile = Annotated[
     Path, typer.Argument(metavar="CSV", help="Measured deployments, with the columns of AIConfigurator's silicon file.")
 ]
 
 
 def register(app: typer.Typer) -> None:
-    profile = group(app, "profile", HELP)
+    profile = group(app, "profile")
     profile.command(name="score")(score)
     profile.command(name="fit")(fit)
 
@@ -81,7 +79,7 @@ def fit(
         deployments = read_silicon(measured).deployments
         if not deployments:
             raise ProblemFaults([f"(document): has no row that can be predicted, got {measured}"])
-        stderr.print(f"fitting {len(deployments)} deployments ...")
+        stderr().print(f"fitting {len(deployments)} deployments ...")
         sets = roofline_fit.fit(deployments)
         errors = roofline_fit.left_out_errors(deployments, sets)
         today = datetime.now(UTC).date()

@@ -17,8 +17,6 @@ if TYPE_CHECKING:  # curves bring numpy: loaded by the commands that run
     from orchestrrl.profiles.measure import Link, Measured, Wanted
     from planner.profile import EngineProfile, Profile, Provenance
 
-HELP = "What engines cost: measured, imported and predicted step times."
-
 # What a change of configuration takes when nobody says: starting an engine process and loading its weights.
 COLD_START_S = 60.0
 VLLM_MAX_SEQUENCES = 1024  # its default on GPUs with 70 GiB and more
@@ -30,7 +28,7 @@ SwitchOption = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    profile = group(app, "profile", HELP)
+    profile = group(app, "profile")
     profile.command("measure")(measure)
     profile.command("import")(import_)
     profile.command("show")(show)
@@ -97,7 +95,7 @@ def measure(
         profile = _merged(existing, measured[0], gpu, link)
         _write(out, profile)
     for reason in measured[0].skipped:
-        stderr.print(f"left out: {reason}", soft_wrap=True)
+        stderr().print(f"left out: {reason}", soft_wrap=True)
     if json:
         print_json(as_document(profile))
         return
@@ -136,11 +134,11 @@ def import_(
         )
         vendor = Aiconfigurator(model, system, backend, precision=precision)
         imported = import_profile(
-            vendor, model, system, backend, wanted, given, _today(), lambda name: stderr.print(f"{name} ...")
+            vendor, model, system, backend, wanted, given, _today(), lambda name: stderr().print(f"{name} ...")
         )
         _write(out, imported.profile)
     for reason in imported.left_out:
-        stderr.print(f"left out: {reason}", soft_wrap=True)
+        stderr().print(f"left out: {reason}", soft_wrap=True)
     if json:
         print_json(as_document(imported.profile))
         return
@@ -184,7 +182,7 @@ async def _measure(engine: "Engine", wanted: "Wanted", existing: "Profile | None
     try:
         if existing is not None:
             _same(existing, await engine.capabilities())
-        with Progress(*columns, console=stderr) as bar:
+        with Progress(*columns, console=stderr()) as bar:
             task = bar.add_task("", total=1, doing="")
 
             def on_step(step: Step) -> None:

@@ -7,7 +7,6 @@ import typer
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.cli.profile import HELP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    group(app, "profile", HELP).command(name="predict")(predict)
+    group(app, "profile").command(name="predict")(predict)
 
 
 def predict(

@@ -1,6 +1,5 @@
 """How commands run coroutines: a service or a view lasts until SIGTERM or Ctrl-C, and ends without a traceback."""
 
-import asyncio
 import gc
 import logging
 import signal
@@ -42,12 +41,16 @@ def until_stopped(
     """Run until the coroutine ends, or cancel it on one of `signals`, wait for its clean-up and return the last one.
     Another signal cancels the clean-up, too, unless it is SIGHUP or follows the first within `SAME_STOP_S`. A signal
     that the process was started to ignore, such as SIGHUP under nohup, stays ignored."""
+    import asyncio  # here, as a third of what help imports otherwise
+
     return asyncio.run(_until_stopped(coroutine, signals, on_signal))
 
 
 async def _until_stopped(
     coroutine: Coroutine[Any, Any, None], signals: Iterable[signal.Signals], on_signal: Callable[[], None]
 ) -> signal.Signals | None:
+    import asyncio
+
     task = asyncio.ensure_future(coroutine)
     loop = asyncio.get_running_loop()
     received: list[signal.Signals] = []

@@ -20,11 +20,8 @@ Source = Annotated[
 ]
 
 
-HELP = "Try policies on a simulated fleet, or a whole cluster; the control plane is the real one."
-
-
 def register(app: typer.Typer) -> None:
-    group(app, "sim", HELP).command(name="gen")(gen)
+    group(app, "sim").command(name="gen")(gen)
 
 
 def gen(
@@ -85,7 +82,7 @@ def with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> 
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=stderr, transient=True) as bars:
+    with Progress(*columns, console=stderr(), transient=True) as bars:
         task = bars.add_task("", total=None)
 
         def report(what: str, done: int, total: int) -> None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.cli.sim import HELP, check_folder, or_faults, parts_of, seeds_of, with_progress
+from orchestrrl.cli.sim import check_folder, or_faults, parts_of, seeds_of, with_progress
 from orchestrrl.cli.sim_cells import STAGES, notes_of, rate_of, stages_of, total_of, usd_of, worth_of
 from orchestrrl.errors import Permanent, ProblemFaults
 
@@ -30,7 +30,7 @@ Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the results 
 
 
 def register(app: typer.Typer) -> None:
-    sim = group(app, "sim", HELP)
+    sim = group(app, "sim")
     sim.command(name="run")(run)
     sim.command(name="compare")(compare)
     sim.command(name="report")(report)

@@ -8,7 +8,7 @@ import typer
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.cli.sim import HELP, make_folder, parts_of, with_progress
+from orchestrrl.cli.sim import make_folder, parts_of, with_progress
 from orchestrrl.errors import ProblemFaults
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    group(app, "sim", HELP).command(name="paper")(paper)
+    group(app, "sim").command(name="paper")(paper)
 
 
 def paper(

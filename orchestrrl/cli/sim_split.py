@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.cli.sim import HELP, check_folder, or_faults, with_progress
+from orchestrrl.cli.sim import check_folder, or_faults, with_progress
 from orchestrrl.cli.sim_cells import digits, kept_in
 from orchestrrl.cli.sim_cluster import Cluster, Out, keep
 from orchestrrl.errors import ProblemFaults
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    group(app, "sim", HELP).command(name="split")(split)
+    group(app, "sim").command(name="split")(split)
 
 
 def split(

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
-from orchestrrl.cli.sim import HELP, check_folder, make_folder, or_faults, with_progress
+from orchestrrl.cli.sim import check_folder, make_folder, or_faults, with_progress
 from orchestrrl.cli.sim_cells import rate_of, usd_of
 from orchestrrl.errors import ProblemFaults
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    group(app, "sim", HELP).command(name="sweep")(sweep)
+    group(app, "sim").command(name="sweep")(sweep)
 
 
 def sweep(
@@ -57,7 +57,7 @@ def sweep(
         try:
             swept = with_progress(lambda report: sweeps.sweep(points, out, runner, report, again=again))
         except KeyboardInterrupt:
-            stderr.print(
+            stderr().print(
                 f"interrupted: points that are done are in {out}, and the same command goes on from there",
                 markup=False,
                 soft_wrap=True,
@@ -73,7 +73,7 @@ def sweep(
     else:
         _print(found, swept, len(points), out)
     for outcome in swept.failed:
-        stderr.print(f"failed: {outcome.point.title}: {outcome.fault}", markup=False, soft_wrap=True)
+        stderr().print(f"failed: {outcome.point.title}: {outcome.fault}", markup=False, soft_wrap=True)
     if swept.failed:
         raise typer.Exit(EXIT_FAILURE)
 

@@ -2,25 +2,24 @@
 
 import contextlib
 from collections.abc import Iterable
-from typing import Annotated, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
 from orchestrrl.cli.explain import calibration
 from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate, time_of_day
-from orchestrrl.cli.gate import gate_lines
-from orchestrrl.cli.groups import RUNNING_DAEMON
+from orchestrrl.cli.gate_words import gate_lines
+from orchestrrl.cli.lazy import control_pb2, switch_words, weights_pb2
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stdout
-from orchestrrl.cli.switch_words import switch_summary
 from orchestrrl.errors import Permanent
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2, weights_pb2
-from planner.model import Mode
 
-_MODE_TO_PB = {Mode.ADVISE: control_pb2.MODE_ADVISE, Mode.ACT: control_pb2.MODE_ACT}
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
+
 MOVE_TIMEOUT_S = 120.0  # a move waits for the destination's first token
 
 WORKER_COLUMNS = (
@@ -29,13 +28,20 @@ WORKER_COLUMNS = (
 )
 
 
+class Mode(StrEnum):
+    """The planner's modes, without its model."""
+
+    ADVISE = "advise"
+    ACT = "act"
+
+
 def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
     """Say how the fleet is: mode, workers, nodes, requests, moves, the plan.
 
     Example: `orchestrrl status`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         return {**await fetch_status(client), "weights": await fetch_weights(client)}
 
     seen = ask(daemon, conversation)
@@ -66,7 +72,7 @@ def workers(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) ->
     Example: `orchestrrl workers --json`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(client, client.control.ListWorkers, control_pb2.ListWorkersRequest())
 
     found = ask(daemon, conversation)
@@ -93,7 +99,7 @@ def requests(
     Example: `orchestrrl requests --engine vllm-0 --limit 20`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         wanted = control_pb2.ListRequestsRequest(engine_id=engine, limit=limit)
         return await answer(client, client.control.ListRequests, wanted)
 
@@ -120,19 +126,19 @@ def mode(
     Example: `orchestrrl mode act --reason "advice looked right for a day"`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         if wanted is None:
             return {"mode": (await fetch_status(client))["mode"]}
-        order = control_pb2.SetModeRequest(mode=_MODE_TO_PB[wanted], reason=reason)
+        order = control_pb2.SetModeRequest(mode=control_pb2.Mode.Value(f"MODE_{wanted.name}"), reason=reason)
         return await answer(client, client.control.SetMode, order)
 
     found = ask(daemon, conversation)
     if as_json:
         print_json(found)
     elif "previous" in found:
-        stdout.print(f"mode {found['mode']}, was {found['previous']}")
+        stdout().print(f"mode {found['mode']}, was {found['previous']}")
     else:
-        stdout.print(f"mode {found['mode']}")
+        stdout().print(f"mode {found['mode']}")
 
 
 def move(
@@ -146,7 +152,7 @@ def move(
     Example: `orchestrrl move req-17 --to vllm-1`
     """
 
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.MoveRequestRequest(request_id=request, to_engine_id=to)
         return await answer(client, client.control.MoveRequest, order, timeout_s=MOVE_TIMEOUT_S)
 
@@ -154,16 +160,16 @@ def move(
     if as_json:
         print_json(found)
     elif found["done"]:
-        stdout.print(escape(f"{request} continues on {to}"))
+        stdout().print(escape(f"{request} continues on {to}"))
     if not found["done"]:
         fail(f"{request} was not moved: {found['detail']}")
 
 
-async def fetch_status(client: ControlClient) -> dict[str, Any]:
+async def fetch_status(client: "ControlClient") -> dict[str, Any]:
     return await answer(client, client.control.GetStatus, control_pb2.GetStatusRequest())
 
 
-async def fetch_weights(client: ControlClient) -> dict[str, Any] | None:
+async def fetch_weights(client: "ControlClient") -> dict[str, Any] | None:
     """None of a daemon that brings no weights."""
     with contextlib.suppress(Permanent):
         return await answer(client, client.weights.GetWeights, weights_pb2.GetWeightsRequest())
@@ -188,7 +194,7 @@ def summary(seen: dict[str, Any]) -> list[str]:
         f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_words(seen['plan_control'])}",
         calibration(seen["plan_calibration"]),
         *gate_summary(seen["gate"]),
-        *switch_summary(seen["switch"]),
+        *switch_words.switch_summary(seen["switch"]),
         *fabric_summary(seen),
         *(f"[yellow]{pause['part']} is paused[/yellow]: {escape(pause_words(pause))}" for pause in seen["pauses"]),
     ]
@@ -392,4 +398,4 @@ def _request_row(request: dict[str, Any]) -> tuple[object, ...]:
 
 def register(app: typer.Typer) -> None:
     for command in (status, workers, requests, mode, move):
-        app.command(rich_help_panel=RUNNING_DAEMON)(command)
+        app.command()(command)

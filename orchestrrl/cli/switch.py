@@ -1,19 +1,20 @@
 """`orchestrrl switch`: change which engines there are, watch it, take it back."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli import switch_words as words
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.groups import RUNNING_DAEMON
+from orchestrrl.cli.lazy import control_pb2
+from orchestrrl.cli.lazy import switch_words as words
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors
 from orchestrrl.cli.switch_follow import advice, first, look, looks, reports, until_over
 from orchestrrl.errors import ProblemFaults
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 MOST_ENGINES = (1 << 32) - 1
 
@@ -110,7 +111,7 @@ def _check(
         raise ProblemFaults(faults)
 
 
-def _targets(to: list[str]) -> list[control_pb2.SwitchTarget]:
+def _targets(to: list[str]) -> "list[control_pb2.SwitchTarget]":
     targets: list[control_pb2.SwitchTarget] = []
     faults = []
     for wish in to:
@@ -174,7 +175,7 @@ def _print_taken(report: dict[str, Any]) -> None:
 
 
 def _cancel(daemon: str, switch_id: str, reason: str, as_json: bool) -> None:
-    async def conversation(client: ControlClient) -> dict[str, Any]:
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.CancelSwitchRequest(switch_id=switch_id, reason=reason)
         return await answer(client, client.control.CancelSwitch, order)
 
@@ -188,4 +189,4 @@ def _cancel(daemon: str, switch_id: str, reason: str, as_json: bool) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(rich_help_panel=RUNNING_DAEMON)(switch)
+    app.command()(switch)

@@ -7,7 +7,7 @@ import typer
 
 from orchestrrl.cli.box_site import prepare_folder, site_faults
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import sync_group
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
 from orchestrrl.errors import ProblemFaults
 
@@ -42,7 +42,7 @@ Example:
 
 
 def register(app: typer.Typer) -> None:
-    sync_group(app).command("box", help=HELP)(box)
+    group(app, "sync").command("box", help=HELP)(box)
 
 
 def box(
@@ -102,7 +102,7 @@ def box(
             transport=transport,
             python="" if python is None else str(python.absolute()),
         )
-        with stderr.status("making the box") as status:
+        with stderr().status("making the box") as status:
             found = run(order, lambda at: status.update(f"{at}: real time, real packets"))["weights"]
     _keep(found, out)
     if as_json:

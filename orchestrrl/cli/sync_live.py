@@ -1,32 +1,30 @@
 """`orchestrrl sync status|history|profile|watch|abort|install`: new weights of a running daemon's fleet."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from orchestrrl.cli import sync_words as words
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, ask
-from orchestrrl.cli.groups import sync_group
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import sync_words as words
+from orchestrrl.cli.lazy import weights_pb2 as pb
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors, stderr, stdout
 from orchestrrl.cli.plan import Reason
 from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.convert_weights import report_from_pb, status_from_pb
-from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.plain import plain
-from orchestrrl.sync_advice import advice
-from orchestrrl.sync_profile import SyncProfile
-from orchestrrl.sync_profile import profile as profile_of
-from orchestrrl.sync_reports import SyncReport, WeightsStatus
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
+    from orchestrrl.sync_profile import SyncProfile
+    from orchestrrl.sync_reports import SyncReport, WeightsStatus
 
 SHOWN = 20
 LOOK_EVERY_S = 0.5
@@ -44,7 +42,7 @@ def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> 
     Example: `orchestrrl sync status`
     """
 
-    async def conversation(client: ControlClient) -> pb.WeightsStatus:
+    async def conversation(client: "ControlClient") -> "pb.WeightsStatus":
         return await client.ask(client.weights.GetWeights, pb.GetWeightsRequest())
 
     message = ask(daemon, conversation)
@@ -71,7 +69,7 @@ def history(
     Example: `orchestrrl sync history --limit 50`
     """
 
-    async def conversation(client: ControlClient) -> pb.ListSyncsResponse:
+    async def conversation(client: "ControlClient") -> "pb.ListSyncsResponse":
         return await client.ask(client.weights.ListSyncs, pb.ListSyncsRequest(limit=limit))
 
     listed = ask(daemon, conversation)
@@ -109,6 +107,8 @@ def profile(
 
     Example: `orchestrrl sync profile --last 10 --picture syncs.png`
     """
+    from orchestrrl.sync_profile import profile as profile_of
+
     with reporting_errors():
         if version is not None and last > 1:
             raise ProblemFaults([f"--last: cannot go with a version, got {last}"])
@@ -137,9 +137,9 @@ def watch(sync_id: SyncArgument = "", daemon: DaemonOption = DEFAULT_TARGET, as_
     """
     latest: list[pb.SyncReport] = []
 
-    async def conversation(client: ControlClient) -> None:
-        if as_json or not stdout.is_terminal:
-            lines = stderr if as_json else stdout
+    async def conversation(client: "ControlClient") -> None:
+        if as_json or not stdout().is_terminal:
+            lines = stderr() if as_json else stdout()
             before = None
             async for message in _watched(client, sync_id):
                 latest[:], report = [message], _report(message)
@@ -148,7 +148,7 @@ def watch(sync_id: SyncArgument = "", daemon: DaemonOption = DEFAULT_TARGET, as_
                 before = report
             return
         with Live(
-            console=stdout,
+            console=stdout(),
             transient=True,
             refresh_per_second=4,
             get_renderable=lambda: Text.from_markup(
@@ -162,7 +162,7 @@ def watch(sync_id: SyncArgument = "", daemon: DaemonOption = DEFAULT_TARGET, as_
     try:
         ask(daemon, conversation)
     except KeyboardInterrupt:
-        stderr.print("\nit goes on by itself; end it with [bold]orchestrrl sync abort[/bold]", soft_wrap=True)
+        stderr().print("\nit goes on by itself; end it with [bold]orchestrrl sync abort[/bold]", soft_wrap=True)
         raise typer.Exit(EXIT_LEFT) from None
     report = _report(latest[0])
     if as_json:
@@ -198,7 +198,7 @@ def install(
 # --- asking
 
 
-async def _profiled(client: ControlClient, version: int | None, last: int) -> list[SyncReport]:
+async def _profiled(client: "ControlClient", version: int | None, last: int) -> "list[SyncReport]":
     """With their edges, the newest first."""
     if last == 1:
         return [_report(await client.ask(client.weights.GetSync, pb.GetSyncRequest(version=version)))]
@@ -209,8 +209,10 @@ async def _profiled(client: ControlClient, version: int | None, last: int) -> li
     return [_report(await client.ask(client.weights.GetSync, pb.GetSyncRequest(sync_id=id))) for id in ids]
 
 
-async def _watched(client: ControlClient, sync_id: str) -> AsyncIterator[pb.SyncReport]:
+async def _watched(client: "ControlClient", sync_id: str) -> "AsyncIterator[pb.SyncReport]":
     """Each as the sync goes on. It outlives the daemon's being away: then its next life is asked."""
+    import asyncio
+
     message: pb.SyncReport | None = None
     away = False
     while message is None or not _report(message).over:
@@ -225,19 +227,23 @@ async def _watched(client: ControlClient, sync_id: str) -> AsyncIterator[pb.Sync
             raise OutcomeUnknown(f"the daemon at {client.address} ended the call without an answer")
         if not _report(message).over:
             if not away:
-                stderr.print("the daemon is away: the sync goes on, or back, once it is there again", soft_wrap=True)
+                stderr().print("the daemon is away: the sync goes on, or back, once it is there again", soft_wrap=True)
             away = True
             await asyncio.sleep(LOOK_EVERY_S)
 
 
-def _report(message: pb.SyncReport) -> SyncReport:
+def _report(message: "pb.SyncReport") -> "SyncReport":
+    from orchestrrl.rpc.convert_weights import report_from_pb
+
     try:
         return report_from_pb(message)
     except ValueError as error:
         raise Permanent(f"the daemon is newer than this command: {error}") from None
 
 
-def _status(message: pb.WeightsStatus) -> WeightsStatus:
+def _status(message: "pb.WeightsStatus") -> "WeightsStatus":
+    from orchestrrl.rpc.convert_weights import status_from_pb
+
     with reporting_errors():
         try:
             return status_from_pb(message)
@@ -258,7 +264,7 @@ def _tell(daemon: str, conversation: Any, what: str, as_json: bool) -> None:
 # --- showing
 
 
-def _show_profile(took: SyncProfile) -> None:
+def _show_profile(took: "SyncProfile") -> None:
     print_lines(words.profile_lines(took))
     if not took.rows:
         return
@@ -269,19 +275,21 @@ def _show_profile(took: SyncProfile) -> None:
     print_lines(words.advice_lines([took]))
 
 
-def _show_last(profiles: list[SyncProfile]) -> None:
+def _show_last(profiles: "list[SyncProfile]") -> None:
     title = f"Phases of {len(profiles)} versions" if len(profiles) > 1 else "Phases"
     print_table(title, words.LAST_COLUMNS, words.last_rows(profiles), left=words.WORDY)
     print_lines(words.advice_lines(profiles))
 
 
-def _print_engines(report: SyncReport) -> None:
+def _print_engines(report: "SyncReport") -> None:
     if report.engines:
         rows = words.engine_rows(report.engines)
         print_table("Engines", words.ENGINE_COLUMNS, rows, left=words.WORDY, optional=("remark",))
 
 
-def _profile_json(took: SyncProfile) -> dict[str, Any]:
+def _profile_json(took: "SyncProfile") -> dict[str, Any]:
+    from orchestrrl.sync_advice import advice
+
     report = took.report
     return {
         "sync_id": report.id,
@@ -311,7 +319,7 @@ def _profile_json(took: SyncProfile) -> dict[str, Any]:
     }
 
 
-def _draw(profiles: list[SyncProfile], target: Path) -> None:
+def _draw(profiles: "list[SyncProfile]", target: Path) -> None:
     from orchestrrl.sync_pictures import draw
 
     try:
@@ -322,6 +330,6 @@ def _draw(profiles: list[SyncProfile], target: Path) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    sync = sync_group(app)
+    sync = group(app, "sync")
     for command in (status, history, profile, watch, abort, install):
         sync.command(command.__name__)(command)

@@ -5,12 +5,11 @@ from typing import Annotated
 
 import typer
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption
-from orchestrrl.cli.groups import sync_group
+from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import reporting_errors
 from orchestrrl.cli.running import VerboseFlag, serve
-from orchestrrl.clock import WallClock
-from orchestrrl.rpc.channel import DEFAULT_TARGET
 
 HELP = """Hold weights on one host: receive versions, pass them on, and install them into the engines here.
 
@@ -112,6 +111,7 @@ def peer(
     verbose: VerboseFlag = False,
 ) -> None:
     # Imported here so that no other command waits for numpy.
+    from orchestrrl.clock import WallClock
     from orchestrrl.weights.peer import run_peer
     from orchestrrl.weights.peer_settings import PeerWords, settings_of
 
@@ -144,4 +144,4 @@ def peer(
 
 
 def register(app: typer.Typer) -> None:
-    sync_group(app).command("peer", help=HELP)(peer)
+    group(app, "sync").command("peer", help=HELP)(peer)

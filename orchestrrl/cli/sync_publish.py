@@ -11,15 +11,15 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from orchestrrl.cli import sync_words as words
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, address_faults
-from orchestrrl.cli.groups import sync_group
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import sync_words as words
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, reporting_errors, stderr, stdout
 from orchestrrl.errors import Permanent, ProblemFaults
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.sync_reports import SyncPhase, SyncReport
 
 if TYPE_CHECKING:
+    from orchestrrl.sync_reports import SyncReport
     from orchestrrl.weights.client import Publishing, WeightsClient
     from orchestrrl.weights.trainer_boxes import Piece
 
@@ -67,7 +67,7 @@ def publish(
             number = client.next_version() if version is None else version
             size = words.size(sum(piece.bytes for piece in pieces))
             into = escape(str(client.folder))
-            stderr.print(f"version {number}: staging {len(pieces)} tensors, {size}, in {into}", soft_wrap=True)
+            stderr().print(f"version {number}: staging {len(pieces)} tensors, {size}, in {into}", soft_wrap=True)
             report = _carried(client, number, pieces, next_gate, as_json)
     if as_json:
         print_json(plain(report_to_pb(report)))
@@ -102,7 +102,9 @@ def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "
     return pieces
 
 
-def _carried(client: "WeightsClient", version: int, pieces: "list[Piece]", next_gate: bool, quiet: bool) -> SyncReport:
+def _carried(
+    client: "WeightsClient", version: int, pieces: "list[Piece]", next_gate: bool, quiet: bool
+) -> "SyncReport":
     """How it ended, or that it waits for the gate. Raises OrchestrRLError."""
     from orchestrrl.weights.client import SyncAborted
 
@@ -117,7 +119,7 @@ def _carried(client: "WeightsClient", version: int, pieces: "list[Piece]", next_
                         return report
                 time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
-        stderr.print("\nit goes on by itself; end it with [bold]orchestrrl sync abort[/bold]", soft_wrap=True)
+        stderr().print("\nit goes on by itself; end it with [bold]orchestrrl sync abort[/bold]", soft_wrap=True)
         raise typer.Exit(EXIT_LEFT) from None
     try:
         return handle.result()
@@ -125,27 +127,29 @@ def _carried(client: "WeightsClient", version: int, pieces: "list[Piece]", next_
         return aborted.report
 
 
-def _waits_for_gate(report: SyncReport) -> bool:
+def _waits_for_gate(report: "SyncReport") -> bool:
+    from orchestrrl.sync_reports import SyncPhase
+
     return any(took.phase is SyncPhase.NEXT_GATE and took.ended_s is None for took in report.phases)
 
 
 @contextmanager
-def _telling(quiet: bool) -> Iterator[Callable[[SyncReport], None]]:
+def _telling(quiet: bool) -> Iterator[Callable[["SyncReport"], None]]:
     """On a terminal a few lines that are renewed; else a line for what is new."""
-    if stdout.is_terminal and not quiet:
-        with Live(console=stdout, transient=True, refresh_per_second=4) as live:
+    if stdout().is_terminal and not quiet:
+        with Live(console=stdout(), transient=True, refresh_per_second=4) as live:
             yield lambda report: live.update(Text.from_markup(words.live_line(report, time.time()), overflow="fold"))
         return
     before: list[SyncReport | None] = [None]
 
-    def tell(report: SyncReport) -> None:
+    def tell(report: "SyncReport") -> None:
         if not report.over:
             for line in words.news(before[0], report, time.time()):
-                stderr.print(line, soft_wrap=True)
+                stderr().print(line, soft_wrap=True)
         before[0] = report
 
     yield tell
 
 
 def register(app: typer.Typer) -> None:
-    sync_group(app).command("publish", help=HELP)(publish)
+    group(app, "sync").command("publish", help=HELP)(publish)

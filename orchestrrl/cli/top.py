@@ -1,9 +1,8 @@
 """`orchestrrl top`: the fleet at a glance, renewed each second."""
 
-import asyncio
 import contextlib
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -11,11 +10,12 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, answer, ask, follow
 from orchestrrl.cli.explain import headline
 from orchestrrl.cli.formats import UNKNOWN, bar, load_index, percent, rate
-from orchestrrl.cli.groups import RUNNING_DAEMON
 from orchestrrl.cli.journal import print_line
+from orchestrrl.cli.lazy import control_pb2, switch_words
 from orchestrrl.cli.moves import move_row, reasons
 from orchestrrl.cli.output import JsonFlag, print_json, stdout
 from orchestrrl.cli.status import (
@@ -30,11 +30,10 @@ from orchestrrl.cli.status import (
     trouble,
     weights_summary,
 )
-from orchestrrl.cli.switch_words import switch_summary
 from orchestrrl.errors import OrchestrRLError, Permanent
-from orchestrrl.rpc.channel import DEFAULT_TARGET
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
 
 MOVES_SHOWN = 8
 HEALTH_COLOURS = {"ok": "green", "slow": "yellow", "gone": "red", "nonsense": "red"}
@@ -50,22 +49,24 @@ def top(
 
     Example: `orchestrrl top --interval-s 2`
     """
-    if once or not (stdout.is_terminal or as_json):
+    import asyncio
+
+    if once or not (stdout().is_terminal or as_json):
         seen = ask(daemon, look)
         if as_json:
             print_json(seen)
         else:
-            stdout.print(picture(seen))
+            stdout().print(picture(seen))
         return
 
-    async def print_lines(client: ControlClient) -> None:
+    async def print_lines(client: "ControlClient") -> None:
         while True:
             print_line(json.dumps(await look(client)))
             await asyncio.sleep(interval_s)
 
-    async def show_live(client: ControlClient) -> None:
+    async def show_live(client: "ControlClient") -> None:
         first = await look(client)  # without a daemon, say so rather than show an empty screen
-        with Live(picture(first), console=stdout, screen=True, auto_refresh=False) as live:
+        with Live(picture(first), console=stdout(), screen=True, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(interval_s)
                 live.update(await _next_picture(client), refresh=True)
@@ -73,7 +74,7 @@ def top(
     follow(daemon, print_lines if as_json else show_live)
 
 
-async def look(client: ControlClient) -> dict[str, Any]:
+async def look(client: "ControlClient") -> dict[str, Any]:
     """Everything that one picture shows: `status`, `balance`, `plan` and `weights`, null where there is none yet."""
     seen: dict[str, Any] = {"status": await fetch_status(client), "balance": None, "plan": None}
     seen["weights"] = await fetch_weights(client)
@@ -89,7 +90,7 @@ def picture(seen: dict[str, Any]) -> RenderableType:
     whole, worries = summary(status), trouble(status)
     parts: list[RenderableType] = [*whole[: 4 + len(worries)], *gate_summary(status["gate"])]
     parts += weights_summary(seen["weights"], status["now_unix_s"])
-    parts += [*switch_summary(status["switch"]), _workers(status["workers"])]
+    parts += [*switch_words.switch_summary(status["switch"]), _workers(status["workers"])]
     if balance is not None:
         parts += [*reasons(balance), *_moves(balance["moves"])]
     else:
@@ -102,7 +103,7 @@ def picture(seen: dict[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-async def _next_picture(client: ControlClient) -> RenderableType:
+async def _next_picture(client: "ControlClient") -> RenderableType:
     """A daemon that is away for a while does not end the view."""
     try:
         return picture(await look(client))
@@ -111,7 +112,7 @@ async def _next_picture(client: ControlClient) -> RenderableType:
 
 
 def _workers(workers: list[dict[str, Any]]) -> Table:
-    width = 12 if stdout.width >= 110 else 4
+    width = 12 if stdout().width >= 110 else 4
     table = Table(header_style="bold", box=None, pad_edge=False)
     for column in ("worker", "health", "running", "waiting", "KV", "decode", "load", "seen"):
         table.add_column(column, no_wrap=True)
@@ -141,4 +142,4 @@ def _moves(listed: list[dict[str, Any]]) -> list[str]:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(rich_help_panel=RUNNING_DAEMON)(top)
+    app.command()(top)

@@ -13,8 +13,6 @@ from orchestrrl.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TARGET = "127.0.0.1:7070"
-
 KEEPALIVE_S = 3
 MESSAGE_BYTES = 64 * 1024 * 1024  # at most
 

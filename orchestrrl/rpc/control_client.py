@@ -49,10 +49,10 @@ class ControlClient:
         self,
         method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
         request: _Request,
-        timeout_s: float = CALL_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> _Response:
-        """One request, one answer."""
-        call = method(request, timeout=timeout_s)
+        """One request, one answer, within CALL_TIMEOUT_S where nothing else is given."""
+        call = method(request, timeout=CALL_TIMEOUT_S if timeout_s is None else timeout_s)
         connected = False
         try:
             await call.wait_for_connection()

@@ -1,22 +1,23 @@
 """A protobuf message as plain JSON values: numbers stay numbers, enums are plain words, what is unknown is null."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from google.protobuf.message import Message
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 # Descriptors have a class per implementation of protobuf; their attributes are the same.
 _FieldDescriptor = Any
 _EnumDescriptor = Any
 
 
-def plain(message: Message) -> dict[str, Any]:
+def plain(message: "Message") -> dict[str, Any]:
     """Every field by its name in the .proto, in its order. Absent optional fields, unspecified enums, absent messages
     and numbers that JSON cannot write (infinite, not a number) are None."""
     return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
 
 
-def _field(message: Message, field: _FieldDescriptor) -> Any:
+def _field(message: "Message", field: _FieldDescriptor) -> Any:
     value = getattr(message, field.name)
     if field.is_repeated:
         return [_value(item, field) for item in value]
@@ -26,7 +27,7 @@ def _field(message: Message, field: _FieldDescriptor) -> Any:
 
 
 def _value(value: Any, field: _FieldDescriptor) -> Any:
-    if isinstance(value, Message):
+    if field.message_type is not None:
         return plain(value)
     if field.enum_type is not None:
         return _word(value, field.enum_type)

@@ -37,7 +37,7 @@ def good() -> Json:
 
 
 def run(text: str | bytes) -> Result:
-    return CliRunner().invoke(application("plan"), ["plan", "solve", "-", "--json"], input=text)
+    return CliRunner().invoke(application(), ["plan", "solve", "-", "--json"], input=text)
 
 
 def faults_of(text: str | bytes) -> list[str]:
@@ -222,7 +222,7 @@ def test_what_is_no_problem_at_all(text: str | bytes) -> None:
 
 def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # of a long path, the words show the beginning
-    result = CliRunner().invoke(application("plan"), ["plan", "solve", "absent.json"])
+    result = CliRunner().invoke(application(), ["plan", "solve", "absent.json"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert "absent.json" in result.stderr
 

@@ -132,7 +132,7 @@ def checked(document: Json) -> Json:
 
 
 def command(document: Json) -> Json:
-    result = CliRunner().invoke(application("plan"), ["plan", "solve", "-", "--json"], input=json.dumps(document))
+    result = CliRunner().invoke(application(), ["plan", "solve", "-", "--json"], input=json.dumps(document))
     assert (result.exit_code, result.stderr) == (0, "")
     return parse(result.stdout)
 
@@ -403,7 +403,7 @@ def test_the_same_input_gives_the_same_bytes_in_any_process(tmp_path: Path) -> N
 
 
 def test_without_json_it_is_a_table_for_people() -> None:
-    result = CliRunner().invoke(application("plan"), ["plan", "solve", "-"], input=json.dumps(few(Random(3))))
+    result = CliRunner().invoke(application(), ["plan", "solve", "-"], input=json.dumps(few(Random(3))))
     assert result.exit_code == 0
     assert "makespan" in result.stdout.lower()
 

@@ -76,7 +76,7 @@ def test_faults_between_fields() -> None:
     ],
 )
 def test_bad_usage_is_exit_status_2(arguments: list[str], said: str) -> None:
-    result = CliRunner().invoke(application("sim"), ["sim", "gen", *arguments])
+    result = CliRunner().invoke(application(), ["sim", "gen", *arguments])
     assert result.exit_code == 2
     assert re.search(said, result.stderr)
     assert result.stdout == ""

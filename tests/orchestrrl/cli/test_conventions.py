@@ -1,28 +1,16 @@
 """What holds for every command: an example in its help, --json where it prints results, completion."""
 
-from collections.abc import Iterator
-
-import click
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from orchestrrl.cli.main import application
+from orchestrrl.cli.commands import COMMANDS
+from orchestrrl.cli.main import application, load
 
 # Services run until stopped; their output is their address and their log.
 SERVICES = {"daemon", "agent", "gateway", "engine simulated", "ocs serve", "ocs emulate", "sync peer"}
 
 
-def leaves(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    subcommands = getattr(command, "commands", None)
-    if subcommands is None:
-        yield path, command
-        return
-    for name, sub in sorted(subcommands.items()):
-        yield from leaves(sub, (*path, name))
-
-
-LEAVES = dict(leaves(typer.main.get_command(application())))
+LEAVES = {tuple(path.split()): load(path) for path in COMMANDS}
 
 
 @pytest.mark.parametrize("path", LEAVES, ids=" ".join)

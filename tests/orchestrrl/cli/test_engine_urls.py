@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from orchestrrl.cli.gateway import read_options
+from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.cli.main import application
 from orchestrrl.errors import ProblemFaults
 

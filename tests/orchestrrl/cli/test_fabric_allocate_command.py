@@ -29,7 +29,7 @@ def problem(**changed: Any) -> dict[str, Any]:
 
 def run(*arguments: str, document: object | None = None) -> Result:
     text = None if document is None else json.dumps(document)
-    return CliRunner().invoke(application("fabric"), ["fabric", "allocate", *arguments], input=text)
+    return CliRunner().invoke(application(), ["fabric", "allocate", *arguments], input=text)
 
 
 def answer(**changed: Any) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def test_what_has_no_shape_is_a_fault_not_a_traceback(document: object) -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "1e31"])
 def test_sizes_that_are_no_sizes_are_faults(number: str) -> None:
     text = json.dumps(problem()).replace("40000000000.0", number)
-    result = CliRunner().invoke(application("fabric"), ["fabric", "allocate", "-"], input=text)
+    result = CliRunner().invoke(application(), ["fabric", "allocate", "-"], input=text)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "demand[0].bytes" in result.stderr
 

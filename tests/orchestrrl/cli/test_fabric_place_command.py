@@ -26,7 +26,7 @@ def problem(**changed: Any) -> dict[str, Any]:
 
 def run(*arguments: str, document: object | None = None) -> Result:
     text = None if document is None else json.dumps(document)
-    return CliRunner().invoke(application("fabric"), ["fabric", "place", *arguments], input=text)
+    return CliRunner().invoke(application(), ["fabric", "place", *arguments], input=text)
 
 
 def lawful(asked: dict[str, Any], found: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "site.yaml"
 
 
 def fabric(*words: object) -> Any:
-    return CliRunner().invoke(application("fabric"), ["fabric", *map(str, words)])
+    return CliRunner().invoke(application(), ["fabric", *map(str, words)])
 
 
 def generated(folder: Path, *words: object) -> Path:

@@ -55,7 +55,7 @@ def traces(folder: Path, ranks: int, **kwargs: bool) -> list[str]:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(application("fabric"), ["fabric", "slack", *arguments])
+    return CliRunner().invoke(application(), ["fabric", "slack", *arguments])
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "found"])
@@ -76,7 +76,7 @@ def test_windows_and_switches_are_shown(tmp_path: Path, marked: bool) -> None:
 
 
 def test_a_window_has_one_line_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output.stdout, "_width", 100)
+    monkeypatch.setattr(output.stdout(), "_width", 100)
     shown = run(*traces(tmp_path, 1)).stdout.partition("Windows of an iteration")[2]
     rows = re.findall(r"^ (\d+) (\w+) .* \d\.\d% *$", shown, flags=re.MULTILINE)
     assert [int(position) for position, _ in rows] == sorted(int(position) for position, _ in rows)

@@ -36,7 +36,7 @@ class Recorded:
 
 
 def run(*words: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(application("fabric"), ["fabric", "trace", *map(str, words)])
+    result = CliRunner().invoke(application(), ["fabric", "trace", *map(str, words)])
     return result.exit_code, result.stdout, result.stderr
 
 

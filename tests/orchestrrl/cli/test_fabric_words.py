@@ -28,7 +28,7 @@ def host(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output.stdout, "_width", 100)
+    monkeypatch.setattr(output.stdout(), "_width", 100)
 
 
 @pytest.mark.usefixtures("terminal")

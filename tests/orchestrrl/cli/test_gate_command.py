@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.formats import time_of_day
-from orchestrrl.cli.gate import gate_lines
+from orchestrrl.cli.gate_words import gate_lines
 from orchestrrl.cli.main import application
 from orchestrrl.cli.status import gate_summary
 from orchestrrl.rpc.pb import agent_pb2

@@ -17,7 +17,7 @@ from ocs_drivers.emulators.base import Panel
 from ocs_drivers.emulators.registry import EMULATORS, make_emulator
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
-from orchestrrl.cli import ocs_emulate
+from orchestrrl.cli import ocs_emulator
 from orchestrrl.cli.main import application
 
 DEADLINE_S = 120.0
@@ -26,7 +26,7 @@ PATIENT = {"tune_timeout_s": DEADLINE_S}
 
 def configured(protocol: str, address: str) -> dict[str, Any]:
     """What the command prints for a configuration, read as one."""
-    item: dict[str, Any] = yaml.safe_load(ocs_emulate._configured(protocol, address))
+    item: dict[str, Any] = yaml.safe_load(ocs_emulator._configured(protocol, address))
     return item
 
 
@@ -69,7 +69,7 @@ async def test_a_driver_as_it_is_told_drives_it_and_everything_is_shown(tmp_path
 
 
 async def test_the_service_of_drivers_of_ones_own_is_a_protocol_too() -> None:
-    emulator = ocs_emulate.GrpcEmulator(Panel(4, 2, reconfiguration_s=0.001))
+    emulator = ocs_emulator.GrpcEmulator(Panel(4, 2, reconfiguration_s=0.001))
     item = configured("grpc", await emulator.start())
     driver = make_driver(item["driver"], "ocs1", item["options"])
     assert (await carry_out(driver, (CrossConnect(4, 6),))).done
@@ -100,10 +100,10 @@ def test_it_ends_on_sigterm_too_and_says_where_it_cannot_listen() -> None:
         address = first.stdout.readline().strip()
         for protocol in ("scpi", "grpc"):
             words = ["ocs", "emulate", "--protocol", protocol, "--listen", "203.0.113.1:0"]
-            result = CliRunner().invoke(application("ocs"), words)
+            result = CliRunner().invoke(application(), words)
             assert (result.exit_code, result.stdout) == (2, "")
             assert "--listen: is not a loopback address; add --allow-remote" in result.stderr
-            result = CliRunner().invoke(application("ocs"), [*words, "--allow-remote"])
+            result = CliRunner().invoke(application(), [*words, "--allow-remote"])
             assert (result.exit_code, result.stdout) == (1, "")
             assert result.stderr.startswith("cannot listen on 203.0.113.1:0: ")
         assert address.startswith("127.0.0.1:")
@@ -117,7 +117,7 @@ def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
     faults.write_text("- {kind: fall_port, port: 2}\n- {at_s: -1, kind: restart}\n")
     given = ["--protocol", "scpii", "--ports", "4", "--delay-ms", "-1", "--jitter-ms", "nan", "--listen", "somewhere"]
     result = CliRunner().invoke(
-        application("ocs"), ["ocs", "emulate", *given, "--faults", str(faults), "--quirk", "crlf", "--quirk", "x=["]
+        application(), ["ocs", "emulate", *given, "--faults", str(faults), "--quirk", "crlf", "--quirk", "x=["]
     )
     assert (result.exit_code, result.stdout) == (2, "")
     paths = [line.split(":")[0] for line in result.stderr.splitlines() if line.startswith("--")]
@@ -151,7 +151,7 @@ def test_what_the_device_cannot_be_is_named(tmp_path: Path, given: list[str], wo
     file = tmp_path / "FILE"
     file.write_text("- {kind: fail_port, port: 9}\n")
     result = CliRunner().invoke(
-        application("ocs"), ["ocs", "emulate", *(str(file) if word == "FILE" else word for word in given)]
+        application(), ["ocs", "emulate", *(str(file) if word == "FILE" else word for word in given)]
     )
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(words)
@@ -162,7 +162,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "ncclient", None)
     for name in [name for name in sys.modules if name.startswith("ocs_drivers.emulators.netconf")]:
         monkeypatch.delitem(sys.modules, name)
-    result = CliRunner().invoke(application("ocs"), ["ocs", "emulate", "--protocol", "netconf"])
+    result = CliRunner().invoke(application(), ["ocs", "emulate", "--protocol", "netconf"])
     assert result.exit_code == 2
     assert result.stderr.endswith("which is not installed: pip install 'orchestrrl[netconf]'\n")
     assert result.stderr.startswith("--protocol: netconf needs ")

@@ -42,7 +42,7 @@ LAUNCH = "{model: org/model, nodes: [10.0.0.1, 10.0.0.2], arguments: [--max-mode
 def run(folder: Path, document: str, *arguments: str) -> Result:
     path = folder / "orchestrrl.yaml"
     path.write_text(document)
-    return CliRunner().invoke(application("plan"), ["plan", "render", str(path), *arguments])
+    return CliRunner().invoke(application(), ["plan", "render", str(path), *arguments])
 
 
 def faults_in(document: str) -> list[str]:
@@ -180,7 +180,7 @@ def test_every_fault_is_told_with_exit_status_2(
 
 
 def test_a_missing_file_is_a_fault(tmp_path: Path) -> None:
-    result = CliRunner().invoke(application("plan"), ["plan", "render", str(tmp_path / "no.yaml")])
+    result = CliRunner().invoke(application(), ["plan", "render", str(tmp_path / "no.yaml")])
     assert (result.exit_code, result.stderr) == (2, f"{tmp_path / 'no.yaml'}: No such file or directory\n")
 
 
@@ -229,9 +229,7 @@ def test_layouts_come_from_the_file_and_from_the_profile(tmp_path: Path) -> None
     assert made.layouts()[ConfigurationId("wide")] == Parallelism(dp=8, ep=8)
     assert made.configuration_values()[2].gpus == 8
     profile = tmp_path / "p.yaml"
-    found = CliRunner().invoke(
-        application("profile"), ["profile", "predict", "Qwen/Qwen3-30B-A3B", "--out", str(profile)]
-    )
+    found = CliRunner().invoke(application(), ["profile", "predict", "Qwen/Qwen3-30B-A3B", "--out", str(profile)])
     assert found.exit_code == 0
     (tmp_path / "c.yaml").write_text(f"fleet: {{gpus: {{count: 8}}, profile: p.yaml, launch: {LAUNCH}}}")
     layouts = load_config(tmp_path / "c.yaml").fleet.layouts()

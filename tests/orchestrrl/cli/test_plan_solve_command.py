@@ -53,7 +53,7 @@ def problem(**changed: Any) -> dict[str, Any]:
 
 def run(*arguments: str, document: object | None = None) -> Result:
     text = None if document is None else json.dumps(document)
-    return CliRunner().invoke(application("plan"), ["plan", "solve", *arguments], input=text)
+    return CliRunner().invoke(application(), ["plan", "solve", *arguments], input=text)
 
 
 def test_json_is_the_result_object_alone() -> None:

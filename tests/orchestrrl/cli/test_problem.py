@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
-from orchestrrl.cli.balance import CHECKS, BalanceProblem
+from orchestrrl.cli.balance_problem import CHECKS, BalanceProblem
 from orchestrrl.cli.problem import ProblemPart, infeasible, known, read_problem, unique, values_at
 from orchestrrl.errors import ProblemFaults
 

@@ -13,7 +13,7 @@ from planner.paper import named_profile
 
 
 def predict(*arguments: str) -> Result:
-    return CliRunner().invoke(application("profile"), ["profile", "predict", *arguments])
+    return CliRunner().invoke(application(), ["profile", "predict", *arguments])
 
 
 def test_json_is_a_profile(tmp_path: Path) -> None:

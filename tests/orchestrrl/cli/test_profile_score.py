@@ -25,7 +25,7 @@ def measured(tmp_path: Path) -> Path:
 
 
 def test_json_is_alone_on_standard_output(measured: Path) -> None:
-    result = CliRunner().invoke(application("profile"), ["profile", "score", str(measured), "--json"])
+    result = CliRunner().invoke(application(), ["profile", "score", str(measured), "--json"])
     assert (result.exit_code, result.stderr) == (0, "")
     report = json.loads(result.stdout)
     assert list(report) == ["rows", "predicted", "overall", "groups", "tp_ratios", "not_predicted", "predictions"]
@@ -34,7 +34,7 @@ def test_json_is_alone_on_standard_output(measured: Path) -> None:
 
 
 def test_people_get_tables_and_what_was_left_out(measured: Path) -> None:
-    result = CliRunner().invoke(application("profile"), ["profile", "score", str(measured)])
+    result = CliRunner().invoke(application(), ["profile", "score", str(measured)])
     assert result.exit_code == 0, result.output
     assert "TPOT of 2 of 3 rows" in result.stdout
     assert "dense, TP 2 to 4" in result.stdout
@@ -43,7 +43,7 @@ def test_people_get_tables_and_what_was_left_out(measured: Path) -> None:
 
 def test_all_faults_are_printed_and_nothing_else(measured: Path) -> None:
     measured.write_text(measured.read_text().replace("12.5", "fast").replace("1024", "0", 1))
-    result = CliRunner().invoke(application("profile"), ["profile", "score", str(measured), "--json"])
+    result = CliRunner().invoke(application(), ["profile", "score", str(measured), "--json"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
         "row[1].isl: must be >= 1, got '0'",
@@ -52,12 +52,12 @@ def test_all_faults_are_printed_and_nothing_else(measured: Path) -> None:
 
 
 def test_the_source_is_said_and_faults_of_both_come_together(measured: Path) -> None:
-    told = CliRunner().invoke(application("profile"), ["profile", "score", str(measured), "--source", "measured"])
+    told = CliRunner().invoke(application(), ["profile", "score", str(measured), "--source", "measured"])
     assert told.exit_code == 0, told.output
     assert "TPOT of 0 of 3 rows" in told.stdout
     assert "too little measured: 0 rows at other lengths, 8 are needed" in told.stdout
     measured.write_text(measured.read_text().replace("12.5", "fast"))
-    wrong = CliRunner().invoke(application("profile"), ["profile", "score", str(measured), "--source", "guess"])
+    wrong = CliRunner().invoke(application(), ["profile", "score", str(measured), "--source", "guess"])
     assert (wrong.exit_code, wrong.stdout) == (2, "")
     assert wrong.stderr.splitlines() == [
         "--source: must be one of roofline, measured, got 'guess'",
@@ -67,7 +67,7 @@ def test_the_source_is_said_and_faults_of_both_come_together(measured: Path) -> 
 
 def test_a_fit_writes_constants_that_python_reads(measured: Path, tmp_path: Path) -> None:
     out = tmp_path / "fitted.py"
-    result = CliRunner().invoke(application("profile"), ["profile", "fit", str(measured), "--out", str(out), "--json"])
+    result = CliRunner().invoke(application(), ["profile", "fit", str(measured), "--out", str(out), "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     written: dict[str, object] = {}
@@ -79,11 +79,11 @@ def test_a_fit_writes_constants_that_python_reads(measured: Path, tmp_path: Path
 
 def test_a_fit_of_nothing_or_to_nowhere_is_refused(measured: Path, tmp_path: Path) -> None:
     nowhere = ["--out", str(tmp_path / "no" / "fitted.py")]
-    result = CliRunner().invoke(application("profile"), ["profile", "fit", str(measured), *nowhere])
+    result = CliRunner().invoke(application(), ["profile", "fit", str(measured), *nowhere])
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith("--out: cannot be written: No such file or directory, got ")
     measured.write_text("\n".join([",".join(COLUMNS), ROWS[2]]) + "\n")
-    result = CliRunner().invoke(application("profile"), ["profile", "fit", str(measured)])
+    result = CliRunner().invoke(application(), ["profile", "fit", str(measured)])
     assert (result.exit_code, result.stderr) == (2, f"(document): has no row that can be predicted, got {measured}\n")
 
 

@@ -20,7 +20,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def called(*arguments: str, status: int = 0) -> Result:
-    result = CliRunner().invoke(application("sim"), ["sim", *arguments])
+    result = CliRunner().invoke(application(), ["sim", *arguments])
     assert result.exit_code == status, result.output
     return result
 
@@ -100,7 +100,7 @@ def test_a_sweep_tells_what_failed_and_finds_what_it_has(in_folder: Path) -> Non
 def test_what_was_simulated_is_a_daemons_file(in_folder: Path) -> None:
     assert called("daemon-config", "small.yaml", "-o", "d.yaml").stdout == "wrote d.yaml\nwrote d.profile.yaml\n"
     assert json.loads(called("daemon-config", "small.yaml", "-o", "d.yaml", "--json").stdout)["wrote"][0] == "d.yaml"
-    checked = CliRunner().invoke(application("check-config"), ["check-config", "d.yaml"])
+    checked = CliRunner().invoke(application(), ["check-config", "d.yaml"])
     assert checked.exit_code == 0, checked.output
     assert "no faults" in checked.stdout
     assert "--fabric: must be one of" in called("daemon-config", "small.yaml", "--fabric", "x", status=2).stderr

@@ -37,7 +37,7 @@ def problem(**changed: Any) -> dict[str, Any]:
 
 def run(*arguments: str, document: object | None = None) -> Result:
     text = None if document is None else json.dumps(document)
-    return CliRunner().invoke(application("sync"), ["sync", "plan", *arguments], input=text)
+    return CliRunner().invoke(application(), ["sync", "plan", *arguments], input=text)
 
 
 def answer(**changed: Any) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def spoil(document: Any, rng: random.Random) -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "1e31"])
 def test_sizes_that_are_no_sizes_are_faults(number: str) -> None:
     text = json.dumps(problem()).replace('"bytes": 25000000000', f'"bytes": {number}')
-    result = CliRunner().invoke(application("sync"), ["sync", "plan", "-"], input=text)
+    result = CliRunner().invoke(application(), ["sync", "plan", "-"], input=text)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "shards[0].bytes" in result.stderr
 

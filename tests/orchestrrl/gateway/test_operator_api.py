@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from orchestrrl.adapters.vllm_weights import reload_weights
-from orchestrrl.cli.gateway import read_options
+from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.gateway.server import Server
 from orchestrrl.gateway.service import GatewayOptions, Place, operator_port_of

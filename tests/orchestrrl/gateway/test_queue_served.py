@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.core import CollectorRegistry
 
-from orchestrrl.cli.gateway import read_options
+from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.clock import VirtualClock
 from orchestrrl.errors import ProblemFaults
 from orchestrrl.gateway.core import Gateway

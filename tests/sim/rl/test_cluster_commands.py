@@ -27,7 +27,7 @@ def scenario(tmp_path: Path) -> Path:
 
 
 def sim(*arguments: object) -> Ran:
-    return CliRunner().invoke(application("sim"), ["sim", *map(str, arguments)])
+    return CliRunner().invoke(application(), ["sim", *map(str, arguments)])
 
 
 def faults_of(*arguments: object) -> list[str]:

@@ -53,7 +53,7 @@ def test_unknown_figures_are_told_all_at_once() -> None:
     with pytest.raises(ProblemFaults) as caught:
         chosen(["13", "99", "nine"])
     assert [fault.split(":")[0] for fault in caught.value.faults] == ["--figures[1]", "--figures[2]"]
-    result = CliRunner().invoke(application("sim"), ["sim", "paper", "--figures", "99,nine"])
+    result = CliRunner().invoke(application(), ["sim", "paper", "--figures", "99,nine"])
     assert result.exit_code == 2
     assert "must be one of 2, 2-phases" in result.output
     assert "'nine'" in result.output
@@ -61,7 +61,7 @@ def test_unknown_figures_are_told_all_at_once() -> None:
 
 def test_the_command_prints_json_alone(tmp_path: Path) -> None:
     arguments = ["sim", "paper", "--quick", "--json", "--figures", "11", "--out", str(tmp_path)]
-    result = CliRunner().invoke(application("sim"), arguments)
+    result = CliRunner().invoke(application(), arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert [each["id"] for each in document["figures"]] == ["11"]

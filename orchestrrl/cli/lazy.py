@@ -1,0 +1,22 @@
+"""Modules that commands need once they run, imported with the first use of a name: help and completion do without."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from orchestrrl.cli import switch_words, sync_words
+    from orchestrrl.rpc.pb import agent_pb2, control_pb2, fabric_pb2, ocs_pb2, weights_pb2
+else:
+
+    class _Module:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(import_module(self._name), attribute)
+
+    _MESSAGES = ("agent_pb2", "control_pb2", "fabric_pb2", "ocs_pb2", "weights_pb2")
+    agent_pb2, control_pb2, fabric_pb2, ocs_pb2, weights_pb2 = (_Module(f"orchestrrl.rpc.pb.{m}") for m in _MESSAGES)
+    switch_words, sync_words = (_Module(f"orchestrrl.cli.{m}") for m in ("switch_words", "sync_words"))
+
+__all__ = ["agent_pb2", "control_pb2", "fabric_pb2", "ocs_pb2", "switch_words", "sync_words", "weights_pb2"]

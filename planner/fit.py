@@ -267,7 +267,8 @@ def _nonnegative(relative: Floats, weights: Floats, believed: Floats, trust: flo
     if trust > 0:
         rows.append(np.diag(np.sqrt(trust) / size))
         target.append(np.sqrt(trust) * believed)
-    return nonnegative_least_squares(np.concatenate(rows), np.concatenate(target)) / size
+    found: Floats = nonnegative_least_squares(np.concatenate(rows), np.concatenate(target)) / size
+    return found
 
 
 def _weighted_median(values: Floats, weights: Floats) -> float:

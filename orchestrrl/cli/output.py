@@ -101,3 +101,5 @@ def reporting_errors() -> Iterator[None]:
         fail(f"{error} (it may have happened: look before trying again)")
     except Permanent as error:
         fail(str(error))
+    except UnicodeEncodeError as error:  # of an argument whose bytes are no text
+        fail(f"must be UTF-8 text, got {error.object!r}", EXIT_MALFORMED)

@@ -240,6 +240,16 @@ def test_malformed_input_is_status_2_with_every_fault(daemon: FakeDaemon) -> Non
     assert address.stderr.startswith("--daemon: must be HOST:PORT")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["mode", "act", "--reason", "\udcff"], ["requests", "--engine", "\udcff"], ["plan", "pin", "--reason", "\udcff"]],
+)
+def test_bytes_that_are_no_text_are_status_2(daemon: FakeDaemon, command: list[str]) -> None:
+    refused = run(daemon, *command)
+    assert (refused.exit_code, refused.stderr) == (2, "must be UTF-8 text, got '\\udcff'\n")
+    assert not daemon.heard
+
+
 def test_journal(daemon: FakeDaemon) -> None:
     lines = run(daemon, "journal", "--tail", "2", "--kind", "mode", "--kind", "operation.result", "--json").stdout
     entries = [json.loads(line) for line in lines.splitlines()]

@@ -8,8 +8,13 @@ PIP_ARGS ?=
 FUZZ_ROUNDS ?= 3
 FUZZ_CALLS ?= 100000
 FUZZ_SEED ?= 1
-# Processes for the tests that run side by side: most wait for others most of the time.
+# Processes for the tests that run side by side: those of `make test` compute, the others wait for others much of the time.
 TEST_WORKERS ?= 3
+
+# `time` is bash's.
+SHELL := /bin/bash
+# Processes start in half the time with their bytecode written.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 PIP_INSTALL = python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -19,7 +24,7 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := .venv-vllm/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-slow test-fast test-vllm check generate lock bench clean venv venv-dev venv-vllm venv-routers
+.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-slow check generate lock bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,7 +52,7 @@ $(VLLM_STAMP): requirements-vllm.lock
 
 venv: $(VENV_STAMP)  ## .venv with .venv/bin/orchestrrl
 venv-dev: $(DEV_STAMP)
-venv-vllm: $(VLLM_STAMP)  ## .venv-vllm with a CPU build of vLLM, and TRL, for the integration tests
+venv-vllm: $(VLLM_STAMP)  ## .venv-vllm with a CPU build of vLLM, and TRL, for tests/vllm
 
 ifeq ($(ENGINE),vllm)
 demo: $(VLLM_STAMP)
@@ -61,36 +66,39 @@ fabric-box: $(VENV_STAMP)  ## a site in network namespaces, its circuits switche
 sync-box: $(VENV_STAMP)  ## weights to engines in network namespaces: a tree, two stages and naive, each on circuits of its own
 	@$(BIN)/orchestrrl sync box
 
-# $(call tests,MARKED,FILES): side by side, the tests of a file in one process; each has ports, folders and namespaces of
-# its own. Then, one after the other, those against real vLLM, whose servers take all of a small machine to start, and
-# those marked `alone`, which depend on what else the machine does. Files begin in their order: the long ones, of
-# tests/docs and tests/faults, first. The failures of both halves are told.
-define tests
+# Each prints its ten slowest tests and what it took. Tests of one file run in one process: each has ports, folders and
+# namespaces of its own. Those marked `alone` depend on what else the machine does, and run one after the other.
+pytest = TIMEFORMAT='$@: %0R s, %0U + %0S CPU-seconds (user + system)'; time $(BIN)/python -m pytest --durations=10
+side_by_side = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# Files with tests that have the mark: the others need not be read for them.
+marked = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' $(2) | sort)
+# $(call both,MARKED,FILES,OPTIONS): side by side, then those marked `alone`, which may be none (exit status 5); the
+# failures of both are shown.
+define both
 	@status=0; \
-	$(BIN)/python -m pytest -m "($(1)) and not vllm and not alone" \
-	  -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(2) || status=1; \
-	$(BIN)/python -m pytest -m "($(1)) and (vllm or alone)" $(call marked,(vllm|alone)) || status=1; \
+	$(pytest) $(3) -m "($(1)) and not alone" $(side_by_side) $(2) || status=1; \
+	$(pytest) $(3) -m "($(1)) and alone" $(call marked,alone,$(2)) || [ $$? = 5 ] || status=1; \
 	exit $$status
 endef
 
-# Files with tests that have the mark: most files need not be read for them.
-marked = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' tests | sort)
+test: TEST_WORKERS = 2
+test: $(DEV_STAMP)  ## the tests in process, and a few that start processes: minutes, without vLLM
+	@$(pytest) -m "(smoke or not process) and not exact and not slow" $(side_by_side) \
+	  tests/planner tests/balancer tests/ocs_drivers tests/orchestrrl tests/sim $(call marked,smoke,tests/system tests/faults tests/vllm)
 
-test: $(DEV_STAMP) $(VLLM_STAMP)  ## every test but the slow ones, those against real vLLM included
-	$(call tests,not slow)
+test-system: export ORCHESTRRL_HYPOTHESIS = many
+test-system: $(DEV_STAMP)  ## processes that work together, processes that are killed, and properties against exact solvers
+	$(call both,(exact or process) and not smoke and not slow,tests/faults tests/system $(call marked,exact,tests))
 
-test-slow: $(DEV_STAMP) $(VLLM_STAMP)  ## the slow tests: trainers, and KV between real vLLM servers
-	$(call tests,slow,$(call marked,slow))
+test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## tests against real vLLM and torch
+	@$(pytest) -m "not slow" $(side_by_side) tests/vllm
 
-test-fast: $(DEV_STAMP)  ## the tests that need no vLLM
-	$(call tests,not vllm and not slow)
-
-test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## only the tests against real vLLM
-	@$(BIN)/python -m pytest -m vllm $(call marked,vllm)
+test-slow: $(DEV_STAMP) $(VLLM_STAMP)  ## tests of minutes each; TENTH=N: a tenth of them, drawn with seed N
+	$(call both,slow,$(call marked,slow,tests),$(if $(TENTH),--tenth $(TENTH)))
 
 fuzz: $(DEV_STAMP)  ## the property tests with other examples in every run (FUZZ_ROUNDS=3)
 	@for round in $$(seq $(FUZZ_ROUNDS)); do \
-	  ORCHESTRRL_HYPOTHESIS=fuzz $(BIN)/python -m pytest -q -m "not vllm and not slow" $$(grep -rl '^@given' tests) || exit 1; \
+	  ORCHESTRRL_HYPOTHESIS=fuzz $(BIN)/python -m pytest -q -m "not slow" $$(grep -rl --include='*.py' '^@given' tests) || exit 1; \
 	done
 
 fuzz-grpc: $(DEV_STAMP)  ## a daemon under spoilt messages to every gRPC method (FUZZ_CALLS=100000 FUZZ_SEED=1)

@@ -1,8 +1,11 @@
-"""For all tests: hypothesis without wall-clock deadlines, and with the same examples in every run but `make fuzz`."""
+"""Settings for all tests: hypothesis profiles, logging, tiers."""
 
 import logging
 import os
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,11 +16,57 @@ pytest.register_assert_rewrite("orchestrrl.deployers.conformance")
 # As in `orchestrrl` itself, also for tests that load numpy without it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# A shared machine may stall in any example; pytest's own time-out catches what hangs. Whoever changes one thing is not
-# to be stopped by a find in another: searching is a run of its own.
-settings.register_profile("same", deadline=None, derandomize=True, print_blob=True)
-settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=True)
-settings.load_profile(os.environ.get("ORCHESTRRL_HYPOTHESIS", "same"))
+# No deadline for an example: a shared machine may stall in any, and pytest's time-out catches what hangs. The same
+# examples in every run, so that a change does not fail by a fault that it did not make: `make fuzz` searches.
+settings.register_profile("few", max_examples=25, deadline=None, derandomize=True, print_blob=True)  # make test
+settings.register_profile("many", settings.get_profile("few"), max_examples=200)  # make test-system
+settings.register_profile("fuzz", settings.get_profile("few"), max_examples=100, derandomize=False)
+settings.load_profile(os.environ.get("ORCHESTRRL_HYPOTHESIS", "few"))
+
+
+OF_PROCESSES = [Path(__file__).parent / folder for folder in ("system", "faults", "vllm")]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tenth", type=int, metavar="SEED", help="run a tenth of the selected tests, drawn with SEED")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if any(folder in item.path.parents for folder in OF_PROCESSES):
+        item.add_marker("process")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--tenth")
+    if seed is not None:
+        drawn = set(random.Random(seed).sample(range(len(items)), -(-len(items) // 10)))
+        config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n not in drawn])
+        items[:] = [item for n, item in enumerate(items) if n in drawn]
+
+
+STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+_in_process: list[str] = []  # the test that runs, where it may start no process
+
+
+def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
+    # matplotlib asks fc-list for fonts, once on a machine.
+    if event in STARTS_A_PROCESS and _in_process and arguments[:1] != ("fc-list",):
+        raise AssertionError(f"{_in_process[0]} starts a process ({arguments[:1]}): it belongs in tests/system")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if item.get_closest_marker("process") is None:
+        _in_process.append(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        _in_process.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,13 @@ class Served:
     pid: int
 
     def cpu_s(self) -> float:
-        """CPU seconds since its start, over all its threads."""
-        # Linux's clock of another process, as clock_getcpuclockid(3) makes it; /proc counts in 10 ms.
-        return time.clock_gettime(~self.pid << 3 | 2)
+        return process_cpu_s(self.pid)
+
+
+def process_cpu_s(pid: int) -> float:
+    """CPU seconds of a process since its start, over all its threads."""
+    # Linux's clock of another process, as clock_getcpuclockid(3) makes it; /proc counts in 10 ms.
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from orchestrrl.bench.sim import sim_step
 from orchestrrl.bench.sim_cluster import sim_cluster
 from orchestrrl.bench.slack import slack
 from orchestrrl.bench.solve import solver
-from orchestrrl.bench.startup import import_cli
+from orchestrrl.bench.startup import start_up
 from orchestrrl.bench.sync_plan import sync_plan
 from orchestrrl.bench.ticks import balancer_tick, fast_tick, plan_tick
 from orchestrrl.bench.weights_bandwidth import weights_bandwidth
@@ -45,7 +45,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "gateway_cpu": gateway_cpu,
     "gateway_burst": gateway_burst,
     "gateway_ledger": gateway_ledger,
-    "import_cli": lambda _: import_cli(),
+    "start_up": start_up,
     "fabric_allocate": lambda _: fabric_allocate(),
     "fabric_place": lambda _: fabric_place(),
     "fabric_transition": lambda _: fabric_transition(),

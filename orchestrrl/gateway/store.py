@@ -314,13 +314,14 @@ class Store:
                     self._lose(orders)
                 else:
                     file = file or self._opened()
-                    self._write(file, orders)
+                    written = self._write(file, orders)
                     if not pruner:
                         pruner = self._claims is not None and self._claims.take(PRUNER)
                     if pruner and now_s - pruned_s > PRUNE_EVERY_S:
                         pruned_s = now_s
                         self._prune(file)
-                    self._tell("")
+                    if written:  # a file that can be opened may still take no more
+                        self._tell("")
             except _FAILURES as error:
                 self._lose(orders)
                 self._tell(str(error) or type(error).__name__)
@@ -353,7 +354,8 @@ class Store:
         if self._claims is None:
             self._claims = Claims(self.keep.path.with_name(self.keep.path.name + ".claims"))
 
-    def _write(self, file: AnswerFile, orders: Sequence[_Order]) -> None:
+    def _write(self, file: AnswerFile, orders: Sequence[_Order]) -> bool:
+        """Whether there was anything to write."""
         rows = [
             Row(order.entry.key, order.written_s, order.entry.asked if piece.number == 0 else None, piece)
             for order in orders
@@ -362,6 +364,7 @@ class Store:
         ]
         if rows:
             file.write(rows)
+        return bool(rows)
 
     def _lose(self, orders: Sequence[_Order]) -> None:
         for order in orders:

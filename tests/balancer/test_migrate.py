@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from balance_oracle import Oracle
 from balance_strategies import problems, random_problem
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.load import Problem, Request, Worker
@@ -40,7 +40,6 @@ def decided(*workers: Worker, theta: float = 0.0, **knobs: object) -> Balance:
     return decide(Problem(theta, workers), **knobs)  # type: ignore[arg-type]
 
 
-@settings(max_examples=600, deadline=None)
 @given(problems())
 def test_the_oracle_agrees(problem: Problem) -> None:
     oracle = Oracle(problem)
@@ -67,7 +66,6 @@ def test_the_oracle_agrees_on_thousands_of_fleets(seed: int) -> None:
     assert moves > 150  # there was something to agree on
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems(), st.integers(0, 4))
 def test_a_limit_cuts_the_same_moves_short(problem: Problem, limit: int) -> None:
     unlimited, limited = decide(problem), decide(problem, max_moves=limit)
@@ -77,7 +75,6 @@ def test_a_limit_cuts_the_same_moves_short(problem: Problem, limit: int) -> None
     )
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems(), st.data())
 def test_excluded_requests_stay_and_nothing_moves_twice(problem: Problem, data: st.DataObject) -> None:
     ids = sorted(request.id for worker in problem.workers for request in worker.running + worker.waiting)
@@ -87,14 +84,12 @@ def test_excluded_requests_stay_and_nothing_moves_twice(problem: Problem, data: 
     assert len(set(moved)) == len(moved)
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_the_order_in_which_a_fleet_is_listed_changes_nothing(problem: Problem) -> None:
     mirrored = Problem(problem.theta, tuple(reversed(problem.workers)))
     assert decide(problem).moves == decide(mirrored).moves
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_without_stalls_moves_only_ever_lower_the_spread(problem: Problem) -> None:
     balance = decide(problem)
@@ -103,7 +98,6 @@ def test_without_stalls_moves_only_ever_lower_the_spread(problem: Problem) -> No
         assert balance.spread_after < balance.spread_before or not balance.moves
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_forgetting_the_stuck_only_adds_moves(problem: Problem) -> None:
     plain, forgetting = decide(problem), decide(problem, forget_stuck=True)

@@ -1,127 +1,12 @@
 """Every command in the README and in docs/ is run here, as it stands, on simulated engines."""
 
-import itertools
-import json
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
-import warnings
 from pathlib import Path
 
-import pytest
-
 from orchestrrl.config import EXAMPLE, load_config
-from tests.orchestrrl.gateway.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-EXAMPLES = ROOT / "deploy" / "examples"
-FLEET_PAGE = ROOT / "docs" / "fleet.md"
-WITHIN_S = 120.0
-
-
-def commands(page: Path) -> list[str]:
-    """The lines that begin with `$ ` in console blocks, in order."""
-    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
-
-
-class House:
-    """A folder and ports of its own, in which a page's commands run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.ports = {str(port): str(free_port()) for port in (5025, 7070, 8000, 8001, 8002, 8010)}
-        self.background: list[subprocess.Popen[bytes]] = []
-        examples = folder / EXAMPLES.relative_to(ROOT)
-        examples.mkdir(parents=True)
-        for example in EXAMPLES.glob("*.yaml"):
-            (examples / example.name).write_text(self.here(example.read_text()))
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        # The commands name no daemon: they mean the default address, which is another one here.
-        self.environment = {**os.environ, "PATH": path, "ORCHESTRRL_DAEMON": f"127.0.0.1:{self.ports['7070']}"}
-
-    def here(self, text: str) -> str:
-        return re.sub(r"\b(5025|7070|800[012]|8010)\b", lambda port: self.ports[port[0]], text)
-
-    def start(self, command: str) -> None:
-        out = (self.folder / f"{len(self.background)}.out").open("wb")
-        process = subprocess.Popen(
-            f"exec {self.here(command)}", shell=True, cwd=self.folder, env=self.environment, stdout=out, stderr=out
-        )
-        self.background.append(process)
-
-    def run(self, command: str) -> str:
-        """Its output. A command that asks services which are only just starting may have to be asked again."""
-        deadline_s = time.monotonic() + WITHIN_S
-        while True:
-            done = subprocess.run(
-                self.here(command), shell=True, cwd=self.folder, env=self.environment, capture_output=True, text=True
-            )
-            if done.returncode == 0:
-                return done.stdout
-            assert time.monotonic() < deadline_s, f"{command}: {done.stdout}{done.stderr}"
-            time.sleep(0.3)
-
-    def stop(self) -> None:
-        for process in reversed(self.background):
-            process.send_signal(signal.SIGTERM)
-        for process in self.background:
-            try:
-                process.wait(WITHIN_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page != FLEET_PAGE], ids=lambda page: page.name)
-def test_every_command_works(page: Path, tmp_path: Path) -> None:
-    house = House(tmp_path)
-    try:
-        for port in ("8001", "8002"):  # in the place of one's own vLLM servers
-            house.start(f"orchestrrl engine simulated --port {port}")
-        for command in commands(page):
-            if command.startswith("make "):
-                # This is part of `make test`, and the demo has a test of its own: that the target is there is enough.
-                subprocess.run(["make", "-n", *command.split()[1:]], cwd=ROOT, check=True, capture_output=True)
-            elif shutil.which(command.split()[0], path=house.environment["PATH"]) is None:
-                warnings.warn(f"not run, {command.split()[0]} is not installed: {command}", stacklevel=1)
-            elif command.endswith("&"):
-                house.start(command.removesuffix("&"))
-                if "daemon -c" in command:
-                    house.run("orchestrrl status")
-            else:
-                house.run(command)
-        assert all(process.poll() is None for process in house.background)
-    finally:
-        house.stop()
-
-
-def test_five_commands_override_the_plan(tmp_path: Path) -> None:
-    """The request's engines are replaced beneath it, and its answer is whole."""
-    first, second, third, override, request, *rest = commands(FLEET_PAGE)
-    house = House(tmp_path)
-    try:
-        house.start(first.removesuffix("&"))
-        house.run("orchestrrl status")
-        house.start(second.removesuffix("&"))
-        house.run(third)
-        before = json.loads(house.run("orchestrrl workers --json"))["workers"]
-        assert [worker["configuration"] for worker in before] == ["tp1"] * 4
-        house.run(override)
-        answer = json.loads(house.run(request))
-        assert answer["usage"]["completion_tokens"] == 1000
-        after = json.loads(house.run("orchestrrl workers --json"))["workers"]
-        assert [worker["configuration"] for worker in after] == ["tp2"] * 2
-        status = json.loads(house.run("orchestrrl status --json"))
-        assert (status["balance_policy"], status["plan_control"]["state"]) == ("packing", "overridden")
-        for command in rest:
-            house.run(command)
-    finally:
-        house.stop()
 
 
 def test_every_path_that_a_page_names_exists() -> None:
@@ -135,15 +20,3 @@ def test_the_shipped_example_is_the_one_that_the_command_prints() -> None:
     path = ROOT / "deploy" / "orchestrrl.example.yaml"
     assert path.read_text() == EXAMPLE
     load_config(path)
-
-
-@pytest.mark.parametrize("unit", sorted((ROOT / "deploy" / "systemd").glob("*.service")), ids=lambda path: path.name)
-def test_a_unit_uses_flags_that_exist(unit: Path) -> None:
-    (line,) = re.findall(r"^ExecStart=/opt/orchestrrl/bin/orchestrrl (.*)$", unit.read_text(), flags=re.MULTILINE)
-    words = line.split()
-    command = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    shown = subprocess.run(
-        [sys.executable, "-m", "orchestrrl", *command, "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    for flag in (word for word in words if word.startswith("-")):
-        assert re.search(rf"{flag}\b", shown), f"{unit.name}: {' '.join(command)} has no {flag}"

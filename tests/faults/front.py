@@ -17,8 +17,8 @@ from orchestrrl.deployers.attended import LocalEngine, start_simulated
 from orchestrrl.engines.base import EngineMetrics
 from orchestrrl.engines.simulated import SimulatedEngine
 from orchestrrl.engines.simulated_tokens import TokenModel
-from tests.integration.streams import Answer, read_stream, read_whole
 from tests.orchestrrl.gateway.processes import GatewayProcess, operator_url
+from tests.system.streams import Answer, read_stream, read_whole
 
 WITHIN_S = 120.0  # for what never happens, never a measurement
 PATH = "/v1/completions"

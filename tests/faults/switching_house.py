@@ -35,8 +35,8 @@ from orchestrrl.errors import OrchestrRLError, Permanent
 from orchestrrl.journal import Entry, JournalReader, Kind
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
-from tests.integration.streams import Answer, read_stream
 from tests.orchestrrl.gateway.processes import free_port, operator_url
+from tests.system.streams import Answer, read_stream
 
 Targets = Sequence[tuple[str, int]]
 NARROW: Targets = (("tp1", 2), ("tp2", 1))

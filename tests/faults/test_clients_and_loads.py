@@ -30,8 +30,8 @@ from front import (
 from orchestrrl.bench.processes import Served
 from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.gateway.server import MAX_BODY_BYTES
-from tests.integration.streams import Answer
 from tests.orchestrrl.gateway.processes import GatewayProcess
+from tests.system.streams import Answer
 
 numbers = itertools.count(100_000, step=10)
 MIB = 1 << 20

@@ -1,6 +1,6 @@
 """Kill an engine, the daemon, the agent, the gateway in the middle of a step: nothing is lost, nothing comes twice.
 
-On simulated engines over HTTP; an engine's death on real vLLM is in tests/integration.
+On simulated engines over HTTP; an engine's death on real vLLM is in tests/vllm.
 """
 
 import asyncio

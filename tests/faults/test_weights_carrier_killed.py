@@ -14,7 +14,6 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("carrying_peer.py")
-WITH_TORCH = REPOSITORY / ".venv-vllm" / "bin" / "python"
 SIZE, HALF = 4_000_000, 2_031_616  # whole chunks of it are held
 
 pytestmark = pytest.mark.timeout(240)
@@ -73,11 +72,11 @@ def process(python: str, name: str, transport: str, held: int) -> Iterator[Proce
                 stream.close()
 
 
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("gloo", marks=pytest.mark.vllm)])
-def test_the_middle_of_a_chain_is_killed(transport: str) -> None:
-    python = sys.executable if transport == "tcp" else str(WITH_TORCH)
-    if not Path(python).exists():
-        pytest.fail(f"{python} is missing: `make venv-vllm`, or leave these tests out with `make test-fast`")
+def test_the_middle_of_a_chain_is_killed() -> None:
+    kill_the_middle_of_a_chain(sys.executable, "tcp")
+
+
+def kill_the_middle_of_a_chain(python: str, transport: str) -> None:
     with ExitStack() as stack:
         # The first has half of it and waits for the rest, so that the chain is mid-way however fast it is.
         first, whole, middle, last = (

@@ -142,6 +142,9 @@ async def test_a_process_that_was_started_anew_is_asked_to_commit(switch: Switch
     armed = await driver.arm(diff, diff.revision)
     await server.stop(None)
     server, _ = await serve_driver(switch, f"127.0.0.1:{port}")
+    async with asyncio.timeout(30):
+        while not armed.call.done():  # before that, a commit would be sent to the process that ended, and be unknown
+            await asyncio.sleep(0.01)
     assert (await armed.begin()).done
     assert switch.commits == 1
     await driver.close()

@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 import pytest
-from curl import curl
 from emulated import EmulatedConformance
 
 from ocs_drivers.base import OcsDriver
@@ -14,7 +13,7 @@ from ocs_drivers.emulators.base import Panel
 from ocs_drivers.emulators.calient_rest import CalientRestEmulator
 from ocs_drivers.errors import InvalidOptions, Permanent
 from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import BootBehaviour, Change, CircuitState, Connectivity, CrossConnect, PortStatus
+from ocs_drivers.model import BootBehaviour, Change, CrossConnect, PortStatus
 from ocs_drivers.registry import make_driver
 
 PANEL = Panel(32, 32, reconfiguration_s=0.001)
@@ -75,39 +74,6 @@ async def test_320_ports_are_one_badd_and_one_bdel() -> None:
         assert await connected(driver) == {pairs[0]}
 
 
-async def test_what_curl_connects_we_see_and_leave_alone() -> None:
-    """Ways in which clients of real switches ask: a form, a list of items, a name for the delete."""
-    auth = {"user": "admin", "password": "pxc***"}
-    async with switch(auth, **auth) as (driver, _, address):
-        root, login = f"http://{address}/rest/crossconnects/", ("-u", "admin:pxc***")
-        assert await curl(f"{root}?id=list") == (401, None)
-        assert await curl(*login, f"{root}?id=list") == (200, [])
-        status, told = await curl(*login, "-d", "id=add&in=1.1.1&out=1.2.1&dir=uni", root)
-        assert (status, told[0]["status"]) == (200, "1")
-        assert await connected(driver) == {ONE}
-        body = '[{"in":"1.1.2","out":"1.2.2","dir":"uni"},{"in":"1.1.3","out":"9.9.9","dir":"uni"}]'
-        status, told = await curl(*login, "-d", body, "-H", "Content-Type: application/json", f"{root}?id=badd")
-        assert (status, [item["response"]["status"] for item in told]) == (200, ["1", "0"])
-        assert await connected(driver) == {ONE, TWO}
-        _, rows = await curl(*login, f"{root}?id=list")
-        assert [row["half1"]["conn"] for row in rows] == ["1.1.1>1.2.1", "1.1.2>1.2.2"]
-        _, told = await curl(*login, "-G", "-X", "DELETE", "--data-urlencode", "conn=1.1.1>1.2.1", root)
-        assert told[0]["status"] == "1"
-        _, told = await curl(*login, "-G", "-X", "DELETE", "--data-urlencode", "conn=1.1.1>1.2.1", root)
-        assert (told[0]["status"], told[0]["description"]) == ("0", "no such connection")
-        assert (await carry_out(driver, (ONE,))).done
-        _, rows = await curl(
-            *login,
-            "-G",
-            "--data-urlencode",
-            "id=detail",
-            "--data-urlencode",
-            "port=1.1.1",
-            f"http://{address}/rest/ports/",
-        )
-        assert (rows[0]["incircuit"], rows[0]["outcircuit"]) == ("1.1.1>1.2.1", "")
-
-
 async def test_a_failure_inside_http_200_is_told_per_item() -> None:
     async with switch() as (driver, emulator, _):
         diff = await driver.plan(Change((ONE, TWO)))
@@ -124,46 +90,11 @@ async def test_a_failure_inside_http_200_is_told_per_item() -> None:
         assert states[10] is PortStatus.DISABLED
 
 
-async def test_the_password_is_sent_once_and_again_when_the_cookie_is_gone() -> None:
-    auth = {"user": "admin", "password": "pxc***"}
-    async with switch(auth, **auth) as (driver, emulator, address):
-        await carry_out(driver, (ONE,))
-        assert emulator._given == 1
-        await curl("-u", "admin:pxc***", f"http://{address}/rest/ports/?id=summary")  # one session only: ours is out
-        diff = await driver.plan(Change((TWO,)))
-        await curl("-u", "admin:pxc***", f"http://{address}/rest/ports/?id=summary")
-        assert (await driver.commit(diff, diff.revision)).done
-        assert emulator._given == 5
-        assert len(emulator.device.setters) == 2  # what was refused for want of a session was not taken twice
-
-
 async def test_a_wrong_password_is_permanent_and_not_told() -> None:
     async with switch({"user": "admin", "password": "pxc***"}, user="admin", password="guess") as (driver, _, _address):
         async with refusal(Permanent, "user and password") as refused:
             await driver.ports()
         assert "guess" not in str(refused[0])
-
-
-async def test_one_direction_of_both_only_goes_with_the_other() -> None:
-    async with switch() as (driver, emulator, address):
-        body = '[{"in":"1.1.1","out":"1.2.1","dir":"bi","group":"LAB"}]'
-        await curl("-d", body, "-H", "Content-Type: application/json", f"http://{address}/rest/crossconnects/?id=badd")
-        pairs = (CrossConnect(1, 9), CrossConnect(9, 1))
-        assert await connected(driver) == set(pairs)
-        await driver.take_over(pairs)
-        result = await carry_out(driver, disconnect=pairs[:1])
-        assert "1:9 is one direction of 1.1.1-1.2.1, which only goes as a whole: name 9:1 too" in result.items[0].detail
-        assert await connected(driver) == set(pairs)
-        assert (await carry_out(driver, disconnect=pairs)).done
-        assert len(emulator.device.setters) == 2
-
-
-async def test_half_of_a_connection_is_shown_as_failed() -> None:
-    async with switch(dir="bi") as (driver, _, address):
-        assert (await driver.facts()).connectivity is Connectivity.ANY_TO_ANY
-        await curl("-d", "id=add&in=1.2.1&out=1.1.1&dir=uni", f"http://{address}/rest/crossconnects/")
-        (circuit,) = (await driver.cross_connects()).circuits
-        assert (circuit.cross_connect, circuit.state) == (ONE, CircuitState.FAILED)
 
 
 async def test_a_switch_that_lists_other_ports_is_not_touched() -> None:

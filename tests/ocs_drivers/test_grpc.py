@@ -1,85 +1,18 @@
 """A device in another process, behind the service OcsDriver, passes the same suite; and the connection may break."""
 
 import asyncio
-import json
-import sys
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import grpc
 import pytest
 
-from ocs_drivers.base import OcsDriver
-from ocs_drivers.conformance import DriverConformance, carry_out, refusal, until
+from ocs_drivers.conformance import carry_out, refusal, until
 from ocs_drivers.errors import Conflict, InvalidOptions, OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.faults import Fault
 from ocs_drivers.model import Change, ChangeMode, CrossConnect, Diff
 from ocs_drivers.registry import make_driver
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.rpc.ocs_server import OcsDriverService, serve_driver
 from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
-
-SCRIPT = Path(__file__).with_name("virtual_process.py")
-
-
-class TestOutOfProcess(DriverConformance):
-    # Real time runs here: mirrors are fast, and only the faults that wait for a time-out pay for it.
-    options: ClassVar[dict[str, Any]] = {
-        "ports": 320,
-        "reconfiguration_s": 0.002,
-        "command_timeout_s": 2.0,
-        "link_timeout_s": 0.2,
-        "lock_timeout_s": 50.0,
-    }
-
-    @pytest.fixture(autouse=True)
-    async def _processes(self) -> AsyncIterator[None]:
-        self.processes: list[asyncio.subprocess.Process] = []
-        yield
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.close()
-            await asyncio.wait_for(process.wait(), 30)
-
-    async def make_driver(self) -> OcsDriver:
-        return await self._served({})
-
-    async def make_big(self, ports: int) -> OcsDriver:
-        return await self._served({"ports": 2 * ports})
-
-    async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
-        await self._said({"foreign": [[pair.ingress_port, pair.egress_port] for pair in pairs]})
-
-    async def setters(self, driver: OcsDriver) -> Sequence[str]:
-        answer: list[str] = json.loads(await self._said({"setters": True}))
-        return answer
-
-    async def _served(self, more: dict[str, Any]) -> OcsDriver:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(SCRIPT),
-            json.dumps({**self.options, **more}),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 20,  # the setters of a large device are one line
-        )
-        self.processes.append(process)
-        assert process.stdout is not None
-        port = int(await asyncio.wait_for(process.stdout.readline(), 30))
-        patience = {"command_timeout_s": 60.0, "commit_timeout_s": 120.0}
-        return make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}", **patience})
-
-    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
-        assert await self._said(asdict(fault)) == b"injected\n"
-
-    async def _said(self, values: dict[str, Any]) -> bytes:
-        process = self.processes[-1]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(values).encode() + b"\n")
-        return await asyncio.wait_for(process.stdout.readline(), 30)
 
 
 async def test_a_process_that_is_not_there_is_retryable() -> None:

@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from emulated import PATIENCE_S
@@ -23,9 +21,7 @@ from ocs_drivers.http_session import (
     HttpSession,
     check_status,
     parse_json,
-    read_endpoint,
 )
-from ocs_drivers.options import Options
 from ocs_drivers.registry import make_driver
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
@@ -138,48 +134,6 @@ async def test_redirects_are_not_followed() -> None:
                 async with refusal(Permanent, "redirects to", target, "not followed"):
                     await driver.cross_connects()
                 await driver.close()
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, ssl.SSLContext]:
-    """Of 127.0.0.1, signed by itself."""
-    key, pem = tmp_path / "key.pem", tmp_path / "ca.pem"
-    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=ocs1"
-    command = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", pem]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("openssl is not installed")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(pem, key)
-    return pem, context
-
-
-async def test_certificates_are_checked_unless_the_user_says_otherwise(
-    certificate: tuple[Path, ssl.SSLContext],
-) -> None:
-    pem, context = certificate
-    async with server(OK, context) as address:
-
-        async def ask(**tls: object) -> Answer:
-            options = Options("ocs1")
-            asked = {"scheme": "https", "tls_verify": True, "tls_ca_file": None, "user": "", "password": "", **tls}
-            endpoint = read_endpoint(options, address=address, default_ports={"https": 443}, **asked)
-            options.check()
-            http = HttpSession(endpoint, SystemClock(), PATIENCE_S)
-            await http.open()
-            try:
-                return await http.ask("GET", "/x")
-            finally:
-                await http.close()
-
-        async with refusal(Permanent, "certificate is not trusted", "tls_ca_file"):
-            await ask()
-        assert (await ask(tls_ca_file=str(pem))).body == b"[]"
-        assert (await ask(tls_verify=False)).body == b"[]"
-    async with server(OK) as address:  # plain HTTP where TLS is expected
-        async with refusal(Permanent, "TLS"):
-            await ask()
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, "NaN", "-Infinity", "{", "", "\ud800", '{"a":1}x'])

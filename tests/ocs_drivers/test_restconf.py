@@ -1,13 +1,11 @@
 """The driver `restconf` and its emulator: the suite, requests counted, curl beside us, failures told as they are."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import pytest
-from curl import curl
 from emulated import EmulatedConformance
 
 from ocs_drivers.base import OcsDriver
@@ -17,7 +15,7 @@ from ocs_drivers.emulators.http import Reply
 from ocs_drivers.emulators.restconf import RestconfEmulator
 from ocs_drivers.errors import InvalidOptions, Permanent, Retryable
 from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import BootBehaviour, Change, ChangeMode, CrossConnect, PortStatus
+from ocs_drivers.model import BootBehaviour, Change, ChangeMode, CrossConnect
 from ocs_drivers.registry import make_driver
 
 PANEL = Panel(16, 16, reconfiguration_s=0.001)
@@ -96,42 +94,6 @@ async def test_even_overwrite_never_replaces_the_collection() -> None:
         assert [command for command in emulator.device.setters if command.startswith(("PUT", "DELETE all"))] == []
 
 
-async def test_what_curl_connects_we_see_and_leave_alone() -> None:
-    """The body and the path as clients of real switches have them."""
-    body = '{"optical-switch:cross-connects":{"pair":[{"ingress":1,"egress":17}]}}'
-    json_type = ("-H", "Content-Type: application/yang-data+json", "-H", "Accept: application/yang-data+json")
-    auth = ("-u", "admin:root")
-    async with switch({"user": "admin", "password": "root"}, user="admin", password="root") as (driver, _, address):
-        root = f"http://{address}/api/data/optical-switch:cross-connects"
-        assert await curl(root) == (401, None)
-        assert await curl(*auth, *json_type, root) == (204, None)
-        assert (await curl(*auth, *json_type, "-X", "PUT", "-d", body, root))[0] == 204
-        assert await connected(driver) == {ONE}
-        assert (await carry_out(driver, (TWO,))).done
-        status, shown = await curl(*auth, *json_type, root)
-        assert (status, shown) == (
-            200,
-            {"optical-switch:cross-connects": {"pair": [{"ingress": 1, "egress": 17}, {"ingress": 2, "egress": 18}]}},
-        )
-        one = '{"optical-switch:pair":[{"ingress":2,"egress":19}]}'
-        assert (await curl(*auth, *json_type, "-X", "POST", "-d", one, root))[0] == 409
-        assert (await curl(*auth, *json_type, f"{root}/pair=2"))[1] == {
-            "optical-switch:pair": {"ingress": 2, "egress": 18}
-        }
-        assert (await curl(*auth, "-X", "DELETE", f"{root}/pair=1"))[0] == 204
-        assert (await curl(*auth, "-X", "DELETE", f"{root}/pair=1"))[0] == 404
-        assert await connected(driver) == {TWO}
-
-
-async def test_curl_shuts_a_port_and_we_see_it() -> None:
-    async with switch() as (driver, _, address):
-        url = f"http://{address}/api/operations/optical-switch:port-set-state"
-        assert (await curl("-d", '{"optical-switch:input":{"port-disab":[3]}}', url))[0] == 204
-        states = {port.port: port.status for port in await driver.ports()}
-        assert states[3] is PortStatus.DISABLED
-        assert set(states.values()) == {PortStatus.DISABLED, PortStatus.ENABLED}
-
-
 @pytest.mark.parametrize(("way", "refused"), [("yang_patch", [ONE, TWO]), ("single", [TWO]), ("patch", [])])
 async def test_a_port_that_somebody_took_after_our_reading(way: str, refused: list[CrossConnect]) -> None:
     """Refused by the switch itself, but for a plain patch: that one re-routes, as its documentation says."""
@@ -154,17 +116,6 @@ async def test_a_port_that_somebody_took_after_our_reading(way: str, refused: li
         assert [item.cross_connect for item in result.items if not item.done] == refused
         assert all("data-exists: port 2 is connected" in item.detail for item in result.items if not item.done)
         assert (theirs in await connected(driver)) is bool(refused)
-
-
-async def test_any_to_any_is_deleted_by_the_port_that_the_switch_names() -> None:
-    async with switch({"any_to_any": True}, Panel(32, 32, reconfiguration_s=0.001)) as (driver, emulator, address):
-        url = f"http://{address}/api/data/optical-switch:cross-connects"
-        assert (await curl("-d", '{"optical-switch:pair":{"ingress":9,"egress":4}}', url))[0] == 201
-        pair = CrossConnect(4, 9)
-        assert await connected(driver) == {pair}
-        await driver.take_over((pair,))
-        assert (await carry_out(driver, disconnect=(pair,))).done
-        assert emulator.device.setters[-1] == "YANG-PATCH remove 9:4"
 
 
 async def test_facts_are_read_from_the_model() -> None:
@@ -191,19 +142,6 @@ async def test_refusals_are_told_in_the_switchs_words() -> None:
     async with switch(root="/restconf") as (driver, _, _address):
         async with refusal(Permanent, "option root"):
             await driver.facts()
-
-
-async def test_a_switch_that_takes_one_request_at_a_time_is_asked_so() -> None:
-    async with switch({"one_request": True}) as (driver, emulator, address):
-        await asyncio.gather(*(driver.cross_connects() for _ in range(5)), carry_out(driver, (ONE,)))
-        emulator.device.inject(Fault(FaultKind.SLOW_ANSWER, delay_s=3600.0))
-        url = f"http://{address}/api/data/optical-switch:cross-connects"
-        body = '{"optical-switch:pair":{"ingress":2,"egress":18}}'
-        held = asyncio.ensure_future(curl("-d", body, url))
-        await emulator.device.holding_back.wait()
-        async with refusal(Retryable, "cannot answer now", "another request is under way"):
-            await driver.cross_connects()
-        held.cancel()
 
 
 async def test_nobody_there_is_retryable_and_nothing_was_sent() -> None:

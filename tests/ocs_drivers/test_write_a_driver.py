@@ -3,35 +3,12 @@
 `pip install -e` would change the environment that the tests run in: here the package goes into a folder beside it.
 """
 
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "write-a-driver.md").read_text()
 EXAMPLE = ROOT / "docs" / "examples" / "line-switch"
-INSTALL = "pip install --no-deps -e ."
-WITHIN_S = 280
-
-
-def commands() -> list[str]:
-    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-    return [line[2:] for block in blocks for line in block.splitlines()]
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def test_the_code_shown_is_that_of_the_example() -> None:
@@ -49,42 +26,3 @@ def test_the_code_shown_is_that_of_the_example() -> None:
 def test_the_driver_is_short() -> None:
     lines = (EXAMPLE / "line_switch.py").read_text().splitlines()
     assert sum(bool(line.strip()) for line in lines) <= 120
-
-
-def follow(tmp_path: Path, steps: list[str]) -> None:
-    (tmp_path / "orchestrrl").symlink_to(ROOT)
-    site = tmp_path / "site"
-    ports = dict(zip(("5555", "7555"), map(str, free_ports(2)), strict=True))
-    script = []
-    for step in steps:
-        step = step.replace(INSTALL, f"pip install -q --no-deps --no-build-isolation --target {site} .")
-        script.append(re.sub(r"\b[57]555\b", lambda port: ports[port[0]], step))
-        if step.endswith("&"):
-            script += [f'until python -c "{_knock(script[-1], ports)}" 2>/dev/null; do sleep 0.1; done']
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    # The folder `orchestrrl` beside us is the checkout, not the package.
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "PYTHONSAFEPATH": "1"}
-    text = "set -e\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n" + "\n".join(script)
-    done = subprocess.run(
-        ["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=WITHIN_S
-    )
-    assert done.returncode == 0, f"{text}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-
-
-def _knock(command: str, ports: dict[str, str]) -> str:
-    """Waits for what was started last: its own port is the last that it names."""
-    port = re.findall(r"\d{4,5}", command)[-1]
-    return f"import socket; socket.create_connection(('127.0.0.1', {port})).close()"
-
-
-def test_the_page_is_followed_in_short(tmp_path: Path) -> None:
-    """Every command but the last, with a few tests of the suite; all of them are in the slow test below."""
-    few = " ".join(f"--only {name}" for name in ("test_facts_and_ports_agree", "test_diff_is_empty_after_commit"))
-    steps = [f"{step} {few}" if "ocs conformance" in step else step for step in commands()]
-    steps = [f"{step} -k 'facts or diff_is_empty'" if "test_line_switch" in step else step for step in steps]
-    follow(tmp_path, [step for step in steps if "test_served" not in step])
-
-
-@pytest.mark.slow
-def test_the_page_is_followed_to_its_end(tmp_path: Path) -> None:
-    follow(tmp_path, commands())

@@ -71,7 +71,7 @@ class Trainers:
             task.cancel()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(EVENTS, max_size=16))
 def test_nobody_stays_frozen_and_nobody_is_told_quiet_who_is_not(events: list[tuple[Any, ...]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

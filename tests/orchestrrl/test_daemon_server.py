@@ -299,7 +299,7 @@ async def test_reports_are_folded_and_acknowledged(house: House) -> None:
 async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_has_ended(house: House) -> None:
     """Whoever has the .proto alone sends no incarnation: two streams of one id may be one agent that came back."""
     telemetry = telemetry_pb2_grpc.TelemetryStub(house.channel)
-    first, second = telemetry.ReportEngines(), telemetry.ReportEngines()
+    first = telemetry.ReportEngines()
 
     async def say(call: Any, sequence: int, running: int) -> None:
         await call.write(convert.engine_report_to_pb(engine_report("e0", sequence, sample(running=running))))
@@ -310,6 +310,7 @@ async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_ha
         return next(view.running for view in house.plane.state.engines(house.plane.clock.now_s()) if view.id == "e0")
 
     await say(first, 1, 1)
+    second = telemetry.ReportEngines()  # the newer one also as the daemon counts streams
     await say(second, 1, 2)
     await say(first, 2, 3)
     assert running() == 2

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import PauseMode
@@ -66,7 +66,6 @@ WORDS = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(WORDS, max_size=25))
 def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ...]]) -> None:
     state, told = GateState(), Told()

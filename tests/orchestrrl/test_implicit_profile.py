@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from builders import engine_report, sample
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from implicit_fleet import ON_A100, ON_H200, UNKNOWN, step_of
 
@@ -134,7 +134,6 @@ batches = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.sampled_from([ON_H200, UNKNOWN]), batches)
 def test_whatever_is_observed_the_mixture_is_a_step_time(
     facts: ServingFacts, observed: list[tuple[int, float, float]]
@@ -151,7 +150,6 @@ def test_whatever_is_observed_the_mixture_is_a_step_time(
     assert line.step_s(1, 0) >= 0
 
 
-@settings(max_examples=30, deadline=None)
 @given(batches, st.floats(1.01, 3.0))
 def test_slower_batches_never_make_faster_step_times(observed: list[tuple[int, float, float]], factor: float) -> None:
     """The same batches, each slower by one factor, at the loads that were seen: nothing there gets faster."""

@@ -2,8 +2,6 @@
 
 import asyncio
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,19 +9,6 @@ import pytest
 from orchestrrl.errors import Permanent
 from orchestrrl.journal import Journal, JournalReader, Kind
 from orchestrrl.journal_guard import Tail, tail_path
-
-# Writes for as long as it lives, and tells each sequence number once `append` has returned.
-WRITER = """
-import sys
-from pathlib import Path
-from orchestrrl.journal import Journal, Kind
-journal = Journal(Path(sys.argv[1]), at_s=0.0)
-print(journal.generation, flush=True)
-while True:
-    id = f"op-{journal.generation}-{journal.last_sequence + 1}"
-    journal.append(0.0, Kind.OPERATION_INTENT, id, {"n": 1})
-    print(journal.append(0.0, Kind.OPERATION_RESULT, id, {"n": 2}), flush=True)
-"""
 
 
 @pytest.fixture
@@ -66,29 +51,6 @@ def test_open_operations_are_the_intents_without_a_result(path: Path) -> None:
         journal.append(0.0, Kind.OPERATION_RESULT, "b", {})
     with Journal(path, 0.0) as journal:
         assert [entry.subject for entry in journal.open_operations()] == ["a", "c"]
-
-
-def test_a_killed_writer_leaves_every_entry_it_had_written(path: Path) -> None:
-    told = 0
-    for generation in (1, 2, 3):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert int(process.stdout.readline()) == generation
-        for _ in range(50):
-            told = int(process.stdout.readline())
-        process.kill()
-        told = max([told, *(int(line) for line in process.stdout.read().split("\n")[:-1])])
-        process.wait()
-        reader = JournalReader(path)
-        entries = reader.since(0, limit=10**6)
-        assert [entry.sequence for entry in entries] == list(range(1, len(entries) + 1))
-        assert len(entries) >= told
-        # Killed between an intent and its result, it leaves at most that one open for each life.
-        assert len(reader.open_operations()) <= generation
-        reader.close()
-    with Journal(path, 0.0) as journal:
-        assert journal.generation == 4
-        assert journal.append(0.0, Kind.MODE, "", {}) == len(entries) + 1
 
 
 def test_a_second_writer_is_refused_and_readers_are_not(path: Path) -> None:

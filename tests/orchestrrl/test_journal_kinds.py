@@ -445,7 +445,6 @@ def test_every_kind_has_its_writer() -> None:
 @settings(
     max_examples=8,
     phases=[Phase.generate],
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(data=st.data())
@@ -533,7 +532,7 @@ BODIES = st.dictionaries(
 
 
 @given(at_s=st.floats(), subject=st.text(st.characters(), max_size=5) | st.just("\udc80"), body=BODIES)
-@settings(max_examples=100, phases=[Phase.generate], deadline=None)
+@settings(phases=[Phase.generate])
 def test_it_is_refused_or_given_back_as_it_was(at_s: float, subject: str, body: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.sqlite"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orchestrrl.clock import VirtualClock
@@ -87,7 +87,6 @@ async def say(plane: ControlPlane, word: str, name: str) -> None:
             plane.reconfigure(parse_config(CONFIG))
 
 
-@settings(max_examples=40)  # each restart writes to disk
 @example([("add", "e2"), ("move", "e2"), ("remove", "e2"), ("restart", ""), ("add", "e2")])
 @example([("drain", "e0"), ("remove", "e0"), ("reload", ""), ("add", "e0"), ("remove", "e0"), ("readmit", "e0")])
 @given(st.lists(words, min_size=4, max_size=30))

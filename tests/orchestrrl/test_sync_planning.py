@@ -200,7 +200,7 @@ seeds = st.integers(0, 2**32)
 
 
 @given(seeds)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_engine_has_what_it_loads(seed: int) -> None:
     rng = random.Random(seed)
     publications, peers = chance(rng)
@@ -223,7 +223,7 @@ def test_every_engine_has_what_it_loads(seed: int) -> None:
 
 
 @given(seeds)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_second_attempt_begins_with_what_is_there(seed: int) -> None:
     """Some edges of the first came to nothing, or to half of it; an engine's peer is new, another has gone."""
     rng = random.Random(seed)
@@ -283,7 +283,7 @@ def _with_rows_of(holding: Holding | None) -> Host:
 
 
 @given(seeds)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_who_lacks_some_of_the_fleets_version_gets_just_that(seed: int) -> None:
     rng = random.Random(seed)
     peers = [peer(f"engines{number}", share=rng.choice([Share(), Share(tp=2)])) for number in range(4)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from decode_oracle import DoesNotFit, along_the_curve_s, curve_decode_s, decode_s, step_by_step_s
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_builders import configuration, configurations, pendings
 
@@ -16,7 +16,6 @@ from planner.profile import Curve, EngineProfile, Parallelism, Provenance, Sourc
 CLOSE = {"rel": 1e-9, "abs": 1e-12}
 
 
-@settings(max_examples=500, deadline=None)
 @given(configurations(), pendings())
 def test_decoding_takes_what_it_takes_step_by_step(instance: Configuration, requests: list[Pending]) -> None:
     assert decode_s(instance, requests) == pytest.approx(step_by_step_s(instance, requests), **CLOSE)
@@ -88,7 +87,6 @@ bent_steps = st.builds(
 )
 
 
-@settings(max_examples=500, deadline=None)
 @given(bent_steps, pendings(), st.sampled_from([40, 60, 1_000]), st.integers(1, 6), st.sampled_from([0, 10, 100]))
 def test_along_a_curve_decoding_takes_what_it_takes_step_by_step(
     step: StepTime, requests: list[Pending], capacity: int, slots: int, spill: int

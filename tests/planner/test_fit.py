@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.fit import Belief, Seen, StepSample, TooFewSamples, fit_curve, fit_rate, fit_step, refit_curve, refit_step
@@ -26,7 +26,6 @@ def grid(step: StepTime, noise: float = 0.0, seed: int = 0) -> list[StepSample]:
     ]
 
 
-@settings(max_examples=50)
 @given(alphas, betas, gammas)
 def test_a_line_is_found_and_stays_a_line(alpha_s: float, beta_s: float, gamma_s: float) -> None:
     fit = fit_step(grid(StepTime(Curve.line(alpha_s, beta_s), gamma_s)))
@@ -37,7 +36,6 @@ def test_a_line_is_found_and_stays_a_line(alpha_s: float, beta_s: float, gamma_s
         assert fit.step.at(sequences, kv_tokens) == pytest.approx(expected, rel=1e-5)
 
 
-@settings(max_examples=50)
 @given(seeds, st.floats(min_value=3, max_value=20))
 def test_stalls_and_strays_lose_their_weight(seed: int, factor: float) -> None:
     truth = StepTime(Curve.line(0.0184, 8.1e-5), 4.1e-8)
@@ -49,7 +47,6 @@ def test_stalls_and_strays_lose_their_weight(seed: int, factor: float) -> None:
         assert step.at(sequences, kv_tokens) == pytest.approx(truth.at(sequences, kv_tokens), rel=0.05)
 
 
-@settings(max_examples=30)
 @given(seeds, st.sampled_from([8, 16, 32, 64]), st.floats(min_value=2, max_value=20))
 def test_a_bend_is_found(seed: int, knee: int, steeper: float) -> None:
     truth = StepTime(Curve((1, knee, 256), (0.01, 0.01 * steeper, 0.012 * steeper)), 2e-8)
@@ -61,7 +58,6 @@ def test_a_bend_is_found(seed: int, knee: int, steeper: float) -> None:
         )
 
 
-@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(st.sampled_from(BATCHES), st.sampled_from(CONTEXTS), st.floats(min_value=1e-4, max_value=1)),
@@ -114,7 +110,6 @@ PRIOR = StepTime(Curve((1, 512), (0.01, 0.04)), 2e-8)
 BELIEF = Belief(PRIOR, max_sequences=512, kv_capacity_tokens=500_000)
 
 
-@settings(max_examples=30)
 @given(
     st.floats(min_value=3e-3, max_value=0.05),
     st.floats(min_value=0, max_value=2e-4),

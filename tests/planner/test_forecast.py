@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_builders import request
 
@@ -44,7 +44,6 @@ def limit_of(view: RequestView, cap: int = CAP) -> int:
     return min(view.max_tokens or cap, cap)
 
 
-@settings(max_examples=400, deadline=None)
 @given(REQUESTS, LENGTHS)
 def test_every_request_is_counted_once_and_ends_between_one_token_and_its_limit(
     requests: list[RequestView], lengths: list[int]
@@ -179,7 +178,6 @@ def outcomes(lengths: ConditionalLengths, generated: int, limit: int) -> list[tu
     return [(max(end - generated, 1), share / beyond) for end, share in zip(ends, shares[done:], strict=True)]
 
 
-@settings(max_examples=300)
 @given(SHARES, st.integers(0, 70), st.integers(1, 80), st.floats(0, 1))
 def test_conditioned_lengths_are_those_of_counting_every_outcome(
     counts: list[int], generated: int, limit: int, q: float
@@ -235,7 +233,6 @@ def test_requests_that_came_equally_far_are_not_taken_for_ended(generated: int) 
     assert 0.5 < float(np.median(ratios)) < 2.0
 
 
-@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 60), min_size=MIN_LENGTHS, max_size=60),
     st.lists(st.integers(0, 59), max_size=40),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.gate import FREE, Control, ControlState, Limits, Proposal, judge
@@ -138,7 +138,6 @@ PROPOSALS = st.builds(
 CONTROLS = st.sampled_from([FREE, FREE, PINNED, OVERRIDE, replace(PINNED, expires_s=999.0)])
 
 
-@settings(max_examples=1000)
 @given(PROPOSALS, st.sampled_from(list(Mode)), CONTROLS)
 def test_it_acts_exactly_when_all_is_well(proposal: Proposal, mode: Mode, control: Control) -> None:
     changes_engines = proposal.decision == "reconfigure"
@@ -166,7 +165,6 @@ def test_it_acts_exactly_when_all_is_well(proposal: Proposal, mode: Mode, contro
     assert isinstance(judge(proposal, LIMITS, mode, control), Act) == (mode is Mode.ACT and safe and (pays or wanted))
 
 
-@settings(max_examples=300)
 @given(PROPOSALS, CONTROLS)
 def test_advice_differs_from_acting_only_in_being_held(proposal: Proposal, control: Control) -> None:
     acting, advising = (judge(proposal, LIMITS, mode, control) for mode in (Mode.ACT, Mode.ADVISE))
@@ -177,7 +175,6 @@ def test_advice_differs_from_acting_only_in_being_held(proposal: Proposal, contr
         assert advising == acting
 
 
-@settings(max_examples=300)
 @given(PROPOSALS, CONTROLS, st.sampled_from([0.5, 5.0, 50.0]))
 def test_a_larger_gain_never_makes_it_hold(proposal: Proposal, control: Control, more_s: float) -> None:
     if proposal.current_makespan_s is None or not isinstance(judge(proposal, LIMITS, Mode.ACT, control), Act):

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from decode_oracle import step_by_step_s
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_builders import configuration
 
@@ -120,7 +120,6 @@ def test_who_waits_for_room_does_not_block_those_that_fit() -> None:
     assert min(told for told, _ in orders(lefts, rooms, capacity, 4)) == 19
 
 
-@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(1, 100), st.integers(1, 50)), min_size=1, max_size=8),
     st.sampled_from([100, 120, 150]),
@@ -153,7 +152,6 @@ def test_a_request_too_large_is_never_admitted() -> None:
     assert admit([1, 1], [5, 11], 10, 4) == float("inf")
 
 
-@settings(max_examples=25, deadline=None)
 @given(SEEDS, st.sampled_from([0.05, 0.2, 1.0]), st.sampled_from([4, 1024]))
 def test_both_bounds_are_below_what_is_found(seed: int, room: float, slots: int) -> None:
     kinds = [
@@ -178,7 +176,6 @@ def test_both_bounds_are_below_what_is_found(seed: int, room: float, slots: int)
     assert solution.lower_bound_s <= solution.makespan_s
 
 
-@settings(max_examples=25, deadline=None)
 @given(SEEDS, st.integers(1, 60), st.sampled_from([4, 8, 16]), st.booleans())
 def test_whole_instances_take_at_least_the_raised_bound(seed: int, count: int, gpus: int, running: bool) -> None:
     current = fleet(TP2, gpus) if running else []
@@ -221,7 +218,6 @@ def test_where_sequences_are_short_the_program_refuses_more() -> None:
     assert tightened_s(table, closed_s, 300.0) == pytest.approx(0.02 * 1000 * 640 / 8 / 8, rel=0.02)
 
 
-@settings(max_examples=25, deadline=None)
 @given(SEEDS, st.integers(0, 60))
 def test_cuts_cover_every_request_once(seed: int, count: int) -> None:
     table = columns(problem([TP1, TP2, TP8], heavy_tailed(seed, count)))
@@ -231,7 +227,6 @@ def test_cuts_cover_every_request_once(seed: int, count: int) -> None:
     assert [place for first, end in blocks for place in range(first, end)] == list(range(count))
 
 
-@settings(max_examples=100)
 @given(st.integers(1, 40), st.sampled_from([2, 4, 8]), st.lists(st.sampled_from([0, 1, 2]), max_size=12))
 def test_a_layout_keeps_to_the_nodes(gpus: int, per_node: int, wanted: list[int]) -> None:
     kinds = [TP1, TP2, configuration("wide", 2 * per_node)]
@@ -249,7 +244,6 @@ def test_a_layout_keeps_to_the_nodes(gpus: int, per_node: int, wanted: list[int]
         assert len({gpu // per_node for gpu in held}) == max(1, len(held) // per_node)
 
 
-@settings(max_examples=100)
 @given(st.integers(1, 40), st.sampled_from([2, 4, 8]), st.sampled_from([0, 1, 2]), st.integers(0, 12))
 def test_a_row_takes_all_that_there_is_room_for(gpus: int, per_node: int, wanted: int, most: int) -> None:
     kinds = [TP1, TP2, configuration("wide", 2 * per_node)]
@@ -299,7 +293,6 @@ def test_of_equal_requests_only_the_surplus_moves() -> None:
     assert len(solution.migrations) == sum(max(0, places.count(place) - 32) for place in range(32))
 
 
-@settings(max_examples=40, deadline=None)
 @given(SEEDS, st.integers(1, 80), st.sampled_from([0.0, 0.01, 0.2]))
 def test_settling_moves_fewer_and_ends_in_time(seed: int, count: int, slack: float) -> None:
     rng = np.random.default_rng(seed)
@@ -321,7 +314,6 @@ def test_settling_moves_fewer_and_ends_in_time(seed: int, count: int, slack: flo
         assert after is before
 
 
-@settings(max_examples=40, deadline=None)
 @given(SEEDS, st.integers(1, 60), st.sampled_from([0.0, 0.01, 0.05]), st.sampled_from([0.0, 0.02]))
 def test_the_band_is_missed_by_less_and_in_time(seed: int, count: int, mu: float, delta: float) -> None:
     rng = np.random.default_rng(seed)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from decode_oracle import curve_decode_s, decode_s
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_builders import engine, request, snapshot
 
@@ -81,7 +81,6 @@ def test_a_bent_curves_line_is_right_over_the_step(curve: Curve, remaining: list
 
 
 @given(st.integers(3, 200), st.floats(1e-3, 0.1), st.floats(1.0, 100.0))
-@settings(max_examples=300)
 def test_a_steep_curves_line_never_begins_below_zero(count: int, first_s: float, steepness: float) -> None:
     """What spills makes curves rise faster than in proportion: such a line goes through 0, and not a rounding below."""
     knee = float(count // 2 + 1)

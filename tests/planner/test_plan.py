@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_builders import configuration, engine, request, snapshot
 
@@ -418,7 +418,6 @@ REQUESTS = st.lists(
 CHEAP = tuple(replace(c, switch_s=1.0, kv_capacity_tokens=12_000, max_sequences=4) for c in (TP2, TP4))
 
 
-@settings(max_examples=60, deadline=None)
 @given(REQUESTS, st.lists(st.integers(1, 5000), max_size=40), st.sampled_from([(TP2, TP4), CHEAP]))
 def test_what_holds_of_every_plan(
     requests: list[RequestView], finished: list[int], configurations: tuple[Configuration, ...]

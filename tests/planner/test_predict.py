@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.engines import ENGINES, UnknownEngine, engine_named
@@ -21,7 +21,6 @@ DENSE = model_named("qwen2.5-14b")
 EXPERTS = model_named("qwen3-235b-a22b")
 
 
-@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(MODELS)).map(model_named),
     st.sampled_from(sorted(GPUS)).map(gpu_named),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from solve_problems import Json, engines, one_kind, problem, request
 from typer.testing import CliRunner, Result
@@ -187,7 +187,6 @@ LEANT_ON = {("gpus", "count"), ("gpus", "per_node"), ("configurations",), ("conf
 LEANING = {("current", 1, "gpus"), ("configurations", 3, "id")}
 
 
-@settings(max_examples=60)
 @given(st.lists(st.sampled_from(FAULTS), min_size=2, max_size=12))
 def test_all_faults_come_at_once(chosen: list[tuple[tuple[str | int, ...], Any, Any]]) -> None:
     document, there = good(), {}
@@ -234,7 +233,6 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(sorted(good())), JUNK, max_size=4))
 def test_no_document_makes_a_traceback(junk: Json) -> None:
     result = run(json.dumps(good() | junk))

@@ -2,9 +2,6 @@
 the problem, its bound and its makespan held against everything that small fleets can do, and against static fleets."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -43,7 +40,7 @@ RANDOM = st.randoms(use_true_random=False)
 SEEDS = st.integers(0, 2**32 - 1)
 SLOWLY = [HealthCheck.too_slow]
 FEW_EXAMPLES = settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-MANY_EXAMPLES = settings(max_examples=100, suppress_health_check=SLOWLY)
+MANY_EXAMPLES = settings(suppress_health_check=SLOWLY)
 
 
 def typed(document: Json) -> Problem:
@@ -266,7 +263,7 @@ def test_the_bound_is_below_and_the_makespan_close_to_the_best_there_is(seed: in
     holds_beside_the_best(few(Random(seed)))
 
 
-@settings(FEW_EXAMPLES, max_examples=200)
+@settings(phases=FEW_EXAMPLES.phases)
 @given(SEEDS)
 def test_where_room_is_short_the_bound_is_below_and_the_makespan_close_to_the_best_there_is(seed: int) -> None:
     holds_beside_the_best(short(Random(seed)))
@@ -383,23 +380,6 @@ def fleet_of(rng: Random, slots: int = 1024) -> Json:
         place = rng.choice(current)["id"] if rng.random() < 0.8 else None
         each.update(instance=place, state=rng.choice(STATES[:2]) if place else "new")
     return document | {"current": current}
-
-
-def test_the_same_input_gives_the_same_bytes_in_any_process(tmp_path: Path) -> None:
-    path = tmp_path / "problem.json"
-    path.write_text(json.dumps(fleet_of(Random(7))))
-    told = set()
-    for seed in ("0", "1"):  # hashes of strings differ, and with them the order of sets
-        shown = subprocess.run(
-            [sys.executable, "-m", "orchestrrl", "plan", "solve", str(path), "--json"],
-            check=True,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        )
-        assert shown.stderr == ""
-        told.add("\n".join(line for line in shown.stdout.splitlines() if '"solve_s"' not in line))
-    assert len(told) == 1
 
 
 def test_without_json_it_is_a_table_for_people() -> None:

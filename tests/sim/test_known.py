@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.sim.engines import kinds_of
@@ -19,7 +19,6 @@ def scenario(correlation: float, prompts: int = 6) -> Scenario:
 
 
 @given(seed=st.integers(0, 1000), step=st.integers(0, 3))
-@settings(max_examples=30, deadline=None)
 def test_redrawn_lengths_are_of_the_same_prompts(seed: int, step: int) -> None:
     alike = scenario(1.0).workload  # the prompt says everything
     lengths = [request.output_tokens for request in requests_of_step(alike, seed, step)]

@@ -53,7 +53,7 @@ def test_every_arm_answers_everything(arm: str) -> None:
     assert 0 <= done.idle_fraction < 1
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.floats(1, 40), st.integers(0, 7), st.none() | st.floats(1, 20)), max_size=5))
 def test_engines_that_die_lose_nothing(strikes: list[tuple[float, int, float | None]]) -> None:
     """At least one engine lives: e7 always comes back."""

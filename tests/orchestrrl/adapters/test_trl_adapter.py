@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,10 +231,3 @@ def test_the_documented_command_has_the_examples_flags() -> None:
     known = set(re.findall(r'add_argument\("(--[a-z-]+)"', example))
     required = set(re.findall(r'add_argument\("(--[a-z-]+)"[^\n]*required=True', example))
     assert required <= set(re.findall(r"--[a-z-]+", command)) <= known
-
-
-def test_the_trainers_environment_needs_little() -> None:
-    heavy = "{'grpc', 'numpy', 'ortools', 'prometheus_client', 'scipy', 'statsmodels', 'torch', 'typer', 'yaml'}"
-    code = f"import sys, orchestrrl.adapters.trl; print(sorted({heavy} & set(sys.modules)))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"

@@ -55,26 +55,6 @@ def test_a_host_without_nvidia_smi_has_no_gpu(host: Host) -> None:
     assert (facts.gpu, facts.gpu_detail) == ("", "the engine's host has no GPU (nvidia-smi is not installed)")
 
 
-def test_gpus_are_those_of_nvidia_smi(host: Host) -> None:
-    install_smi(host, "printf 'NVIDIA H100 80GB HBM3\\nNVIDIA H100 80GB HBM3\\n'")
-    assert host_facts(ServingFacts(), LOCAL, host).gpu == "NVIDIA H100 80GB HBM3"
-
-
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [
-        ("echo 'no driver is loaded' >&2; exit 9", "nvidia-smi on the engine's host failed: no driver is loaded"),
-        ("exit 3", "nvidia-smi on the engine's host failed: exit status 3"),
-        ("printf 'A\\nB\\n'", "the engine's host has GPUs of several kinds: A, B"),
-        ("true", "the engine's host reports no GPU"),
-    ],
-)
-def test_a_gpu_that_is_not_found_has_a_reason(host: Host, script: str, why: str) -> None:
-    install_smi(host, script)
-    facts = host_facts(ServingFacts(), LOCAL, host)
-    assert (facts.gpu, facts.gpu_detail) == ("", why)
-
-
 def test_the_engines_own_word_stands(host: Host) -> None:
     install_smi(host, "echo 'NVIDIA B200'")
     start_server(host, 8001, [*VLLM, "--tensor-parallel-size", "8"])

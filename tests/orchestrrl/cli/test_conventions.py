@@ -25,21 +25,3 @@ def test_help_shows_an_example(path: tuple[str, ...]) -> None:
 def test_results_come_as_json_too(path: tuple[str, ...]) -> None:
     flags = {name for parameter in LEAVES[path].params for name in parameter.opts}
     assert "--json" in flags
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_can_complete(shell: str) -> None:
-    result = CliRunner().invoke(
-        application(), [], env={"_ORCHESTRRL_COMPLETE": f"source_{shell}"}, prog_name="orchestrrl"
-    )
-    assert "orchestrrl" in result.stdout
-    typed = {
-        "COMP_WORDS": "orchestrrl plan ex",
-        "COMP_CWORD": "2",
-        "_TYPER_COMPLETE_ARGS": "orchestrrl plan ex",
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-    }
-    offered = CliRunner().invoke(
-        application(), [], env={"_ORCHESTRRL_COMPLETE": f"complete_{shell}", **typed}, prog_name="orchestrrl"
-    )
-    assert "explain" in offered.stdout

@@ -2,12 +2,7 @@
 
 import importlib
 import inspect
-import json
-import os
-import subprocess
-import sys
 from enum import Enum
-from pathlib import Path
 
 import pytest
 import typer
@@ -29,50 +24,6 @@ from orchestrrl.gateway.routing import DEFAULT_POLICY, STRATEGIES
 from orchestrrl.gateway.versions import OnStale
 from orchestrrl.operations import FrozenRequests
 from planner.model import Mode
-
-LISTING = """
-import json, sys
-from typer.testing import CliRunner
-from orchestrrl.cli.main import application
-for arguments, environment in json.load(sys.stdin):
-    shown = CliRunner().invoke(application(), arguments, env=environment, prog_name="orchestrrl")
-    assert shown.exit_code == 0 and shown.stdout, (arguments, environment, shown.output)
-print(json.dumps(sorted(sys.modules)))
-"""
-RUNNING = """
-import json, sys
-from orchestrrl.cli.main import main
-sys.argv[0] = "orchestrrl"
-try:
-    main()
-except SystemExit:
-    print(json.dumps(sorted(sys.modules)))
-"""
-# Whatever loads one of these takes longer than help may.
-HEAVY = {
-    *("aiohttp", "google.protobuf", "grpc", "matplotlib", "numba", "numpy", "ortools", "prometheus_client"),
-    *("psutil", "pydantic", "scipy", "sqlite3", "statsmodels", "xxhash", "yaml"),
-    *("orchestrrl.config", "orchestrrl.daemon", "orchestrrl.journal"),
-}
-# Of other projects; grpc looks for its own packages, and of them grpc_tools loads Cython's runtime.
-CLIENT = {
-    *("annotated_doc", "cython_runtime", "google", "grpc", "grpc_health", "grpc_reflection", "grpc_tools", "rich"),
-    *("shellingham", "typer", "typing_extensions"),
-}
-OURS = {"balancer", "ocs_drivers", "orchestrrl", "planner"}
-
-
-def imported(code: str, *arguments: str, text: str = "") -> set[str]:
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
-
-
-def completion(words: str, shell: str) -> dict[str, str]:
-    place = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
-    asked = {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    return {"_ORCHESTRRL_COMPLETE": f"complete_{shell}", **place, **asked}
 
 
 @pytest.mark.parametrize("module", sorted({listed.module for listed in COMMANDS.values()}))
@@ -98,31 +49,6 @@ def test_groups_and_commands_are_listed() -> None:
         shown = CliRunner().invoke(application(), [*group.split(), "--help"], env={"COLUMNS": "200"}).stdout
         inside = [path.removeprefix(group).split()[0] for path in COMMANDS if path.startswith(f"{group} ".lstrip())]
         assert all(f" {name} " in shown for name in inside)
-
-
-def test_help_and_completion_import_nothing_heavy() -> None:
-    helps = [["--version"], *([*path.split(), "--help"] for path in ("", *GROUPS, *COMMANDS))]
-    typed = ("fab", "--", "fabric ", "fabric allocate --", "plan solve --", "gateway --", "gate pause --mode ", "mode ")
-    completed = [([], completion(f"orchestrrl {words}", shell)) for words in typed for shell in ("bash", "zsh", "fish")]
-    modules = imported(LISTING, text=json.dumps([*((arguments, {}) for arguments in helps), *completed]))
-    assert not HEAVY & modules
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["status"], ["top", "--once"], ["engines", "list"], ["mode"], ["switch"], ["sync", "status"], ["journal"]],
-    ids=" ".join,
-)
-def test_a_client_imports_what_talks_and_prints(command: list[str], tmp_path: Path) -> None:
-    modules = imported(RUNNING, *command, "--daemon", f"unix:{tmp_path}/none")
-    assert not HEAVY - {"google.protobuf", "grpc"} & modules
-    packages = {name.partition(".")[0] for name in modules if not name.startswith("_")}
-    assert packages - set(sys.stdlib_module_names) - OURS <= CLIENT
-
-
-def test_a_small_problem_is_solved_without_statistics() -> None:
-    example = CliRunner().invoke(application(), ["plan", "solve", "--print-example"]).stdout
-    assert not imported(RUNNING, "plan", "solve", "-", text=example) & {"scipy", "statsmodels", "matplotlib", "grpc"}
 
 
 def test_written_defaults_are_those_of_what_is_run() -> None:
@@ -157,23 +83,3 @@ def test_values_are_converted_as_typer_does() -> None:
         shown = CliRunner().invoke(application(), words)
         assert shown.exit_code == 2
         assert fault in shown.output
-
-
-def test_a_name_that_the_terminal_cannot_show_is_shown_escaped() -> None:
-    problem = {
-        "link_gbps": 1,
-        "endpoints": [{"id": name, "ports": 1} for name in ("\ud800", "\u65e5")],
-        "demand": [{"src": "\ud800", "dst": "\u65e5", "bytes": 1}],
-        "eligible": None,
-        "failed_ports": {},
-    }
-    for encoding, shown in (("utf-8", ("\\ud800", "\u65e5")), ("ascii", ("\\ud800", "\\u65e5"))):
-        done = subprocess.run(
-            [sys.executable, "-c", "from orchestrrl.cli.main import main; main()", "fabric", "allocate", "-"],
-            input=json.dumps(problem).encode(),
-            env=os.environ | {"PYTHONIOENCODING": encoding},
-            capture_output=True,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert all(name in done.stdout.decode() for name in shown)

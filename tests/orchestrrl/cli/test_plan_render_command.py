@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -113,15 +112,6 @@ def test_simulated_engines_have_their_layout_and_take_what_their_configuration_s
     assert (argv.count("--alpha-s"), argv[argv.index("--alpha-s") + 1]) == (1, "0.5")
     afd = run(tmp_path, fleet(SIMULATED), "--configuration", "afd", "--gpus", "0-11", "--json")
     assert len(json.loads(afd.stdout)["engines"][0]["processes"]) == 1
-
-
-@pytest.mark.parametrize("configuration", ["wide", "tp2"])
-def test_a_rendered_simulated_engine_starts(tmp_path: Path, configuration: str) -> None:
-    """All but the last: it is told to end with an error, which comes after its options were read."""
-    rendered = run(tmp_path, fleet(SIMULATED), "--configuration", configuration, "--json")
-    argv = json.loads(rendered.stdout)["engines"][0]["processes"][0]["argv"]
-    done = subprocess.run([*argv, "--fail-start"], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, "was told to fail" in done.stderr) == (1, True), done.stderr
 
 
 @pytest.mark.parametrize(

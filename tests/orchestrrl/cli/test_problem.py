@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
@@ -145,7 +145,6 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(JUNK)
 def test_no_document_at_all_makes_a_traceback(tmp_path_factory: pytest.TempPathFactory, document: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "junk.json"

@@ -83,20 +83,6 @@ def test_a_loop_that_cannot_go_on_is_no_traceback(in_folder: Path) -> None:
     assert "no room in a buffer of 3 samples" in called("run", "full.yaml", status=1).stderr
 
 
-def test_a_sweep_tells_what_failed_and_finds_what_it_has(in_folder: Path) -> None:
-    sweep = {"base": "small.yaml", "set": {"fabrics": ["fat_tree"]}, "grid": {"training.tp": [3, 4]}}
-    (in_folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    first = called("sweep", "sweep.yaml", "--out", "out", "--workers", "1", status=1)
-    assert "1 of 2 points" in first.stdout
-    assert "failed: training.tp=3: training: must take all" in first.stderr
-    again = json.loads(called("sweep", "sweep.yaml", "--out", "out", "--json", status=1).stdout)
-    assert [point["values"] for point in again["points"]] == [{"training.tp": 4}]
-    assert (
-        "--workers: is not for --ray"
-        in called("sweep", "sweep.yaml", "--ray", "auto", "--workers", "1", status=2).stderr
-    )
-
-
 def test_what_was_simulated_is_a_daemons_file(in_folder: Path) -> None:
     assert called("daemon-config", "small.yaml", "-o", "d.yaml").stdout == "wrote d.yaml\nwrote d.profile.yaml\n"
     assert json.loads(called("daemon-config", "small.yaml", "-o", "d.yaml", "--json").stdout)["wrote"][0] == "d.yaml"

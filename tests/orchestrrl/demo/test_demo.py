@@ -1,4 +1,4 @@
-"""The demo's scenario and report. The demo itself runs in tests/integration."""
+"""The demo's scenario and report. The demo itself runs in tests/vllm."""
 
 import json
 import math

@@ -2,13 +2,9 @@
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -395,18 +391,3 @@ def test_the_plugin_s_settings_join_the_user_s_own() -> None:
         assert "launch.arguments[0]: " in faults(spec(layout), replace(LAUNCH, arguments=words))[0]
     assert "--enable-dbo" in faults(spec(layout), replace(LAUNCH, arguments=("--enable-dbo",)))[0]
     render(spec(Parallelism()), replace(LAUNCH, arguments=("--enable-dbo",)))
-
-
-def test_pasted_into_a_shell_it_runs_what_it_says(tmp_path: Path) -> None:
-    program = tmp_path / "py thon"
-    program.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
-    )
-    program.chmod(0o755)
-    nasty = ("--seed", "1", "--chat-template", 'it\'s $HOME `x` "q" \\ \n{%- %}', "--stop", "", "--x", "a b")
-    launch = replace(LAUNCH, python=str(program), arguments=nasty, environment={"A": "b c'$d"})
-    (line,) = render(spec(Parallelism(tp=2)), launch)
-    ran = subprocess.run(["bash", "-c", line.shell()], capture_output=True, text=True, check=True, env={**os.environ})
-    words, environment = json.loads(ran.stdout)
-    assert tuple(words) == line.argv[1:]
-    assert environment.items() >= dict(line.environment).items()

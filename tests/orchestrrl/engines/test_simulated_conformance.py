@@ -1,4 +1,4 @@
-"""The simulated engine under the contract that real vLLM fulfils in tests/integration/test_engine_conformance.py."""
+"""The simulated engine under the contract that real vLLM fulfils in tests/vllm/test_engine_conformance.py."""
 
 from collections.abc import AsyncIterator
 
@@ -8,7 +8,7 @@ from orchestrrl.engines.base import Engine
 from orchestrrl.engines.conformance import EngineConformance
 from orchestrrl.engines.simulated import SimulatedEngine, SimulatedOptions, SimulatedServer
 
-# As the vLLM servers of tests/integration: KV for one sequence of the longest context.
+# As the vLLM servers of tests/vllm: KV for one sequence of the longest context.
 OPTIONS = SimulatedOptions(
     max_num_seqs=4,
     kv_capacity_tokens=16640,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, House, house, train
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ocs_drivers.faults import Fault, FaultKind
@@ -219,7 +219,6 @@ async def lived(acts: list[Act], moves: int, connectivity: Connectivity) -> None
             life.check_sent()
 
 
-@settings(max_examples=50)
 @example(
     [("announce", "core", False), ("all quiet", 5.0, None), ("wait", 0.0, None), ("kill", None, None)],
     4,

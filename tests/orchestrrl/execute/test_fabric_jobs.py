@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fabric_house import GEN, Agent, House, house, train
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.errors import Permanent
@@ -112,7 +112,6 @@ async def test_when_the_daemon_stops_each_of_them_ends_once(site: House, one: Ag
     assert [each.report.code for each in periods] == ["stopped", "superseded", "stopped"]
 
 
-@settings(max_examples=25)
 @given(
     steps=st.lists(
         st.tuples(

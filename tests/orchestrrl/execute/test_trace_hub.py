@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from fabric_house import Agent, RestingClock
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.execute.fabric_windows import FORGET_AFTER_S, TraceHub
@@ -164,7 +164,6 @@ async def test_what_was_said_to_an_earlier_watch_is_not_taken_for_news(hub: Trac
     agent.leave()
 
 
-@settings(max_examples=60)
 @given(
     hosts=st.lists(
         st.tuples(

@@ -1,7 +1,6 @@
 """Engines that a deployer started are reported as if an agent were beside them, and by nobody where one is."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from builders import engine_report, gateway_hello, sample
 from fake_engine import FakeEngine
 
-from orchestrrl.clock import Clock, VirtualClock, WallClock
+from orchestrrl.clock import Clock, VirtualClock
 from orchestrrl.config import parse_config
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.engines.base import Capabilities, Engine
@@ -183,27 +182,3 @@ async def test_an_agent_has_the_word_and_is_stood_in_for_while_it_is_silent(hous
     # A late one of its own changes nothing.
     house.plane.engine_reported(engine_report("e0", 1, sample(0.0, 9), agent="a"), 5)
     assert house.view(E0).running == 4
-
-
-async def test_a_real_engine_is_reported(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "orchestrrl", "engine", "simulated", "--port", "0", stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    url = (await process.stdout.readline()).decode().strip()
-    clock = WallClock()
-    plane = Plane(tmp_path, clock)
-    watch = DeployedWatch(plane, interval_s=0.05)
-    watch.follow({E0: (url, "simulated")})
-    try:
-        async with asyncio.timeout(60):
-            while plane.state.capabilities(E0) is None:
-                await asyncio.sleep(0.01)
-            process.kill()
-            await process.wait()
-            while plane.state.engines(clock.now_s())[0].health is not EngineHealth.GONE:
-                await asyncio.sleep(0.01)
-    finally:
-        await watch.close()
-        plane.journal.close()
-    assert plane.reports[0].health is EngineHealth.OK

@@ -3,7 +3,7 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from weights_house import House, played
 
@@ -50,7 +50,6 @@ def _strikes(house: House, kind: str, whom: str, amount: float) -> None:
             house.fence.refuses = int(amount)
 
 
-@settings(max_examples=30)
 @given(st.lists(st.tuples(_WHEN, _FAULT), min_size=1, max_size=5), st.booleans())
 def test_it_ends_with_one_version(faults: list[tuple[float, tuple[str, str, float]]], has_gateways: bool) -> None:
     async def scene(house: House) -> None:

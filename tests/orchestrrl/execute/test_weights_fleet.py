@@ -4,7 +4,7 @@ what a trainer brings in its own way stays."""
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from weights_house import FakePeer, House, played
 
@@ -220,7 +220,6 @@ _CHANGE = st.one_of(
 )
 
 
-@settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from((0.2, 0.7, 1.5, 3.0)), _CHANGE), min_size=2, max_size=8))
 def test_whoever_comes_and_goes_it_ends_with_one_version(changes: list[tuple[float, tuple[str, str]]]) -> None:
     async def scene(house: House) -> None:

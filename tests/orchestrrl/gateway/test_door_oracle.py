@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from aiohttp import web
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import Endpoint
@@ -213,7 +213,6 @@ async def test_every_shape_is_answered_as_aiohttp_does(name: str) -> None:
     st.lists(st.sampled_from(sorted(SHAPES.keys() - ENDING)), min_size=1, max_size=4),
     st.lists(st.integers(0, 800), max_size=12),
 )
-@settings(max_examples=60)
 def test_any_requests_one_after_the_other_cut_anywhere(names: list[str], cuts: list[int]) -> None:
     ours, theirs = asyncio.run(by_both([*(SHAPES[name] for name in names), LAST], cuts))
     # What was handed over may be dropped by aiohttp for a bad one that came with it, as above.

@@ -4,7 +4,7 @@ to, who gives up had none, nothing is lost and nothing comes twice."""
 import asyncio
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import PauseMode
@@ -275,7 +275,6 @@ class Story:
         await self.w.fleet.close()
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(acts, min_size=3, max_size=25))
 def test_any_order_of_engines_that_are_expected(story: list[tuple[object, ...]]) -> None:
     async def run() -> None:

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.clock import VirtualClock
@@ -124,7 +124,6 @@ class Story:
         assert all(not isinstance(outcome, BaseException) or isinstance(outcome, Permanent) for outcome in outcomes)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(acts, max_size=25))
 def test_any_order_of_events(story: list[tuple[object, ...]]) -> None:
     async def run() -> None:

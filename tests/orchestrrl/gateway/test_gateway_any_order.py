@@ -540,7 +540,7 @@ def play(story: list[tuple[Any, ...]], path: Path | None, depth: int, policy: st
     assert not [(fault["message"], fault.get("exception"), fault.get("future")) for fault in faults]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow])
 @given(
     story=st.lists(acts, min_size=12, max_size=40),
     kept=st.sampled_from((False, False, True)),

@@ -4,7 +4,6 @@ import asyncio
 import random
 import shutil
 import sqlite3
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -175,6 +174,7 @@ async def test_a_disk_that_fails_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.05)
+    monkeypatch.setattr(store_module, "PRUNE_EVERY_S", 0.02)  # how long the writer waits for news
     full = True
     write = AnswerFile.write
 
@@ -190,6 +190,8 @@ async def test_a_disk_that_fails_stops_nothing(
         grow(short.records[0], 1)
         store.leave(short)
         await until(lambda: store.failing != "")
+        await asyncio.sleep(0.3)  # with nothing to write, as with what a full disk takes, it goes on failing
+        assert store.failing
         again = await entered(store, "short")
         assert not again.records[0].generated_ids
         store.leave(again)
@@ -280,70 +282,6 @@ def test_after_a_crash_at_any_batch_each_answer_is_as_it_was(tmp_path: Path, see
                     ids = list(put_together(stored.pieces)[0].ids) if stored is not None else []
                     assert ids == list(record.generated_ids[: len(ids)])
                     assert len(ids) == written[name]
-
-
-# Streams of its own: request k's token number i is 1000 k + i.
-_WRITER = """
-import asyncio, sys
-from pathlib import Path
-from orchestrrl.clock import WallClock
-from orchestrrl.engines.base import Chunk, Endpoint
-from orchestrrl.gateway import store as module
-from orchestrrl.gateway.ask import read_ask
-from orchestrrl.gateway.store import Keep, Store
-
-module.PROGRESS_S, module.BATCH_S = 0.004, 0.002
-
-async def main():
-    store = Store(Keep(Path(sys.argv[1]), from_s=0.0), WallClock())
-    store.start()
-    body = {"prompt": [1, 2, 3], "max_tokens": 100_000}
-    entries = []
-    for k in range(20):
-        ask = read_ask(Endpoint.COMPLETIONS, body, request_id=f"r{k}", group="", tag="", default_model="m", now_s=0.0)
-        entries.append(await store.enter(f"r{k}", Endpoint.COMPLETIONS, body, 1.0, ask.records))
-    records = [entry.records[0] for entry in entries]
-    print("started", flush=True)
-    for i in range(100_000):
-        for k, record in enumerate(records):
-            if len(record.generated_ids) < 40 * (k + 1):
-                token = 1000 * k + len(record.generated_ids)
-                record.append(Chunk((token,), f"<{token}>"), f"<{token}>", None, 0.0)
-        if i == 400:
-            for entry in entries[:10]:
-                entry.records[0].finish("stop", None, 0.0)
-                store.leave(entry)
-        await asyncio.sleep(0.0005)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("after_s", [0.02, 0.1, 0.3, 0.6, 1.0, 1.5])
-async def test_a_killed_process_leaves_beginnings_of_its_answers_and_no_claim(tmp_path: Path, after_s: float) -> None:
-    path = tmp_path / "ledger"
-    check(path)
-    command = (sys.executable, "-c", _WRITER, str(path))
-    writer = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    assert writer.stdout is not None
-    assert await writer.stdout.readline() == b"started\n"
-    await asyncio.sleep(after_s)
-    writer.kill()
-    await writer.wait()
-    body = {"prompt": [1, 2, 3], "max_tokens": 100_000}
-    async with running(path) as store:
-        kept = 0
-        for k in range(20):
-            entry = await asyncio.wait_for(entered(store, f"r{k}", body=body), 0.9)  # no claim is in the way
-            (record,) = entry.records
-            tokens = list(record.generated_ids)
-            assert tokens == [1000 * k + i for i in range(len(tokens))]
-            assert record.text == "".join(f"<{token}>" for token in tokens)
-            assert not record.done or len(tokens) == 40 * (k + 1)
-            kept += len(tokens)
-            store.leave(entry)
-        if after_s >= 0.3:
-            assert kept > 0
 
 
 def test_what_is_no_ledger_is_left_alone(tmp_path: Path) -> None:

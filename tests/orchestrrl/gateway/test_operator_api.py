@@ -1,12 +1,9 @@
 """The operator API has a listener of its own, and nothing listens off loopback without being told to."""
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -18,8 +15,8 @@ from orchestrrl.gateway.server import Server
 from orchestrrl.gateway.service import GatewayOptions, Place, operator_port_of
 from tests.orchestrrl.adapters.fake_vllm import servers
 from tests.orchestrrl.gateway.fakes import world
-from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
-from tests.orchestrrl.gateway.test_server import DEADLINE_S, PROMPT, House, house
+from tests.orchestrrl.gateway.processes import free_port
+from tests.orchestrrl.gateway.test_server import PROMPT, House, house
 
 __all__ = ["house"]  # a fixture
 
@@ -150,43 +147,6 @@ def test_each_process_has_an_operator_port_of_its_own() -> None:
     places = [None, Place(0, 8000), Place(2, 8000)]
     assert [operator_port_of(options(operator="127.0.0.1:9000"), place) for place in places] == [9000, 9000, 9002]
     assert [operator_port_of(options(), place) for place in places] == [0, 0, 0]
-
-
-def test_the_command_says_what_to_do_and_ends_with_2() -> None:
-    command = [sys.executable, "-m", "orchestrrl", "gateway", "--listen", "0.0.0.0:0", "--engine", "e0=http://h:1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--listen: is not a loopback address; add --allow-remote" in done.stderr
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_an_operator_port_that_is_taken_is_told_at_once(tmp_path: Path, processes: int) -> None:
-    port = free_port()
-    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", port)
-    flags = ["--engine", "e0=http://127.0.0.1:1", "--operator", f"127.0.0.1:{port}", "--processes", str(processes)]
-    gateway = GatewayProcess(tmp_path / "gateway.log", flags)
-    with pytest.raises(AssertionError, match=f"(?i)--operator 127.0.0.1:{port}: .*address already in use") as caught:
-        await gateway.start()
-    assert "Traceback" not in str(caught.value)
-    assert await gateway.stop() == 1
-    server.close()
-
-
-async def test_each_process_serves_an_operator_api(tmp_path: Path) -> None:
-    gateway = GatewayProcess(tmp_path / "gateway.log", ["--engine", "e0=http://127.0.0.1:1", "--processes", "2"])
-    lines = await gateway.start_and_read(3)
-    assert lines[0] == gateway.url
-    nodes = set()
-    async with aiohttp.ClientSession() as http:
-        for url in lines[1:]:
-            async with http.get(url + "/version") as answer:
-                told = await answer.json()
-            assert told["operator_url"] == url
-            nodes.add(told["gateway"])
-            async with http.get(url + "/orchestrrl/requests") as answer:
-                assert await answer.json() == {"in_flight": [], "finished": []}
-    assert len(nodes) == 2
-    assert await gateway.stop() == 0
 
 
 # --- trainers that close the gate

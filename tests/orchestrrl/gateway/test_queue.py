@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.clock import VirtualClock
@@ -176,7 +176,6 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(steps=steps, depth=st.integers(1, 3), policy=st.sampled_from(sorted(STRATEGIES)))
 def test_first_come_first_served_and_nobody_is_lost(steps: list[Any], depth: int, policy: str) -> None:
     async def run() -> None:
@@ -210,7 +209,6 @@ def test_first_come_first_served_and_nobody_is_lost(steps: list[Any], depth: int
     asyncio.run(run())
 
 
-@settings(deadline=None)
 @given(
     seats=st.integers(1, 4),
     depth=st.integers(1, 4),

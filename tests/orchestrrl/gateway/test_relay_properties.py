@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import Endpoint, Refused
@@ -175,7 +175,6 @@ def assert_counts(slot: Slot) -> None:
     assert slot.waiting_tokens == sum(record.context_tokens for record in waiting)
 
 
-@settings(max_examples=150, deadline=None)
 @given(schedule=st.lists(events, max_size=60), tokens_per_step=st.integers(1, 4), max_tokens=st.integers(1, 40))
 def test_every_client_gets_the_undisturbed_answer_once(
     schedule: list[tuple],  # type: ignore[type-arg]

@@ -3,7 +3,6 @@
 import os
 import signal
 import struct
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.instrument import rings
-from orchestrrl.instrument.rings import Doorbell, Event, Reader, Writer, group_id, list_rings, remove_dead
+from orchestrrl.instrument.rings import Doorbell, Event, Reader, Writer, group_id, list_rings
 
 CAPACITY = 8
 READABLE = rings.readable(CAPACITY)
@@ -324,28 +323,6 @@ def test_whoever_opens_the_doorbell_last_has_it(writer: Writer, reader: Reader) 
     second.close()
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from orchestrrl.instrument.rings import Writer
-writer = Writer(Path(sys.argv[1]))
-writer.begin(writer.op("x"))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_what_a_killed_process_left_is_recognised_and_removed(tmp_path: Path, writer: Writer) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    mine, other = sorted(list_rings(tmp_path), key=lambda path: path != writer.path)
-    with Reader(other) as dead, Reader(mine) as living:
-        assert (dead.alive, dead.in_flight) == (False, 1)
-        assert living.alive
-    assert remove_dead(tmp_path, older_than_s=1000) == []
-    assert remove_dead(tmp_path) == [other]
-    assert list_rings(tmp_path) == [mine]
-
-
 def test_a_ring_that_is_closed_is_read_to_its_end(writer: Writer, reader: Reader) -> None:
     sequence = writer.begin(writer.op("x"))
     writer.close()
@@ -354,17 +331,6 @@ def test_a_ring_that_is_closed_is_read_to_its_end(writer: Writer, reader: Reader
     assert not reader.alive
     assert reader.header().closed
     assert [event.end_ns for event in reader.events()[0]] == [None]
-
-
-def test_a_forked_child_leaves_its_parents_ring_alone(writer: Writer, reader: Reader) -> None:
-    child = os.fork()
-    if not child:
-        writer.abandon()
-        writer.begin(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert reader.header().head == 0
-    assert reader.alive
 
 
 def test_the_dictionary_may_be_full(writer: Writer, reader: Reader) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.errors import ProblemFaults
@@ -65,7 +65,6 @@ def profiles(draw: st.DrawFn) -> Profile:
     return Profile(draw(names), draw(names), draw(names), configurations, moves)
 
 
-@settings(max_examples=50)
 @given(profiles(), st.booleans())
 def test_what_is_written_is_read_back(profile: Profile, as_json: bool) -> None:
     text = as_text(profile, as_json=as_json)

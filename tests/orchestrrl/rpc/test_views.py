@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -122,7 +122,6 @@ def look(plane: ControlPlane) -> None:
     assert b"orchestrrl_workers" in generate_latest(registry)
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.tuples(engine_reports | gateway_reports | results, st.floats(0, 30)), min_size=1, max_size=8),
     st.integers(1, 8),

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.simulated_core import EngineShape
@@ -40,7 +40,6 @@ def test_random_moves_lose_nothing(requests: list[StepRequest], seed: int):
     assert all(idle_s >= -1e-9 for idle_s in moved.idle_s)
 
 
-@settings(max_examples=25)
 @given(steps, st.integers(2, 4))
 def test_the_oracle_lies_between_the_bound_and_what_it_began_with(requests: list[StepRequest], engines: int):
     placement = dealt(requests, engines)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.errors import Permanent
@@ -92,7 +92,6 @@ def edge(number: int | str, src: Member, dst: Member, size: int, offset: int = 0
     has_views=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=25)
 def test_all_of_a_tree_end_with_the_same_bytes(
     parents: list[int], size: int, chunk_bytes: int, waves: int, stripes: int, has_views: bool, seed: int
 ) -> None:

@@ -1,10 +1,7 @@
 """Publishing, against a daemon that is real gRPC and says what the test wants."""
 
 import asyncio
-import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -259,10 +256,3 @@ def test_what_a_client_needs_is_said(tmp_path: Path) -> None:
         WeightsClient("x:1", peer="p", folder=tmp_path, rank=2, world=2)
     with pytest.raises(ValueError, match="peer must name"):
         WeightsClient("x:1", peer="", folder=tmp_path)
-
-
-def test_the_trainers_environment_needs_little() -> None:
-    heavy = ["torch", "ortools", "prometheus_client", "scipy", "statsmodels", "typer", "yaml", "safetensors"]
-    code = f"import json, sys, orchestrrl.weights.client; print(json.dumps(sorted(set({heavy}) & set(sys.modules))))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(shown.stdout) == []

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,35 +104,6 @@ def test_half_a_part_is_no_part_and_the_one_before_stays_until_there_is_another(
         stage(tmp_path, 1, 0, 1, [piece("w", second)], ArrayCopies())
         assert len(peers.read()) < (tmp_path / "v1" / "part-0.safetensors").stat().st_size  # its own one is untouched
     assert tensors_in(tmp_path / "v1" / "part-0.safetensors")["w"].shape == (7,)
-
-
-def test_a_trainer_that_is_killed_while_it_stages_leaves_nothing_that_counts(tmp_path: Path) -> None:
-    program = f"""
-import sys, time
-from pathlib import Path
-import numpy as np
-from orchestrrl.weights.trainer_boxes import Piece
-from orchestrrl.weights.trainer_staging import ArrayCopies, stage
-from orchestrrl.weights.model import ShardMap, TensorMeta, VersionMap
-from orchestrrl.weights.store import Store
-
-class Hangs(ArrayCopies):
-    def copy(self, piece, into):
-        super().copy(piece, into)
-        print("copied", flush=True)
-        time.sleep(3600)
-
-meta = TensorMeta("w", "F64", (3,))
-stage(Path({str(tmp_path)!r}), 1, 0, 1, [Piece(meta, meta.whole, np.zeros(3))], Hangs())
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as trainer:
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == b"copied\n"
-        trainer.kill()
-    (left,) = os.listdir(tmp_path / "v1")
-    assert left.startswith(".part-0.safetensors.")
-    stage(tmp_path, 1, 0, 1, [piece("w", np.ones(3))], ArrayCopies())
-    assert os.listdir(tmp_path / "v1") == ["part-0.safetensors"]
 
 
 def test_what_killed_trainers_left_is_cleared_away(tmp_path: Path) -> None:

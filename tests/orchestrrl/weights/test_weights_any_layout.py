@@ -241,7 +241,7 @@ def fleet(rng: random.Random, folder: Path) -> Iterator[tuple[list[Host], list[H
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_every_engine_has_what_it_loads(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     rng = random.Random(seed)
     values = values_of(seed)
@@ -264,7 +264,7 @@ def test_every_engine_has_what_it_loads(seed: int, tmp_path_factory: pytest.Temp
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_a_second_attempt_carries_what_is_not_there(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The first is broken off after some of its edges. A receiver is lost and comes back, another stays away, and one
     is new, so that shards are cut otherwise."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.bench.fabric_allocate import dense, small
@@ -130,7 +130,6 @@ def test_algorithm_3_is_the_papers(problem: AllocationProblem) -> None:
 
 
 @given(problems(), st.booleans())
-@settings(max_examples=200)
 def test_no_answer_is_worse_than_algorithm_3(problem: AllocationProblem, bipartite: bool) -> None:
     found = allocate(problem, bipartite=bipartite)
     check(problem, found)
@@ -140,7 +139,6 @@ def test_no_answer_is_worse_than_algorithm_3(problem: AllocationProblem, biparti
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=30)
 def test_the_option_serves_no_fewer_bytes(seed: int) -> None:
     problem = small(seed, bipartite=True)
     with_it, without = (allocate(problem, bipartite=each) for each in (True, False))
@@ -151,7 +149,6 @@ def test_the_option_serves_no_fewer_bytes(seed: int) -> None:
 
 
 @given(problems(), st.randoms(use_true_random=False))
-@settings(max_examples=40)
 def test_neither_order_nor_direction_matters(problem: AllocationProblem, shuffle: Random) -> None:
     demand = list(problem.demand.items())
     ports = list(problem.ports.items())
@@ -163,7 +160,6 @@ def test_neither_order_nor_direction_matters(problem: AllocationProblem, shuffle
 
 
 @given(problems())
-@settings(max_examples=30)
 def test_failed_ports_are_as_ports_that_are_not_there(problem: AllocationProblem) -> None:
     left = replace(problem, ports=Facts(problem).ports, failed_ports={})
     assert allocate(left) == allocate(problem)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from fabric_sites import small_site
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.fabric.coupling import lanes_by_core_port, partners, port_owners
@@ -55,7 +55,6 @@ DEMANDS = st.dictionaries(st.sampled_from(ALL_PAIRS), st.integers(1, 20).map(flo
 ROOMS = st.fixed_dictionaries({end: st.integers(1, 4) for end in sorted({*PODS, *PODS.values()})})
 
 
-@settings(max_examples=60)
 @given(DEMANDS, ROOMS)
 def test_where_all_can_be_served_nothing_ends_sooner(demand: dict[Pair, float], room: dict[EndpointId, int]) -> None:
     circuits = direct(demand, PODS, room)

@@ -66,7 +66,6 @@ def states(draw: st.DrawFn, site: Site) -> FabricState:
     return FabricState(frozenset(up), draw(failures(site)), frozenset(pinned))
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_no_port_is_used_that_may_not_be(data: st.DataObject) -> None:
     site = data.draw(sites())
@@ -196,7 +195,6 @@ def test_left_over_ports_raise_bisection() -> None:
     assert sum(tier.circuits.values()) == 8 * 8 // 2
 
 
-@settings(max_examples=30)
 @given(st.integers(2, 40), st.integers(2, 12))
 def test_few_ports_join_all_tors_over_few_hops(size: int, ports: int) -> None:
     tors = [EndpointId(f"tor{number:02}") for number in range(size)]

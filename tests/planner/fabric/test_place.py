@@ -129,7 +129,6 @@ def test_a_kept_circuit_gives_way_where_that_places_another() -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from((0.0, 0.6, 0.95)), st.sampled_from((0.0, 0.15)))
-@settings(max_examples=120)
 def test_the_best_of_all_sets_of_cross_connects(seed: int, up: float, failed: float) -> None:
     rng = Random(seed)
     problem = draw_problem(rng, rng.randint(2, 5), rng.randint(1, 3), 2, up, failed)
@@ -140,7 +139,6 @@ def test_the_best_of_all_sets_of_cross_connects(seed: int, up: float, failed: fl
 
 
 @given(st.integers(0, 2**32), st.sampled_from((0.0, 0.5, 0.95)), st.sampled_from((0.0, 0.1)))
-@settings(max_examples=60)
 def test_as_good_as_a_program_over_ports(seed: int, up: float, failed: float) -> None:
     rng = Random(seed)
     problem = draw_problem(rng, rng.randint(4, 8), rng.randint(2, 5), rng.choice((1, 2)), up, failed)
@@ -238,7 +236,6 @@ def with_failed(cabling: Cabling, rng: Random, on_each: int) -> dict[OcsId, froz
 
 
 @given(st.integers(0, 2**32), st.sampled_from((0.0, 1.0)))
-@settings(max_examples=30)
 def test_a_full_pod_with_failed_ports_is_as_good_as_a_program_over_ports(seed: int, stands: float) -> None:
     rng = Random(seed)
     tors, switches, ports = rng.choice(((8, 3, 2), (10, 5, 1), (6, 3, 3)))

@@ -21,7 +21,7 @@ from planner.fabric.transition import (
 )
 
 SEEDS = st.integers(min_value=0, max_value=2**32)
-SLOW = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 def told(planned: Transition) -> set[tuple[str, ...]]:
@@ -71,7 +71,7 @@ def test_every_point_is_safe_and_whoever_suffers_is_told(seed: int) -> None:
     assert planned == transition(problem)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS)
 def test_from_wherever_it_was_interrupted_the_target_is_reached(seed: int) -> None:
     problem = small(seed)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sync_checker import check
 from sync_sites import answer_of, problem_of, regular
@@ -218,7 +218,6 @@ def tensors(case: Case) -> Iterator[tuple[bool, Parameter, int, tuple[Local, ...
 
 
 @given(seeds)
-@settings(max_examples=60, deadline=None)
 def test_a_layout_says_what_the_frameworks_have_and_in_which_order(seed: int) -> None:
     for _, parameter, _, locals_, arrays in tensors(case(seed)):
         tensor = whole(parameter)
@@ -227,7 +226,6 @@ def test_a_layout_says_what_the_frameworks_have_and_in_which_order(seed: int) ->
 
 
 @given(seeds)
-@settings(max_examples=60, deadline=None)
 def test_every_element_arrives_once_where_it_is_needed_and_nothing_else(seed: int) -> None:
     asked = case(seed)
     has: dict[tuple[int, str], set[int]] = defaultdict(set)
@@ -260,7 +258,6 @@ def test_every_element_arrives_once_where_it_is_needed_and_nothing_else(seed: in
 
 
 @given(seeds)
-@settings(max_examples=30, deadline=None)
 def test_boxes_alone_say_the_same_as_layouts(seed: int) -> None:
     asked = case(seed)
     has: dict[int, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
@@ -330,7 +327,6 @@ def kinds(has: dict[tuple[int, str], set[int]], needs: dict[tuple[int, str], set
 
 
 @given(seeds)
-@settings(max_examples=40, deadline=None)
 def test_bytes_put_together_by_a_holder_come_apart_as_the_engine_has_them(seed: int) -> None:
     """The executor's part: buffers filled from a holder's own tensors alone, and emptied into a receiver's."""
     asked = case(seed)

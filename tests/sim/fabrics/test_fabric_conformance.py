@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from routes import all_pairs, check_order, check_routes
 
@@ -301,7 +301,6 @@ def test_every_kind_is_held_to_it() -> None:
     assert {each.kind for each in FabricConformance.__subclasses__()} == set(KINDS)
 
 
-@settings(max_examples=60)
 @given(
     kind=st.sampled_from(sorted(KINDS)), count=st.integers(2, 9), gpus=st.sampled_from([2, 4, 8]), period=st.booleans()
 )

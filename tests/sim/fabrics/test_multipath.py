@@ -51,7 +51,6 @@ def matrix(seed: int, nodes: int, full: float) -> np.ndarray:
     return np.asarray(width, np.float64)
 
 
-@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), nodes=st.integers(2, 8), full=st.floats(0.1, 0.9))
 def test_all_shortest_ways_by_width(seed: int, nodes: int, full: float) -> None:
     width = matrix(seed, nodes, full)
@@ -70,7 +69,6 @@ def test_all_shortest_ways_by_width(seed: int, nodes: int, full: float) -> None:
         assert dict(zip(ends, found.share[row].tolist(), strict=True)) == pytest.approx(expected)
 
 
-@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), nodes=st.integers(2, 12), most=st.integers(1, 5))
 def test_some_of_the_shortest_ways(seed: int, nodes: int, most: int) -> None:
     width = matrix(seed, nodes, 0.4)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.sim.net.collectives import (
@@ -52,7 +52,6 @@ def by_gpu(of: np.ndarray, size: Floats) -> Floats:
 
 
 @given(groups)
-@settings(max_examples=100, deadline=None)
 def test_rings_pass_every_rank_once_and_cross_each_boundary_once(group: list[int]) -> None:
     shape = shape_of(group)
     for hops in rings(shape):
@@ -69,7 +68,6 @@ def test_rings_pass_every_rank_once_and_cross_each_boundary_once(group: list[int
 
 
 @given(even_groups().filter(lambda group: len(group) > 1))
-@settings(max_examples=60, deadline=None)
 def test_channels_use_every_nic_of_a_group_alike(group: list[int]) -> None:
     transfer = all_reduce(group, SIZE, SERVERS, algorithm=Algorithm.RING)
     outside, lap = across(transfer.flows), 2 * (len(group) - 1) / len(group) * SIZE
@@ -93,7 +91,6 @@ def test_a_ring_over_like_servers_stays_on_its_rails(count: int, each: int) -> N
 
 
 @given(groups, st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]))
-@settings(max_examples=60, deadline=None)
 def test_bytes_of_rings_are_what_nccl_counts(group: list[int], name: str) -> None:
     n = len(group)
     lap = 2 * (n - 1) / n * SIZE if name == "all_reduce" else (n - 1) * SIZE
@@ -117,7 +114,6 @@ def test_bytes_of_rings_are_what_nccl_counts(group: list[int], name: str) -> Non
 
 
 @given(groups)
-@settings(max_examples=60, deadline=None)
 def test_a_broadcast_reaches_everyone_once(group: list[int]) -> None:
     flows = broadcast(group, SIZE, SERVERS, protocol=Protocol.SIMPLE).flows
     net = by_gpu(flows.dst, flows.bytes) - by_gpu(flows.src, flows.bytes)
@@ -128,7 +124,6 @@ def test_a_broadcast_reaches_everyone_once(group: list[int]) -> None:
 
 
 @given(groups, st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_an_all_to_all_brings_each_its_part(group: list[int], by_rail: bool) -> None:
     n, flows = len(group), all_to_all(group, SIZE, SERVERS, by_rail=by_rail).flows
     part, on = SIZE / n, Counter(gpu // 8 for gpu in group)

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from filling import Rows, fair_ends
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_networks import one_switch, two_tiers
 
@@ -52,7 +52,6 @@ def flows_of(size: list[Fraction]) -> Flows:
 
 
 @given(cases())
-@settings(max_examples=120, deadline=None)
 def test_ends_are_those_of_exact_events(case: tuple[list[Fraction], Rows, list[Fraction]]) -> None:
     capacity, rows, size = case
     expected = [float(end) for end in fair_ends(capacity, rows, size)]
@@ -69,7 +68,6 @@ LONG = Fraction(10**9)  # of a flow that does not end while others are looked at
 
 
 @given(cases(), st.lists(st.sampled_from([Fraction(1, 4), Fraction(1), Fraction(9)]), min_size=8, max_size=8))
-@settings(max_examples=120, deadline=None)
 def test_ends_beside_steady_flows_are_those_of_exact_events(
     case: tuple[list[Fraction], Rows, list[Fraction]], wish: list[Fraction]
 ) -> None:
@@ -85,7 +83,6 @@ def test_ends_beside_steady_flows_are_those_of_exact_events(
 
 
 @given(cases(), st.sampled_from([0.25, 1.0, 9.0]))
-@settings(max_examples=60, deadline=None)
 def test_what_a_steady_flow_is_behind_is_what_small_steps_leave_out(
     case: tuple[list[Fraction], Rows, list[Fraction]], wish: float
 ) -> None:
@@ -118,7 +115,6 @@ def test_one_link_is_shared_by_its_closed_form() -> None:
 
 
 @given(cases())
-@settings(max_examples=40, deadline=None)
 def test_beside_nothing_it_is_the_same(case: tuple[list[Fraction], Rows, list[Fraction]]) -> None:
     capacity, rows, size = case
     network, flows = listed(capacity, rows), flows_of(size)

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from filling import Rows, fair_rates, problem
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_networks import one_switch, two_tiers
 
@@ -27,7 +27,6 @@ def networks(draw: st.DrawFn) -> tuple[list[Fraction], Rows]:
 
 
 @given(networks())
-@settings(max_examples=150, deadline=None)
 def test_rates_are_those_of_filling_link_by_link(case: tuple[list[Fraction], Rows]) -> None:
     capacity, rows = case
     expected = [float(rate) for rate in fair_rates(capacity, rows)]
@@ -39,7 +38,6 @@ def test_rates_are_those_of_filling_link_by_link(case: tuple[list[Fraction], Row
 
 
 @given(networks())
-@settings(max_examples=150, deadline=None)
 def test_no_link_carries_too_much_and_every_flow_has_one_that_holds_it_up(case: tuple[list[Fraction], Rows]) -> None:
     capacity, rows = case
     found = levels(problem(capacity, rows))
@@ -57,7 +55,6 @@ def test_no_link_carries_too_much_and_every_flow_has_one_that_holds_it_up(case: 
 
 
 @given(networks(), st.data())
-@settings(max_examples=60, deadline=None)
 def test_order_and_names_do_not_matter(case: tuple[list[Fraction], Rows], data: st.DataObject) -> None:
     capacity, rows = case
     order = data.draw(st.permutations(range(len(rows))))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from orchestrrl.sim.net.fabrics.base import Stage
@@ -268,7 +268,6 @@ def feasible(case: Drawn) -> bool:
     return True
 
 
-@settings(max_examples=100)
 @given(drawn())
 def test_it_is_what_a_simulation_of_events_gives(case: Drawn) -> None:
     assume(feasible(case))
@@ -329,7 +328,6 @@ def test_what_is_held_up_is_no_longer_than_weights_are_on_their_way(case: Drawn,
         assert lanes(run) == lanes(run_loop(case.rules, case.batches, times))
 
 
-@settings(max_examples=100)
 @given(drawn(simple=True), st.sampled_from([0.0, 0.5, 1.0]))
 def test_weights_are_beside_those_who_are_at_work_as_they_set_out(case: Drawn, train: float) -> None:
     """As the time line has it once it is complete."""

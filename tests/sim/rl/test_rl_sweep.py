@@ -12,8 +12,6 @@ import yaml
 from orchestrrl.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.sim.rl import sweep_ray
 from orchestrrl.sim.rl.results import read
-from orchestrrl.sim.rl.run import run_cluster
-from orchestrrl.sim.rl.scenario_file import scenario_of
 from orchestrrl.sim.rl.sweep import Outcome, Point, load_sweep, put, sweep
 from orchestrrl.sim.rl.sweep_ray import OnRay
 from orchestrrl.sim.rl.sweep_workers import Processes, run_point
@@ -112,15 +110,6 @@ def test_a_point_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> None
     swept = sweep(load_sweep(written(tmp_path, grid)), tmp_path / "out", Here(), quiet)
     assert len(swept.done) == 1
     assert "never ends" in swept.failed[0].fault
-
-
-def test_processes_give_what_this_one_gives(tmp_path: Path) -> None:
-    points = [point for point in load_sweep(written(tmp_path)) if not point.fault][:2]
-    assert [outcome.fault for outcome in Processes(2)(points, tmp_path / "there")] == ["", ""]
-    for point in points:
-        assert point.document is not None
-        results = run_cluster(scenario_of(dict(point.document)))
-        assert read(tmp_path / "there" / f"{point.digest}.json") == tuple(results)
 
 
 def _dies(point: Point, folder: Path) -> str:

@@ -52,7 +52,7 @@ def test_where_gradients_have_no_way_the_change_is_waited_for() -> None:
 
 
 @given(st.sampled_from([0.0, 0.001, 0.025, 0.3]), st.sampled_from([0.05, 0.5, 1.0]), st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_longer_change_never_helps(reconfigures_s: float, share: float, moe: bool) -> None:
     of = experts() if moe else pipelined(4096)
     fast, slow = (iteration(of, for_gradients(FOUR, share, each)) for each in (reconfigures_s, reconfigures_s + 0.02))

@@ -146,7 +146,6 @@ def test_what_is_hidden_is_still_on_the_network() -> None:
 
 
 @given(layouts, st.sampled_from([8, 16, 48]), st.sampled_from([512, 4096]), st.booleans())
-@settings(max_examples=25, deadline=None)
 def test_what_holds_of_every_iteration(
     model_layout: tuple[Model, TrainLayout], sequences: int, tokens: float, recompute: bool
 ) -> None:
@@ -169,7 +168,7 @@ def test_what_holds_of_every_iteration(
 
 
 @given(layouts, st.sampled_from([50.0, 100.0, 200.0, 400.0]), st.floats(1.0, 4.0))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_faster_network_is_never_slower(
     model_layout: tuple[Model, TrainLayout], nic_gbps: float, times: float
 ) -> None:
@@ -180,14 +179,14 @@ def test_a_faster_network_is_never_slower(
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([2, 4, 8]), st.integers(2, 5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_more_micro_batches_have_less_of_a_bubble(dp: int, pp: int, times: int) -> None:
     few, many = (on(Servers(4), job(TrainLayout(dp=dp, pp=pp), sequences=each)) for each in (8 * dp, 8 * dp * times))
     assert many.parts_s["bubble"] / many.seconds < few.parts_s["bubble"] / few.seconds
 
 
 @given(layouts)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_the_same_job_gives_the_same_iteration(model_layout: tuple[Model, TrainLayout]) -> None:
     model, layout = model_layout
     of = job(layout, model=model, sequences=16)
@@ -200,7 +199,7 @@ def test_forward_passes_alone() -> None:
 
 
 @given(layouts)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_forward_passes_are_a_good_part_of_an_iteration(model_layout: tuple[Model, TrainLayout]) -> None:
     """Where the head is small: beside it interleaved stages of one layer are so uneven that they stand still."""
     model, layout = model_layout

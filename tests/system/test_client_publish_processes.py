@@ -1,0 +1,12 @@
+"""Publishing, against a daemon that is real gRPC and says what the test wants."""
+
+import json
+import subprocess
+import sys
+
+
+def test_the_trainers_environment_needs_little() -> None:
+    heavy = ["torch", "ortools", "prometheus_client", "scipy", "statsmodels", "typer", "yaml", "safetensors"]
+    code = f"import json, sys, orchestrrl.weights.client; print(json.dumps(sorted(set({heavy}) & set(sys.modules))))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(shown.stdout) == []

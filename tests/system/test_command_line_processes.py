@@ -1,0 +1,27 @@
+"""Command lines, read back by a parser of the test's own: the layout, the GPUs, and what users say beside it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrrl.deployers.command_line import render
+from planner.model import Parallelism
+from tests.orchestrrl.deployers.test_command_line import LAUNCH, spec
+
+
+def test_pasted_into_a_shell_it_runs_what_it_says(tmp_path: Path) -> None:
+    program = tmp_path / "py thon"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
+    )
+    program.chmod(0o755)
+    nasty = ("--seed", "1", "--chat-template", 'it\'s $HOME `x` "q" \\ \n{%- %}', "--stop", "", "--x", "a b")
+    launch = replace(LAUNCH, python=str(program), arguments=nasty, environment={"A": "b c'$d"})
+    (line,) = render(spec(Parallelism(tp=2)), launch)
+    ran = subprocess.run(["bash", "-c", line.shell()], capture_output=True, text=True, check=True, env={**os.environ})
+    words, environment = json.loads(ran.stdout)
+    assert tuple(words) == line.argv[1:]
+    assert environment.items() >= dict(line.environment).items()

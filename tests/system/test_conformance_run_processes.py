@@ -1,0 +1,31 @@
+"""The suite outside pytest: on a switch that is shared with others, between the ports that were named and no others."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.ocs_drivers.test_conformance_run import conformance
+
+
+def test_the_command_runs_against_a_process_and_fails_by_its_exit_status() -> None:
+    script = Path(__file__).with_name("virtual_process.py")
+    process = subprocess.Popen(
+        [sys.executable, str(script), '{"reconfiguration_s": 0.002}'],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        arguments = ("--driver", "grpc", "--address", f"127.0.0.1:{int(process.stdout.readline())}")
+        named = (*arguments, "--ports", "1-4:17-20", "--only")
+        assert conformance(*named, "test_committing_again_does_nothing").exit_code == 0
+        process.stdin.write('{"foreign": [[1, 17]]}\n')
+        process.stdin.flush()
+        process.stdout.readline()
+        refused = conformance(*named, "test_committing_again_does_nothing")
+        assert refused.exit_code == 1
+        assert "1:17" in refused.stderr
+    finally:
+        process.communicate()

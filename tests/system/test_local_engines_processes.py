@@ -1,0 +1,313 @@
+"""Local engines in the world: orphans, lost records, other people's processes and ports, logs, and a real engine."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrrl.clock import WallClock
+from orchestrrl.deployers.base import Deployed, FleetIdentity, Life
+from orchestrrl.deployers.command_line import EngineSpec, Launch, Product
+from orchestrrl.deployers.conformance import BEHAVIOUR, LAST_WORDS, Behaviour, free_range, refusal, until
+from orchestrrl.deployers.local import LocalDeployer
+from orchestrrl.engines.simulated import SimulatedEngine
+from orchestrrl.errors import Permanent, Retryable
+from planner.model import EngineId
+from tests.orchestrrl.deployers.test_local_engines import ENGINE, OTHER, Fleet, fleet, program, spec
+
+# Its child is as vLLM's workers are: it has overwritten its environment, and outlives its parent.
+WITH_WORKER = """
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, "-ISc", "import time; time.sleep(600)"], env={})
+print("worker", worker.pid, flush=True)
+worker.wait()
+"""
+
+
+def behaving(behaviour: Behaviour, engine: EngineId = ENGINE, gpus: tuple[int, ...] = (0,)) -> EngineSpec:
+    return spec(engine, gpus, environment={BEHAVIOUR: behaviour.value})
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is nobody's engine."""
+    with subprocess.Popen([sys.executable, "-ISc", "import time; time.sleep(600)"], start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def end(deployer: LocalDeployer) -> Deployed:
+    return await until(deployer, ENGINE, Life.ENDED)
+
+
+async def test_workers_whose_leader_died_are_found_by_their_output_and_ended(tmp_path: Path, fleet: Fleet) -> None:
+    fleet.launch = replace(fleet.launch, python=program(tmp_path, WITH_WORKER))
+    deployer = fleet.deployer()
+    await deployer.start(spec())
+    while "worker" not in (fleet.logs / "e0.log").read_text():
+        await asyncio.sleep(0.01)
+    worker = int((fleet.logs / "e0.log").read_text().split()[1])
+    fleet.leader().kill()
+    ended = await end(deployer)
+    assert "was ended by SIGKILL" in ended.detail
+    assert not gone(worker)
+    with pytest.raises(Permanent):
+        await deployer.start(spec(OTHER))
+    await fleet.deployer().stop(ENGINE)
+    assert gone(worker)
+    assert await deployer.list_engines() == ()
+
+
+async def test_an_engine_whose_record_is_lost_is_found_by_its_environment(fleet: Fleet) -> None:
+    before = await fleet.deployer().start(spec())
+    (record,) = fleet.records.glob("*.json")
+    record.unlink()
+    assert await fleet.deployer().list_engines() == (before,)
+    with pytest.raises(Permanent, match="0 by e0"):
+        await fleet.deployer().start(spec(OTHER))
+    assert await fleet.deployer().start(spec()) == before
+    assert record.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"spec": {}}', '{"url": 3, "spec": {"engine": "e0"}}'])
+async def test_a_damaged_record_counts_as_lost(fleet: Fleet, text: str) -> None:
+    before = await fleet.deployer().start(spec())
+    (record,) = fleet.records.glob("*.json")
+    record.write_text(text)
+    assert await fleet.deployer().list_engines() == (before,)
+    await fleet.deployer().stop(ENGINE)
+    assert await fleet.deployer().list_engines() == ()
+
+
+async def test_what_only_its_output_tells_of_is_listed_and_stopped(tmp_path: Path, fleet: Fleet) -> None:
+    fleet.launch = replace(fleet.launch, python=program(tmp_path, WITH_WORKER))
+    deployer = fleet.deployer()
+    await deployer.start(spec())
+    while "worker" not in (fleet.logs / "e0.log").read_text():
+        await asyncio.sleep(0.01)
+    worker = int((fleet.logs / "e0.log").read_text().split()[1])
+    fleet.leader().kill()
+    (record,) = fleet.records.glob("*.json")
+    record.unlink()
+    await asyncio.sleep(0)
+    (found,) = await fleet.deployer().list_engines()
+    assert (found.engine, found.life, found.spec, found.gpus) == (ENGINE, Life.ENDED, None, ())
+    assert "record was lost" in found.detail
+    with pytest.raises(Permanent, match="e0 is there already"):
+        await deployer.start(spec())
+    await deployer.stop(ENGINE)
+    assert gone(worker)
+
+
+async def test_a_process_that_has_got_the_id_of_an_engines_is_let_be(
+    fleet: Fleet, stranger: subprocess.Popen[bytes]
+) -> None:
+    deployer = fleet.deployer()
+    await deployer.start(spec())
+    await deployer.stop(ENGINE)
+    record = fleet.records / "e0.json"
+    await deployer.start(spec())
+    document = json.loads(record.read_text())
+    fleet.leader().kill()
+    await end(deployer)
+    document["leaders"] = [[stranger.pid, document["leaders"][0][1] - 100.0]]
+    record.write_text(json.dumps(document))
+    assert (await end(deployer)).spec == spec()
+    await deployer.stop(ENGINE)
+    assert await deployer.list_engines() == ()
+    assert stranger.poll() is None
+
+
+async def test_fleets_of_one_name_in_two_folders_are_two(tmp_path: Path, fleet: Fleet) -> None:
+    await fleet.deployer().start(spec())
+    other = Fleet(tmp_path / "elsewhere", fleet.launch)
+    assert await other.deployer().list_engines() == ()
+    await other.deployer().stop(ENGINE)
+    assert [each.life for each in await fleet.deployer().list_engines()] == [Life.ALIVE]
+
+
+async def test_of_two_deployers_of_a_fleet_one_gets_the_gpu(fleet: Fleet) -> None:
+    specs = [spec(EngineId(f"e{n}"), (0, n + 1)) for n in range(6)]
+    outcomes = await asyncio.gather(*(fleet.deployer().start(each) for each in specs), return_exceptions=True)
+    started = [each for each in outcomes if isinstance(each, Deployed)]
+    assert len(started) == 1
+    assert all(isinstance(each, Permanent) for each in outcomes if each not in started)
+    deployer = fleet.deployer()
+    assert [each.engine for each in await deployer.list_engines()] == [started[0].engine]
+    await deployer.stop(started[0].engine)
+
+
+async def test_a_port_that_somebody_has_is_left_to_them(fleet: Fleet) -> None:
+    with socket.socket() as somebody:
+        somebody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        somebody.bind(("127.0.0.1", fleet.launch.first_port))
+        somebody.listen()
+        started = await fleet.deployer().start(spec())
+        assert not started.url.endswith(f":{fleet.launch.first_port}")
+        assert started.spec == spec()
+
+
+async def test_a_port_stays_an_engines_when_its_deployer_is_gone_and_nobody_listens_yet(
+    tmp_path: Path, fleet: Fleet
+) -> None:
+    mine = await fleet.deployer().start(behaving(Behaviour.HANGS))
+    assert mine.url == f"http://127.0.0.1:{fleet.launch.first_port}"
+    other = Fleet(tmp_path / "elsewhere", fleet.launch)
+    theirs = await other.deployer().start(behaving(Behaviour.HANGS))
+    await other.deployer().stop(ENGINE)
+    assert theirs.url != mine.url
+
+
+async def test_concurrent_starts_of_two_fleets_get_ports_of_their_own(tmp_path: Path, fleet: Fleet) -> None:
+    fleets = [Fleet(tmp_path / str(n), fleet.launch) for n in range(5)]
+    started = await asyncio.gather(*(each.deployer().start(spec()) for each in fleets))
+    assert len({each.url for each in started}) == len(fleets)
+    await asyncio.gather(*(each.deployer().stop(ENGINE) for each in fleets))
+
+
+async def test_spare_ports_are_those_of_the_range_that_no_gpu_has(fleet: Fleet) -> None:
+    first = fleet.launch.first_port
+    fleet.launch = replace(fleet.launch, per_node=2, last_port=first + 9)
+    holders = []
+    for port in (first, first + 8):
+        holders.append(socket.create_server(("127.0.0.1", port)))
+    assert (await fleet.deployer().start(spec())).url.endswith(f":{first + 9}")
+    await fleet.deployer().stop(ENGINE)
+    holders.append(socket.create_server(("127.0.0.1", first + 9)))
+    with pytest.raises(Retryable, match="no port for it"):
+        await fleet.deployer().start(spec())
+    assert await fleet.deployer().list_engines() == ()
+    for holder in holders:
+        holder.close()
+
+
+async def test_a_port_that_was_asked_for_is_taken_again_right_after_connections_to_it(fleet: Fleet) -> None:
+    deployer, wanted = fleet.deployer(), spec(port=fleet.launch.first_port + 2)
+    for _ in range(2):
+        started = await deployer.start(wanted)
+        assert started.url.endswith(f":{wanted.port}")
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", wanted.port or 0)) as connection:
+                    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                    while connection.recv(1000):  # until the engine closes: it keeps the port for a minute
+                        pass
+                break
+            except ConnectionRefusedError:
+                await asyncio.sleep(0.01)
+        await deployer.stop(ENGINE)
+
+
+async def test_logs_of_some_earlier_starts_are_kept(fleet: Fleet) -> None:
+    deployer, pids = fleet.deployer(logs_kept=2), []
+    for _ in range(4):
+        await deployer.start(behaving(Behaviour.EXITS))
+        assert LAST_WORDS in (await end(deployer)).detail
+        pids.append((fleet.logs / "e0.log").read_text().split()[2])
+        await deployer.stop(ENGINE)
+    names = ["e0.log", "e0.log.1", "e0.log.2"]
+    assert sorted(path.name for path in fleet.logs.iterdir()) == names
+    assert [(fleet.logs / name).read_text().split()[2] for name in names] == pids[:0:-1]
+
+
+async def test_an_end_tells_the_status(fleet: Fleet) -> None:
+    deployer = fleet.deployer()  # the one that waits for a child has its status: `start` may, where it ends at once
+    await deployer.start(behaving(Behaviour.EXITS))
+    assert "ended with status 3" in (await end(deployer)).detail
+
+
+async def test_nothing_is_left_of_what_was_stopped_not_even_to_be_waited_for(fleet: Fleet) -> None:
+    deployer = fleet.deployer()
+    before = set(psutil.Process().children())
+    for behaviour in (Behaviour.SERVES, Behaviour.EXITS, Behaviour.HANGS):
+        await deployer.start(behaving(behaviour))
+        if behaviour is Behaviour.EXITS:
+            await asyncio.sleep(0.2)
+        await deployer.stop(ENGINE)
+    assert set(psutil.Process().children()) <= before
+
+
+async def test_records_are_for_their_owner_alone(fleet: Fleet) -> None:
+    await fleet.deployer().start(spec(environment={"HF_TOKEN": "secret"}))
+    assert [path.stat().st_mode & 0o077 for path in fleet.records.glob("*.json")] == [0]
+
+
+async def test_odd_names_are_names(fleet: Fleet) -> None:
+    names = [EngineId(name) for name in ("../up", "a b", "é", "x.log", "x", "-")]
+    deployer = fleet.deployer()
+    for gpu, name in enumerate(names):
+        await deployer.start(spec(name, (gpu,)))
+    assert {each.engine for each in await deployer.list_engines()} == set(names)
+    assert not list(fleet.folder.glob("up*"))
+    for name in names:
+        await deployer.stop(name)
+    assert await deployer.list_engines() == ()
+
+
+async def test_a_stop_while_it_starts_again_is_told_to_wait(fleet: Fleet) -> None:
+    deployer = fleet.deployer()
+    await deployer.start(behaving(Behaviour.IGNORES_SIGTERM))
+    log = fleet.logs / "e0.log"
+    while not log.exists() or "stub" not in log.read_text():
+        await asyncio.sleep(0.01)
+    stopping = asyncio.create_task(deployer.stop(ENGINE))
+    await asyncio.sleep(0.2)
+    async with refusal(Retryable, "is being stopped"):
+        await deployer.start(behaving(Behaviour.IGNORES_SIGTERM))
+    await stopping
+    assert await deployer.list_engines() == ()
+
+
+async def test_a_caller_that_gives_up_leaves_an_engine_or_none(fleet: Fleet) -> None:
+    """Never a half: the change goes on in its thread, and the next call waits for it."""
+    deployer = fleet.deployer()
+    for turns in range(6):
+        starting = asyncio.create_task(deployer.start(spec()))
+        for _ in range(turns):
+            await asyncio.sleep(0.002)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        assert all(each.life is Life.ALIVE for each in await deployer.list_engines())
+        await deployer.start(spec())
+        await deployer.stop(ENGINE)
+        assert await deployer.list_engines() == ()
+
+
+async def test_a_simulated_engine_is_started_adopted_and_stopped(tmp_path: Path) -> None:
+    launch = Launch(python=sys.executable, model="simulated", engine=Product.SIMULATED, first_port=0)
+    identity = FleetIdentity("mine", str(tmp_path))
+    deployer = LocalDeployer(replace(launch, first_port=free_range()), identity, {}, WallClock())
+    wanted = spec(gpus=(8, 9), max_sequences=5, usual={"--alpha-s": "0.001"})
+    started = await deployer.start(wanted)
+    client = SimulatedEngine(started.url)
+    began_s = time.monotonic()
+    while not await client.healthy():
+        assert (await deployer.status(ENGINE) or started).life is Life.ALIVE
+        assert time.monotonic() < began_s + 60
+        await asyncio.sleep(0.05)
+    assert (await client.capabilities()).max_sequences == 5
+    assert (await client.layout()).tp == 2
+    await client.close()
+    anew = LocalDeployer(launch, identity, {}, WallClock())
+    assert await anew.list_engines() == (started,)
+    os.kill(json.loads((tmp_path / "engines" / "e0.json").read_text())["leaders"][0][0], signal.SIGKILL)
+    assert "was ended by SIGKILL" in (await end(anew)).detail
+    await anew.stop(ENGINE)
+    assert await anew.list_engines() == ()

@@ -1,0 +1,414 @@
+"""Engines as actors of a real Ray cluster on this machine: the contract, and what is special about Ray. Its GPUs are a
+resource called `slot`; four on the head."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import ray
+from ray.experimental.internal_kv import _internal_kv_list
+from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from orchestrrl.clock import WallClock
+from orchestrrl.deployers import ray_client
+from orchestrrl.deployers.base import Deployed, Deployer, FleetIdentity, Life, make_deployer
+from orchestrrl.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.deployers.conformance import DEADLINE_S, ONE, TWO, DeployerConformance, refusal, stub_launch, until
+from orchestrrl.deployers.ray import RayDeployer
+from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
+from tests.system.ray_cluster import RayNodes, connect, environment_of, ray_nodes, until_gone
+
+SLOTS = {"per_gpu": {"slot": 1.0}, "grace_s": 1.0}
+FLEET = "f"
+NAMESPACE = "orchestrrl-f"
+STUB = DeployerConformance()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """The cluster of an RL job, which is this process."""
+    with ray_nodes() as cluster, pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.environment.items():
+            patch.setenv(name, value)
+        cluster.start_head('{"slot": 4}', gpus=2)
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        connect(cluster.address)
+        yield cluster
+        ray.shutdown()
+
+
+class TestConformance(DeployerConformance):
+    @pytest.fixture(autouse=True)
+    def in_folder(self, nodes: RayNodes, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    async def make_deployer(self, fleet: str) -> Deployer:
+        options = {**SLOTS, "log_folder": str(self.folder / "logs")}
+        identity = FleetIdentity(fleet, str(self.folder / fleet))
+        return make_deployer("ray", stub_launch(self.folder), identity, options, WallClock())
+
+
+class House:
+    """Deployers of one fleet, one after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.launch = stub_launch(folder)
+        self._made: list[RayDeployer] = []
+
+    def deployer(self, launch: Launch | None = None, **options: Any) -> RayDeployer:
+        given = {**SLOTS, "start_within_s": 120.0, "log_folder": str(self.folder / "logs"), **options}
+        identity = FleetIdentity(FLEET, str(self.folder / FLEET))
+        self._made.append(RayDeployer(launch or self.launch, identity, given, WallClock()))
+        return self._made[-1]
+
+    async def clear(self) -> None:
+        if left_in_ray():
+            last = self.deployer()
+            for found in await last.list_engines():
+                await last.stop(found.engine)
+        for deployer in self._made:
+            await deployer.close()
+        assert left_in_ray() == []
+
+
+@pytest.fixture
+async def house(nodes: RayNodes, tmp_path: Path) -> AsyncIterator[House]:
+    house = House(tmp_path)
+    yield house
+    await house.clear()
+
+
+def left_in_ray() -> list[str]:
+    """All that is of the fleet."""
+    groups = [t["name"] for t in placement_group_table().values() if t["state"] != "REMOVED"]
+    actors = [each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
+    records = [key.decode() for key in _internal_kv_list(f"{NAMESPACE}/", namespace=b"orchestrrl")]
+    return [*(name for name in groups if name.startswith(NAMESPACE)), *actors, *records]
+
+
+async def pid_at(url: str) -> int:
+    """The stub says which process it is."""
+    async with aiohttp.ClientSession() as session, session.get(url + "/health") as response:
+        return int(await response.text())
+
+
+async def running(deployer: Deployer, spec: EngineSpec) -> tuple[Deployed, int]:
+    """Started, and the process that answers."""
+    await deployer.start(spec)
+    found = await STUB.until_it_answers(deployer, spec.engine)
+    return found, await pid_at(found.url)
+
+
+async def free_slots(wanted: float) -> bool:
+    """Ray's view lags."""
+    for _ in range(100):
+        if ray.available_resources().get("slot", 0.0) == wanted:
+            return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+# What ends.
+
+
+async def test_a_killed_actor_takes_its_server_with_it(house: House) -> None:
+    deployer = house.deployer()
+    _, pid = await running(deployer, STUB.spec(ONE))
+    ray.kill(ray.get_actor(f"{ONE}#0.0", namespace=NAMESPACE))
+    assert until_gone(pid)
+    found = await until(deployer, ONE, Life.ENDED)
+    assert f"Ray has ended its actor {ONE}#0.0" in found.detail
+    assert found.spec == STUB.spec(ONE)
+    await deployer.stop(ONE)
+    assert left_in_ray() == []
+
+
+async def test_a_killed_server_is_told_with_the_end_of_its_log(house: House) -> None:
+    deployer = house.deployer()
+    _, pid = await running(deployer, STUB.spec(ONE))
+    os.kill(pid, signal.SIGKILL)
+    found = await until(deployer, ONE, Life.ENDED)
+    assert f"process {pid}" in found.detail
+    assert "status 137" in found.detail
+    assert f"the stub {pid} serves" in found.detail
+
+
+async def test_a_killed_supervisor_takes_the_server_with_it(house: House) -> None:
+    deployer = house.deployer()
+    _, pid = await running(deployer, STUB.spec(ONE))
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGKILL)
+    assert until_gone(pid)
+    assert "was killed" in (await until(deployer, ONE, Life.ENDED)).detail
+
+
+async def test_what_a_server_started_goes_with_it(house: House) -> None:
+    """Also what made a session of its own."""
+    program = house.folder / "parent"
+    program.write_text('#!/bin/sh\nsetsid sh -c "sleep 500; true" &\nexec "$(dirname "$0")/stub" "$@"\n')
+    program.chmod(0o755)
+    deployer = house.deployer(replace(house.launch, python=str(program)))
+    _, pid = await running(deployer, STUB.spec(ONE))
+    (child,) = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    os.kill(pid, signal.SIGKILL)
+    await until(deployer, ONE, Life.ENDED)
+    assert until_gone(child)
+
+
+# Who comes next.
+
+DAEMON = """\
+import asyncio, os, sys
+from orchestrrl.clock import WallClock
+from orchestrrl.deployers import ray_client
+from orchestrrl.deployers.base import FleetIdentity
+from orchestrrl.deployers.conformance import DEADLINE_S, ONE, DeployerConformance, stub_launch
+from orchestrrl.deployers.ray import RayDeployer
+from pathlib import Path
+
+async def main():
+    folder, options = Path(sys.argv[1]), eval(sys.argv[2])
+    deployer = RayDeployer(stub_launch(folder), FleetIdentity("f", str(folder / "f")), options, WallClock())
+    print((await deployer.start(DeployerConformance().spec(ONE, (0, 1)))).url, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_engines_of_a_killed_daemon_are_adopted(house: House) -> None:
+    given = repr({**SLOTS, "log_folder": str(house.folder / "logs")})
+    daemon = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", DAEMON, str(house.folder), given, stdout=subprocess.PIPE
+    )
+    assert daemon.stdout is not None
+    url = (await daemon.stdout.readline()).decode().strip()
+    daemon.kill()
+    await daemon.wait()
+    deployer = house.deployer()
+    (found,) = await deployer.list_engines()
+    assert (found.engine, found.url, found.life) == (ONE, url, Life.ALIVE)
+    spec = STUB.spec(ONE, (0, 1))
+    assert found.spec == spec
+    pid = await pid_at((await STUB.until_it_answers(deployer, ONE)).url)
+    assert (await deployer.start(spec)).url == url
+    assert await pid_at(url) == pid
+    await deployer.stop(ONE)
+    assert until_gone(pid, 1.0)
+    assert left_in_ray() == []
+
+
+DIES = """\
+import os
+from orchestrrl.deployers import ray_cluster
+for owner in (ray_cluster.Cluster, ray_cluster.Places):
+    if hasattr(owner, {before!r}):
+        setattr(owner, {before!r}, lambda *_, **__: os._exit(9))
+main()
+"""
+
+
+@pytest.mark.parametrize("before", ["own", "_seated", "launch"])  # the group, the actors, the process
+async def test_a_start_that_was_cut_short_is_found_and_stopped_or_begun_anew(
+    house: House, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = STUB.spec(ONE, (0, 1))
+    for then in ("stop", "start"):
+        with monkeypatch.context() as patch:
+            patch.setattr(ray_client, "RUN", ray_client.RUN.replace("main()\n", DIES.format(before=before)))
+            async with refusal(OutcomeUnknown, "status 9"):
+                await house.deployer().start(spec)
+        deployer = house.deployer()
+        (found,) = await deployer.list_engines()
+        assert (found.engine, found.gpus, found.life, found.spec) == (ONE, (0, 1), Life.ENDED, spec)
+        async with refusal(Permanent, ONE):
+            await deployer.start(STUB.spec(TWO, (1,)))
+        if then == "start":
+            await running(deployer, spec)
+        await deployer.stop(ONE)
+        assert left_in_ray() == []
+
+
+async def test_groups_and_actors_without_a_record_are_found_and_removed(house: House) -> None:
+    placement_group([{"slot": 1}], name=f"{NAMESPACE}/stray", lifetime="detached")
+    deployer = house.deployer()
+    (found,) = await deployer.list_engines()
+    assert (found.engine, found.life, found.spec) == ("stray", Life.ENDED, None)
+    await deployer.stop(EngineId("stray"))
+    assert left_in_ray() == []
+
+
+# Places.
+
+
+async def test_no_room_is_told_and_nothing_is_left_behind(house: House) -> None:
+    taken = placement_group([{"slot": 3}])
+    assert taken.wait(60)
+    deployer = house.deployer()
+    async with refusal(Retryable, "1 of its 4 slot free, 2 needed"):
+        await deployer.start(STUB.spec(ONE, (0, 1)))
+    assert left_in_ray() == []
+    remove_placement_group(taken)
+    assert await free_slots(4)
+    await running(deployer, STUB.spec(ONE, (0, 1)))
+
+
+async def test_a_port_that_is_taken_is_left_to_who_has_it(house: House) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        found, _ = await running(house.deployer(), replace(STUB.spec(ONE), port=port))
+        assert not found.url.endswith(f":{port}")
+    assert found.spec == replace(STUB.spec(ONE), port=port)
+
+
+async def test_ray_decides_which_gpus_of_the_node(house: House) -> None:
+    deployer = house.deployer(per_gpu={"GPU": 1.0})
+    holder = placement_group([{"GPU": 1}])
+    assert holder.wait(60)
+    _, pid = await running(deployer, STUB.spec(ONE, (7,)))
+    assert environment_of(pid)["CUDA_VISIBLE_DEVICES"] in ("0", "1")
+    assert environment_of(pid).keys().isdisjoint({"RAY_JOB_ID", "RAY_RAYLET_PID", "SPT_NOENV"})
+    remove_placement_group(holder)
+
+
+async def test_inside_a_group_that_the_job_has_set_aside(house: House) -> None:
+    """Three of four slots in two bundles: no more is taken, and it goes with the group."""
+    offer = placement_group([{"slot": 1}, {"slot": 2}], name="rollout_pool:0")
+    assert offer.wait(60)
+    deployer = house.deployer(placement_groups=["rollout*"])
+    impatient = house.deployer(placement_groups=["rollout*"], start_within_s=2.0)
+    _, narrow = await running(deployer, STUB.spec(ONE, (0,)))
+    assert await free_slots(1)
+    await deployer.start(STUB.spec(TWO, (1, 2)))
+    async with refusal(Retryable, "offers 3 GPUs", "[3]"):
+        await impatient.start(STUB.spec(EngineId("e-three"), (3,)))
+    assert [each.engine for each in await deployer.list_engines()] == [ONE, TWO]
+    await deployer.stop(ONE)
+    await deployer.stop(TWO)
+    _, wide = await running(deployer, STUB.spec(ONE, (0, 1)))  # over both bundles: a slot in each
+    assert await free_slots(1)
+    assert until_gone(narrow, 0.2)
+    remove_placement_group(offer)
+    assert until_gone(wide)
+    await until(deployer, ONE, Life.ENDED)
+    async with refusal(Retryable, "no placement group rollout*"):
+        await impatient.start(STUB.spec(TWO, (2,)))
+    await deployer.stop(ONE)
+    assert left_in_ray() == []
+
+
+async def test_an_offer_that_others_use_is_waited_for_and_given_up(house: House) -> None:
+    offer = placement_group([{"slot": 1}], name="rollout")
+    sleeper = ray.remote(num_cpus=0, resources={"slot": 1})(lambda: time.sleep(60))
+    call = sleeper.options(scheduling_strategy=PlacementGroupSchedulingStrategy(offer)).remote()
+    deployer = house.deployer(placement_groups=["rollout"], start_within_s=3.0)
+    async with refusal(Retryable, "bundle 0"):
+        await deployer.start(STUB.spec(ONE))
+    assert left_in_ray() == []
+    ray.cancel(call, force=True)
+    remove_placement_group(offer)
+
+
+@pytest.fixture
+def second(nodes: RayNodes) -> Iterator[int]:
+    """A further node."""
+    node = nodes.start_node("127.0.0.2", '{"slot": 2}')
+    yield node
+    nodes.kill(node)
+    while any(each["Alive"] and each["NodeManagerAddress"] == "127.0.0.2" for each in ray.nodes()):
+        time.sleep(0.1)
+
+
+async def test_an_engine_over_two_nodes_and_one_of_them_is_lost(house: House, nodes: RayNodes, second: int) -> None:
+    launch = replace(house.launch, nodes=(nodes.head_ip, "127.0.0.2"), per_node=2, host="0.0.0.0")
+    launch = replace(launch, device=Device.CUDA)
+    deployer = house.deployer(launch, answer_within_s=5.0)
+    spec = EngineSpec(ONE, ConfigurationId("wide"), Parallelism(tp=2, pp=2), tuple(map(GpuId, range(4))))
+    _, pid = await running(deployer, spec)
+    assert environment_of(pid)["CUDA_VISIBLE_DEVICES"] == "0,1"  # no GPUs of Ray's: as the plan has it
+    table = next(
+        t for t in placement_group_table().values() if t["name"] == f"{NAMESPACE}/{ONE}" and t["state"] == "CREATED"
+    )
+    assert table["strategy"] == "STRICT_SPREAD"
+    assert [sorted(bundle) for bundle in table["bundles"].values()] == [
+        [f"node:{ip}", "slot"] for ip in (nodes.head_ip, "127.0.0.2")
+    ]
+    far = STUB.spec(TWO, (2,))
+    async with refusal(Permanent, ONE):
+        await deployer.start(far)
+    nodes.kill(second)
+    lost = await until(deployer, ONE, Life.UNKNOWN)
+    # Its actor is silent some time before Ray gives the node up.
+    async with asyncio.timeout(DEADLINE_S):
+        while "Ray has lost node 127.0.0.2" not in lost.detail:
+            assert lost.life is Life.UNKNOWN, lost.detail
+            await asyncio.sleep(0.1)
+            lost = await until(deployer, ONE, Life.UNKNOWN)
+    await deployer.stop(ONE)
+    assert until_gone(pid, 1.0)
+    async with refusal(Retryable, "no node 127.0.0.2"):
+        await deployer.start(far)
+    assert left_in_ray() == []
+
+
+# Ray itself.
+
+
+async def test_a_driver_that_hangs_is_replaced(house: House) -> None:
+    deployer = house.deployer(answer_within_s=1.0)
+    _, pid = await running(deployer, STUB.spec(ONE))
+    process = deployer._driver._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    found = await deployer.status(ONE)
+    assert found is not None
+    assert found.life is Life.UNKNOWN
+    assert (await deployer.list_engines())[0].life is Life.ALIVE
+    assert await pid_at(found.url) == pid
+
+
+async def test_where_no_cluster_is_none_is_started(house: House) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    deployer = house.deployer(address=address, connect_within_s=3.0)
+    began_s = time.monotonic()
+    async with refusal(Retryable, "Ray"):
+        await deployer.start(STUB.spec(ONE))
+    assert time.monotonic() - began_s < 30
+
+
+def test_all_faults_of_options_are_told_at_once(tmp_path: Path) -> None:
+    options = {"per_gpu": {"GPU": 0.5}, "grace_s": -1, "wrong": 1}
+    with pytest.raises(ProblemFaults) as caught:
+        RayDeployer(stub_launch(tmp_path), FleetIdentity("f", str(tmp_path)), options, WallClock())
+    assert sorted(fault.partition(":")[0] for fault in caught.value.faults) == [
+        "options.grace_s",
+        "options.per_gpu",
+        "options.wrong",
+    ]
+
+
+async def test_a_node_without_an_address_is_refused_beforehand(house: House) -> None:
+    deployer = house.deployer(nodes=["10.0.0.1"])
+    deployer.check(STUB.spec(ONE, (7,)))
+    async with refusal(Permanent, "node 1", "10.0.0.1"):
+        deployer.check(STUB.spec(ONE, (8,)))
+
+
+async def test_a_python_that_is_not_there_is_named(house: House) -> None:
+    async with refusal(Permanent, "/nowhere/python"):
+        await house.deployer(python="/nowhere/python").start(STUB.spec(ONE))

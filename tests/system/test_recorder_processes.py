@@ -1,0 +1,51 @@
+"""Switching the recorder on and off, without torch: what a process sees that has none, or not yet."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.instrument import recorder
+from orchestrrl.instrument.rings import Reader, list_rings
+
+STARTUP = Path(recorder.__file__).parent / "startup"
+
+
+@pytest.fixture(autouse=True)
+def stopped() -> Iterator[None]:
+    yield
+    recorder.stop()
+
+
+def run(program: str, path: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_variable_switches_it_on_and_the_other_sitecustomize_is_run_as_well(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('the other')")
+    program = "import sys; recorder = sys.modules.get('recorder'); recorder and recorder.moment('here')"
+    path = f"{STARTUP}{os.pathsep}{tmp_path}"
+    off = run(program, path)
+    assert (off.returncode, off.stdout, off.stderr) == (0, "the other\n", "")
+    on = run(program, path, ORCHESTRRL_RECORDER=str(tmp_path / "rings"), ORCHESTRRL_RECORDER_JOB="rl")
+    assert (on.returncode, on.stdout, on.stderr) == (0, "the other\n", "")
+    (ring,) = list_rings(tmp_path / "rings")
+    with Reader(ring) as reader:
+        assert reader.header().job == "rl"
+        assert not reader.alive
+
+
+def test_a_torch_that_is_other_than_expected_is_told_and_the_program_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("distributed = None")
+    done = run("import torch; print('went on')", f"{STARTUP}{os.pathsep}{tmp_path}", ORCHESTRRL_RECORDER=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "went on\n")
+    assert "not everything is recorded" in done.stderr

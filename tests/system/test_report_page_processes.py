@@ -1,0 +1,24 @@
+"""The report as a browser would read it: sections, figures, nothing from elsewhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from orchestrrl.sim.report_page import page
+from tests.sim.report.results_builder import several
+
+
+def test_same_results_same_bytes(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from orchestrrl.sim.report_page import write;"
+        "from tests.sim.report.results_builder import several; write(several(), Path(sys.argv[1]))"
+    )
+    pages = []
+    for hash_seed in ("0", "4242"):
+        path = tmp_path / f"{hash_seed}.html"
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        root = Path(__file__).parents[3]
+        subprocess.run([sys.executable, "-c", program, str(path)], cwd=root, env=environment, check=True)
+        pages.append(path.read_bytes())
+    assert pages[0] == pages[1] == page(several()).encode()

@@ -1,0 +1,42 @@
+"""The shared memory of a traced process: what is written is read, what is torn or overwritten is never made up."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from orchestrrl.instrument.rings import Reader, Writer, list_rings, remove_dead
+from tests.orchestrrl.instrument.test_rings import reader, writer
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from orchestrrl.instrument.rings import Writer
+writer = Writer(Path(sys.argv[1]))
+writer.begin(writer.op("x"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_is_recognised_and_removed(tmp_path: Path, writer: Writer) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    mine, other = sorted(list_rings(tmp_path), key=lambda path: path != writer.path)
+    with Reader(other) as dead, Reader(mine) as living:
+        assert (dead.alive, dead.in_flight) == (False, 1)
+        assert living.alive
+    assert remove_dead(tmp_path, older_than_s=1000) == []
+    assert remove_dead(tmp_path) == [other]
+    assert list_rings(tmp_path) == [mine]
+
+
+def test_a_forked_child_leaves_its_parents_ring_alone(writer: Writer, reader: Reader) -> None:
+    child = os.fork()
+    if not child:
+        writer.abandon()
+        writer.begin(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert reader.header().head == 0
+    assert reader.alive

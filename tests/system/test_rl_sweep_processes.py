@@ -1,0 +1,19 @@
+"""Sweeps: points of a grid, results that stay, and runners that lose nothing."""
+
+from pathlib import Path
+
+from orchestrrl.sim.rl.results import read
+from orchestrrl.sim.rl.run import run_cluster
+from orchestrrl.sim.rl.scenario_file import scenario_of
+from orchestrrl.sim.rl.sweep import load_sweep
+from orchestrrl.sim.rl.sweep_workers import Processes
+from tests.sim.rl.test_rl_sweep import written
+
+
+def test_processes_give_what_this_one_gives(tmp_path: Path) -> None:
+    points = [point for point in load_sweep(written(tmp_path)) if not point.fault][:2]
+    assert [outcome.fault for outcome in Processes(2)(points, tmp_path / "there")] == ["", ""]
+    for point in points:
+        assert point.document is not None
+        results = run_cluster(scenario_of(dict(point.document)))
+        assert read(tmp_path / "there" / f"{point.digest}.json") == tuple(results)

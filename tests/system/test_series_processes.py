@@ -1,0 +1,15 @@
+"""The forecast before a step: what holds of every series, which method it trusts and when, how far its spread goes."""
+
+import subprocess
+import sys
+
+
+def test_statsmodels_is_loaded_only_for_a_long_history() -> None:
+    program = (
+        "import sys; from planner.series import *; import planner.forecast\n"
+        "step = StepStatistics(10, LengthCounts((1.0, 2.0), (0.0, 0.0, 0.0)))\n"
+        "series = SeriesForecaster(10, 20)\n"
+        "for _ in range(9): series = series.fold(step)\n"
+        "sys.exit('statsmodels' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0

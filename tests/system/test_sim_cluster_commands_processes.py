@@ -1,0 +1,31 @@
+"""`orchestrrl sim run`, `compare`, `split`, `sweep`, `report`, `daemon-config`: what they print, write and refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.orchestrrl.cli.test_sim_cluster_commands import called
+from tests.sim.rl.cluster_builders import document
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(document(fabrics=["fat_tree", "oversubscribed"])))
+    return tmp_path
+
+
+def test_a_sweep_tells_what_failed_and_finds_what_it_has(in_folder: Path) -> None:
+    sweep = {"base": "small.yaml", "set": {"fabrics": ["fat_tree"]}, "grid": {"training.tp": [3, 4]}}
+    (in_folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    first = called("sweep", "sweep.yaml", "--out", "out", "--workers", "1", status=1)
+    assert "1 of 2 points" in first.stdout
+    assert "failed: training.tp=3: training: must take all" in first.stderr
+    again = json.loads(called("sweep", "sweep.yaml", "--out", "out", "--json", status=1).stdout)
+    assert [point["values"] for point in again["points"]] == [{"training.tp": 4}]
+    assert (
+        "--workers: is not for --ray"
+        in called("sweep", "sweep.yaml", "--ray", "auto", "--workers", "1", status=2).stderr
+    )

@@ -1,0 +1,124 @@
+"""The network at flow level against real TCP over lines of a rate, in network namespaces: shares and transfer times
+within a tenth. docs/fidelity.md has the figures.
+
+    h0 h1 h2 - ToR 0 --- ToR 1 - h3 h4 h5
+
+Lines take turns between flows, which is what the simulator takes networks for; the FIFO of a plain line does not.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrrl.box import enter
+from orchestrrl.sim.net.fluid import finish_s
+from orchestrrl.sim.net.max_min import rates
+from orchestrrl.sim.net.model import Flows, Ints, Network, Routes, Servers, Tier
+
+# How fast bytes go is compared.
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
+
+WITHIN = 0.10
+# A machine that stands still for a moment has sent less than its lines allow.
+TRIES = 3
+INSIDE = "tests.system.flows_in_a_box"
+ROOT = Path(__file__).parents[2]
+ANSWER_WITHIN_S = 180.0
+PER_TOR, HOST_MBPS, TRUNK_MBPS = 3, 20.0, 12.0
+# Of an Ethernet frame of 1514 bytes: beside IPv4 (20), TCP (20) and its time stamps (12).
+PAYLOAD_SHARE = 1448 / 1514
+
+# [source, sink]
+RATES = {
+    "two flows share a line": [(0, 2), (1, 2)],
+    "incast over lines of two rates": [(0, 1), (2, 1), (3, 1)],
+    "what others cannot take is left to one": [(0, 3), (1, 4), (2, 5), (4, 3)],
+}
+# [source, sink, bytes]
+TRANSFERS = {
+    "incast of unequal messages": [(0, 1, 2e6), (2, 1, 4e6)],
+    "a phase of a tree, near and far": [(0, 1, 6e6), (0, 3, 3e6), (2, 4, 3e6)],
+}
+
+
+def network() -> Network:
+    """Lines in the order: up from each host, down to each, ToR 0 to 1 and back."""
+    hosts = 2 * PER_TOR
+    bytes_per_s = np.array([HOST_MBPS] * 2 * hosts + [TRUNK_MBPS] * 2) * 1e6 / 8 * PAYLOAD_SHARE
+
+    def route(src: Ints, dst: Ints) -> Routes:
+        ways = [_way(int(source), int(sink)) for source, sink in zip(src, dst, strict=True)]
+        begin = np.cumsum([0, *(len(way) for way in ways)])
+        link = np.array([each for way in ways for each in way])
+        return Routes(begin, link, np.ones(len(link)), np.zeros(len(ways)))
+
+    servers = Servers(hosts, gpus_per_server=1, nics_per_server=1)
+    tiers = (Tier.NIC,) * 2 * hosts + (Tier.CORE,) * 2
+    return Network(servers, bytes_per_s, tiers, route, "box")
+
+
+def _way(source: int, sink: int) -> list[int]:
+    hosts, (here, there) = 2 * PER_TOR, (source // PER_TOR, sink // PER_TOR)
+    return [source, *([2 * hosts + here] if here != there else []), hosts + sink]
+
+
+async def measured() -> dict[str, Any]:
+    order = {
+        "per_tor": PER_TOR,
+        "host_mbps": HOST_MBPS,
+        "trunk_mbps": TRUNK_MBPS,
+        "congestion": "cubic",
+        "seconds": 3.0,
+        "rates": RATES,
+        "transfers": TRANSFERS,
+    }
+    process = await enter.start(INSIDE, json.dumps(order), log=2)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), ANSWER_WITHIN_S)
+        assert line, "the box ended without an answer"
+        found: dict[str, Any] = json.loads(line)
+        return found
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+def flows_of(rows: Sequence[tuple[float, ...]]) -> Flows:
+    return Flows.of([(int(source), int(sink), of[0] if of else 1.0) for source, sink, *of in rows])
+
+
+def expected() -> dict[str, list[float]]:
+    box = network()
+    mbps = {name: (rates(box, flows_of(rows)) * 8e-6).tolist() for name, rows in RATES.items()}
+    return mbps | {name: finish_s(box, flows_of(rows)).tolist() for name, rows in TRANSFERS.items()}
+
+
+def test_what_the_simulator_expects_is_what_can_be_worked_out_by_hand() -> None:
+    told, line, trunk = expected(), HOST_MBPS * PAYLOAD_SHARE, TRUNK_MBPS * PAYLOAD_SHARE
+    assert told["two flows share a line"] == pytest.approx([line / 2] * 2)
+    assert told["incast over lines of two rates"] == pytest.approx([line / 3] * 3)
+    assert told["what others cannot take is left to one"] == pytest.approx([trunk / 3] * 3 + [line - trunk / 3])
+    assert told["incast of unequal messages"] == pytest.approx([32 / line, 48 / line])
+    far_s = 24 / (trunk / 2)
+    assert told["a phase of a tree, near and far"] == pytest.approx([48 / (line - trunk / 2), far_s, far_s])
+
+
+async def test_shares_and_transfer_times_are_those_of_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    if why := enter.lacking():
+        pytest.skip(f"no fabric in a box here: {why}")
+    monkeypatch.chdir(ROOT)
+    told = expected()
+    for attempt in range(TRIES):
+        found = await measured()
+        off = {name: max(abs(a / b - 1) for a, b in zip(found[name], told[name], strict=True)) for name in told}
+        print(f"try {attempt + 1}: off by {json.dumps(off)}, measured {json.dumps(found)}")
+        if max(off.values()) <= WITHIN:
+            break
+    assert max(off.values()) <= WITHIN, off

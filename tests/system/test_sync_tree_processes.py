@@ -1,0 +1,26 @@
+"""Weight sync: whatever the site, the plan does what the contract says; on regular ones it is near what can be."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "77"])
+def test_the_same_problem_has_the_same_plan_in_any_process(hash_seed: str) -> None:
+    told = "from sync_sites import *; from planner.sync_tree.plan import make_plan; import hashlib, json\n"
+    told += "p = problem_of(regular(1, 3, 8, tp=2))\n"
+    told += "print(hashlib.sha256(json.dumps(answer_of(p, make_plan(p))).encode()).hexdigest())"
+    paths = os.pathsep.join([os.path.dirname(__file__), os.getcwd()])
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", told],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", hash_seed)
+    ]
+    assert found[0] == found[1]

@@ -1,0 +1,34 @@
+"""Engines that a deployer started are reported as if an agent were beside them, and by nobody where one is."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from orchestrrl.clock import WallClock
+from orchestrrl.execute.watching import DeployedWatch
+from planner.model import EngineHealth
+from tests.orchestrrl.execute.test_watching import E0, Plane
+
+
+async def test_a_real_engine_is_reported(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "orchestrrl", "engine", "simulated", "--port", "0", stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    url = (await process.stdout.readline()).decode().strip()
+    clock = WallClock()
+    plane = Plane(tmp_path, clock)
+    watch = DeployedWatch(plane, interval_s=0.05)
+    watch.follow({E0: (url, "simulated")})
+    try:
+        async with asyncio.timeout(60):
+            while plane.state.capabilities(E0) is None:
+                await asyncio.sleep(0.01)
+            process.kill()
+            await process.wait()
+            while plane.state.engines(clock.now_s())[0].health is not EngineHealth.GONE:
+                await asyncio.sleep(0.01)
+    finally:
+        await watch.close()
+        plane.journal.close()
+    assert plane.reports[0].health is EngineHealth.OK

@@ -1,0 +1,285 @@
+"""Peers as processes under a daemon that orders them over the real service: bytes from one to another, restarts in the
+middle, orders delivered twice and orders of daemons that are no more."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from peer_house import CHUNK, FakeDaemon, PeerProcess, carry, daemon_at, edge, peers
+from weight_versions import HALVES, SHARDS, Contents
+
+from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
+from orchestrrl.weights.model import MODEL_FILE, PeerRole
+from orchestrrl.weights.orders import (
+    Carry,
+    Check,
+    EdgeState,
+    EndEdges,
+    Install,
+    Keep,
+    Look,
+    OpenVersion,
+    Outcome,
+    Probe,
+    Rest,
+    SumShards,
+)
+from planner.model import EngineId
+
+ENGINE = EngineId("e0")
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[tuple[FakeDaemon, int]]:
+    async with daemon_at() as (daemon, port):
+        yield daemon, port
+
+
+async def publish(daemon: FakeDaemon, folder: Path, contents: Contents, version: int) -> OpenVersion:
+    """As two trainer ranks on `train0` and the daemon do: what receivers are to be told, sums included."""
+    parts = [contents.stage(folder / f"v{version}", rank, boxes) for rank, boxes in enumerate(HALVES)]
+    map = contents.map(version, with_sums=False)
+    opened = await daemon.ask("train0", OpenVersion(map, tuple(parts)))
+    assert (opened.outcome, opened.missing) == (Outcome.DONE, {}), opened.detail
+    summed = await daemon.ask("train0", SumShards(version, tuple(SHARDS)))
+    assert "GB/s" in summed.detail
+    known = replace(map, shards=tuple(replace(shard, sums=summed.sums[shard.id]) for shard in map.shards))
+    assert known == contents.map(version)
+    return OpenVersion(known)
+
+
+async def test_a_version_goes_from_trainers_parts_to_an_engine(house: tuple[FakeDaemon, int], tmp_path: Path) -> None:
+    daemon, port = house
+    async with SimulatedServer(SimulatedOptions()) as server:
+        first = PeerProcess("train0", port, tmp_path / "train0", "--pod", "train", "--tor", "t0", "--nic-gbps", "100")
+        second = PeerProcess(
+            "gen0", port, tmp_path / "gen0", "--engine", f"e0={server.url}", "--product", "simulated", "--gpu", "3"
+        )
+        async with peers(first, second):
+            train, gen = await daemon.peer("train0"), await daemon.peer("gen0")
+            assert (train.role, train.place.pod, train.place.nic_gbps) == (PeerRole.TRAINER, "train", 100.0)
+            assert (gen.role, gen.place.gpu, gen.engines[0].installed) == (PeerRole.ENGINE, 3, None)
+            assert gen.room_bytes > 0
+            contents = Contents(1)
+            opening = await publish(daemon, first.folder, contents, 4)
+            opened = await daemon.ask("gen0", opening)
+            assert sorted(opened.missing) == sorted(SHARDS)
+            edges = [edge(n, shard.id, 0, shard.bytes, "train0", gen) for n, shard in enumerate(opening.map.shards)]
+            await carry(daemon, 4, edges)
+            over = await daemon.carried("gen0", [each.id for each in edges])
+            assert {event.state for event in over} == {EdgeState.DONE}
+            checked = await daemon.ask("gen0", Check(4))
+            assert (checked.outcome, checked.missing) == (Outcome.DONE, {})
+            assert (second.folder / "v4" / MODEL_FILE).read_bytes() == contents.model_file()
+            await daemon.until("gen0", lambda heard: heard.peer.held and heard.peer.held[0].complete)
+
+            late = await daemon.ask("gen0", Install(4, ENGINE, time.time() - 1))
+            assert late.outcome is Outcome.FAILED
+            assert "at the latest" in late.detail
+            until_s = time.time() + 600
+            assert (await daemon.ask("gen0", Rest(ENGINE, True))).detail == "e0 is paused"
+            installed = await daemon.ask("gen0", Install(4, ENGINE, until_s))
+            assert installed.outcome is Outcome.DONE, installed.detail
+            assert installed.loaded_sum
+            await daemon.until("gen0", lambda heard: heard.peer.engines[0].installed == 4)
+            assert (await daemon.ask("gen0", Look(ENGINE))).detail == "e0 has version 4"
+            probed = await daemon.ask("gen0", Probe(ENGINE, (1, 2, 3), 5, until_s))
+            assert len(probed.tokens) == 5, probed.detail
+            assert (await daemon.ask("gen0", Rest(ENGINE, False))).outcome is Outcome.DONE
+            again = await daemon.ask("gen0", Install(4, ENGINE, until_s))
+            assert again.detail == "e0 has version 4 already"
+            assert again.loaded_sum == installed.loaded_sum
+            assert (await daemon.ask("gen0", Rest(ENGINE, True, 30.0))).detail == "e0 is paused"  # nothing is to end
+            assert (await daemon.ask("gen0", Rest(ENGINE, True, ends=True))).detail == "e0 is paused"
+            assert (await daemon.ask("gen0", Rest(ENGINE, False))).outcome is Outcome.DONE
+            again = await daemon.ask("gen0", Install(4, ENGINE, until_s, anew=True))
+            assert again.detail.startswith("e0 loaded version 4 in"), again.detail
+            # A trainer that was started anew has other weights of the same number.
+            other = Contents(99)
+            anew = await publish(daemon, first.folder, other, 4)
+            opened = await daemon.ask("gen0", anew)
+            assert sorted(opened.missing) == sorted(SHARDS)
+            edges = [edge(f"n{n}", shard.id, 0, shard.bytes, "train0", gen) for n, shard in enumerate(anew.map.shards)]
+            await carry(daemon, 4, edges)
+            await daemon.carried("gen0", [each.id for each in edges])
+            replaced = await daemon.ask("gen0", Install(4, ENGINE, until_s))
+            assert replaced.detail.startswith("e0 loaded version 4 in"), replaced.detail
+            assert replaced.loaded_sum not in ("", installed.loaded_sum)
+            kept = await daemon.ask("gen0", Keep((), None))
+            assert kept.detail == "discarded 4"
+            await daemon.until("gen0", lambda heard: not heard.peer.held)
+
+
+async def test_a_receiver_killed_in_the_middle_finishes_with_what_it_has(
+    house: tuple[FakeDaemon, int], tmp_path: Path
+) -> None:
+    daemon, port = house
+    first, second = PeerProcess("train0", port, tmp_path / "train0"), PeerProcess("gen0", port, tmp_path / "gen0")
+    async with peers(first, second):
+        await daemon.peer("train0")
+        gen = await daemon.peer("gen0")
+        contents = Contents(2)
+        opening = await publish(daemon, first.folder, contents, 4)
+        await daemon.ask("gen0", opening)
+        half = [edge(n, shard.id, 0, CHUNK, "train0", gen) for n, shard in enumerate(opening.map.shards)]
+        await carry(daemon, 4, half)
+        await daemon.carried("gen0", [each.id for each in half])
+        second.kill()
+        await daemon.until("gen0", lambda heard: not heard.is_attached)
+        # Meanwhile a block on its disk is spoilt.
+        file = second.folder / "v4" / MODEL_FILE
+        image = bytearray(file.read_bytes())
+        place = image.index(contents.wire(opening.map.shards[-1])[:CHUNK])
+        image[place] ^= 1
+        file.write_bytes(image)
+        second.start()
+
+        gen = await daemon.peer("gen0", attached=2)
+        (held,) = gen.held
+        expected = {shard.id: ((CHUNK, shard.bytes - CHUNK),) for shard in opening.map.shards[:-1]}
+        expected[opening.map.shards[-1].id] = ((0, opening.map.shards[-1].bytes),)
+        assert held.missing == expected
+        opened = await daemon.ask("gen0", opening)
+        assert opened.missing == held.missing
+        edges = [
+            edge(f"again-{name}", name, offset, size, "train0", gen)
+            for name, ranges in opened.missing.items()
+            for offset, size in ranges
+        ]
+        await daemon.ask("train0", EndEdges(4))
+        await carry(daemon, 4, edges)
+        assert {event.state for event in await daemon.carried("gen0", [each.id for each in edges])} == {EdgeState.DONE}
+        assert (await daemon.ask("gen0", Check(4))).missing == {}
+        assert file.read_bytes() == contents.model_file()
+
+
+async def test_a_trainers_peer_that_was_killed_still_has_the_parts(
+    house: tuple[FakeDaemon, int], tmp_path: Path
+) -> None:
+    daemon, port = house
+    first = PeerProcess("train0", port, tmp_path / "train0")
+    async with peers(first):
+        await daemon.peer("train0")
+        opening = await publish(daemon, first.folder, Contents(3), 9)
+        first.kill()
+        await daemon.until("train0", lambda heard: not heard.is_attached)
+        first.start()
+        train = await daemon.peer("train0", attached=2)
+        assert [(held.version, held.complete, held.staged_by) for held in train.held] == [(9, True, (0, 1))]
+        summed = await daemon.ask("train0", SumShards(9, tuple(SHARDS)))
+        assert summed.sums == {shard.id: shard.sums for shard in opening.map.shards}
+
+
+async def test_orders_are_done_once_and_daemons_that_are_no_more_have_no_say(tmp_path: Path) -> None:
+    async with daemon_at() as (daemon, port):
+        peer = PeerProcess("gen0", port, tmp_path / "gen0")
+        async with peers(peer):
+            await daemon.peer("gen0")
+            opening = OpenVersion(Contents(4).map(1))
+            first = await daemon.ask("gen0", opening, id="a")
+            again = await daemon.ask("gen0", Keep((), None), id="a")  # delivered twice: whatever it says now
+            assert again == first
+            assert (peer.folder / "v1").exists()
+            daemon.generation = 3
+            assert (await daemon.ask("gen0", Check(1))).outcome is Outcome.DONE
+            stale = await daemon.ask("gen0", Keep((), None), generation=2)
+            assert stale.outcome is Outcome.FAILED
+            assert stale.detail == "generation 2 is over: generation 3 has given orders since"
+            assert (peer.folder / "v1").exists()
+    # The daemon comes back elsewhere in time, at the same place: it is told everything anew.
+    peer = PeerProcess("gen0", port, tmp_path / "gen0")
+    async with peers(peer), daemon_at(port) as (later, _):
+        told = await later.peer("gen0")
+        assert [held.version for held in told.held] == [1]
+
+
+async def test_a_peer_outlives_its_daemon(tmp_path: Path) -> None:
+    async with daemon_at() as (daemon, port):
+        peer = PeerProcess("gen0", port, tmp_path / "gen0")
+        await daemon.peer("gen0")
+        await daemon.ask("gen0", OpenVersion(Contents(5).map(1)))
+    async with peers(peer):
+        async with daemon_at(port) as (later, _):
+            told = await later.peer("gen0")
+            assert [held.version for held in told.held] == [1]
+            result = await later.ask("gen0", Check(1), id="order2")
+            assert result.outcome is Outcome.DONE
+
+
+async def test_what_makes_no_sense_is_refused_with_all_reasons(house: tuple[FakeDaemon, int], tmp_path: Path) -> None:
+    daemon, port = house
+    peer = PeerProcess("gen0", port, tmp_path / "gen0")
+    async with peers(peer):
+        gen = await daemon.peer("gen0")
+        map = Contents(6).map(1)
+        shards = tuple(replace(shard, bytes=shard.bytes + 1) for shard in map.shards)
+        refused = await daemon.ask("gen0", OpenVersion(replace(map, shards=shards)))
+        assert refused.outcome is Outcome.FAILED
+        assert refused.detail.count(".bytes: must be what its slices have") == len(shards)
+        assert (await daemon.ask("gen0", Check(1))).detail == "version 1 is not held here; held: none"
+        await daemon.ask("gen0", OpenVersion(map))
+        rows = next(shard for shard in map.shards if shard.id == "rows")
+        wrong = (
+            edge(1, "nobody", 0, 1, "gen1", gen),
+            edge(2, "rows", rows.bytes, 1, "gen1", gen),
+            edge(3, "rows", -1, 1, "gen1", gen),
+        )
+        refused = await daemon.ask("gen0", Carry(1, wrong, 0, 1.0))
+        assert refused.outcome is Outcome.FAILED
+        for words in ("chunk_bytes: must be > 0", "edges.edge1.shard:", "edges.edge2:", "edges.edge3:"):
+            assert words in refused.detail
+        assert "no engine 'e0' here" in (await daemon.ask("gen0", Rest(ENGINE, True))).detail
+        outside = await daemon.ask(
+            "gen0", OpenVersion(replace(map, version=2), (Contents(6).stage(tmp_path, 0, HALVES[0]),))
+        )
+        assert "cannot be read" in outside.detail
+
+
+async def test_it_stops_on_sigterm_and_says_when_the_folder_is_taken(
+    house: tuple[FakeDaemon, int], tmp_path: Path
+) -> None:
+    daemon, port = house
+    first = PeerProcess("gen0", port, tmp_path / "gen0")
+    second: PeerProcess | None = None
+    async with peers(first):
+        await daemon.peer("gen0")
+        second = PeerProcess("gen1", port, tmp_path / "gen0")
+        assert await asyncio.to_thread(second._process.wait, 60) == 1
+        assert "is in use by the peer with process id" in second.log
+        assert "Traceback" not in second.log
+        assert await asyncio.to_thread(first.kill, signal.SIGTERM) == 0
+    assert "Traceback" not in first.log
+
+
+def run(*arguments: str, blocked: str = "") -> subprocess.CompletedProcess[str]:
+    """With modules that are not to be had."""
+    program = (
+        f"import sys; [sys.modules.__setitem__(name, None) for name in {blocked!r}.split()];"
+        " from orchestrrl.weights.peer_main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_all_faults_come_at_once() -> None:
+    words = (
+        "--id a/b --daemon nowhere --engine e0 --product sglang --transport pigeon --gpu 1 --pod p --tp 2 --tp-rank 2"
+        " --folder here --nic-gbps nan"
+    )
+    result = run(*words.split())
+    assert result.returncode == 2
+    options = ("id", "daemon", "engine[0]", "product", "transport", "gpu", "tp", "folder", "nic-gbps")
+    for option in options:
+        assert f"--{option}" in result.stderr, option
+    assert "Traceback" not in result.stderr
+
+
+def test_it_needs_nothing_that_only_our_environment_has() -> None:
+    result = run("--help", blocked="typer rich yaml ortools scipy statsmodels matplotlib numba psutil torch click")
+    assert result.returncode == 0, result.stderr
+    assert "xxhash" in result.stdout

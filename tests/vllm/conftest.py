@@ -1,0 +1,135 @@
+"""Real vLLM servers: made once per session, a tiny random model, no GPU."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from orchestrrl.deployers.attended import LocalEngine, start_vllm
+from orchestrrl.engines.vllm import VllmEngine
+
+pytest.register_assert_rewrite(
+    "orchestrrl.engines.conformance",
+    "orchestrrl.engines.managed_conformance",
+    "orchestrrl.engines.weights_conformance",
+)
+
+REPOSITORY = Path(__file__).parents[2]
+VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
+VLLM_PLUGIN = Path(__file__).parent / "vllm_plugin"
+# A weight-transfer backend that broadcasts over gloo: servers have it beside the ways that need none.
+GLOO_PLUGIN = Path(__file__).parent / "gloo_plugin"
+GLOO_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"}
+GLOO_ARGUMENTS = ("--weight-transfer-config", '{"backend": "gloo_for_tests"}')
+TINY_MODEL_SCRIPT = REPOSITORY / "orchestrrl" / "engines" / "tiny_model.py"
+
+MAX_NUM_SEQS = 4
+# Blocks have 128 tokens. There is KV for one sequence of the longest context: preemption can be had.
+VLLM_ARGUMENTS = ("--max-model-len", "16384", "--num-gpu-blocks-override", "130", "--no-enable-prefix-caching")
+
+# A test steps in on requests for so many tokens: they get 50 tokens/s at most, whatever the machine does.
+INTERRUPTED_TOKENS = 1_000
+SLOW_STEPS = f"{INTERRUPTED_TOKENS}:0.02"
+
+
+class StartVllm(Protocol):
+    """Starts one more server like those of `vllm_servers`; `slow_steps` as `slow_steps.py` reads it."""
+
+    async def __call__(self, name: str, slow_steps: str = SLOW_STEPS) -> LocalEngine: ...
+
+
+# Servers without a PYTHONPATH of their own fork their engine cores, too: vllm_plugin/sitecustomize.py.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(VLLM_PLUGIN))))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test-vllm` installs vLLM first; `make test` has one test here, and skips it where vLLM is absent."""
+    if not VLLM_PYTHON.exists():
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason=f"{VLLM_PYTHON} is missing: run `make venv-vllm`"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the tiny model; it is served under the directory's name."""
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    made = subprocess.run([VLLM_PYTHON, TINY_MODEL_SCRIPT, directory], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    return directory
+
+
+@pytest.fixture(scope="session")
+def other_weights(tiny_model: Path) -> Path:
+    """Directory of a model that differs from the tiny one in its weights alone."""
+    directory = tiny_model.parent / "other"
+    made = subprocess.run(
+        [VLLM_PYTHON, TINY_MODEL_SCRIPT, directory, "--seed", "1"], capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    return directory
+
+
+@pytest.fixture(scope="session")
+def vllm_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalEngine, ...]]:
+    """Two vLLM servers of the same model with `MAX_NUM_SEQS` seats each, warmed up. Leave them idle and not paused."""
+    log_dir = tmp_path_factory.mktemp("vllm")
+
+    async def start() -> list[LocalEngine]:
+        return await asyncio.gather(*(_start(name, tiny_model, log_dir) for name in ("vllm-0", "vllm-1")))
+
+    async def stop(engines: list[LocalEngine]) -> None:
+        await asyncio.gather(*(engine.stop() for engine in engines))
+
+    engines = asyncio.run(start())
+    yield tuple(engines)
+    asyncio.run(stop(engines))
+
+
+@contextlib.asynccontextmanager
+async def as_they_were(servers: Sequence[LocalEngine], model: Path) -> AsyncIterator[None]:
+    """Afterwards they have the model's weights again, which nobody has named, and are not paused."""
+    try:
+        yield
+    finally:
+        for server in servers:
+            engine = VllmEngine(server.url, timeout_s=100)
+            await engine.load_weights(str(model), None)
+            if await engine.is_paused():
+                await engine.resume()
+            await engine.close()
+
+
+@pytest.fixture
+async def start_vllm_server(tiny_model: Path, tmp_path: Path) -> AsyncIterator[StartVllm]:
+    """A function that starts one more server like those of `vllm_servers`, for a test that will kill it."""
+    started: list[LocalEngine] = []
+
+    async def start(name: str, slow_steps: str = SLOW_STEPS) -> LocalEngine:
+        started.append(await _start(name, tiny_model, tmp_path, slow_steps))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        await engine.stop()
+
+
+async def _start(name: str, model: Path, log_dir: Path, slow_steps: str = SLOW_STEPS) -> LocalEngine:
+    return await start_vllm(
+        name,
+        python=VLLM_PYTHON,
+        model=model,
+        log_dir=log_dir,
+        max_num_seqs=MAX_NUM_SEQS,
+        arguments=(*VLLM_ARGUMENTS, "--logits-processors", "slow_steps:SlowSteps", *GLOO_ARGUMENTS),
+        environment={
+            "PYTHONPATH": f"{VLLM_PLUGIN}:{GLOO_PLUGIN}",
+            "ORCHESTRRL_TEST_SLOW_STEPS": slow_steps,
+            **GLOO_ENVIRONMENT,
+        },
+    )

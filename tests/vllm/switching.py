@@ -1,0 +1,290 @@
+"""OrchestrRL as its own processes (daemon, gateway, command line) over vLLM servers that it starts itself, and clients
+that read streams while the servers are replaced."""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from orchestrrl.clock import WallClock
+from orchestrrl.demo.stack import Process
+from orchestrrl.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
+from orchestrrl.deployers.base import FleetIdentity, make_deployer
+from orchestrrl.deployers.command_line import Device, Launch
+from orchestrrl.deployers.conformance import RANGE, free_range
+from tests.orchestrrl.gateway.processes import operator_url
+from tests.system.streams import Answer, read_stream, read_whole
+from tests.vllm.conftest import VLLM_PLUGIN, VLLM_PYTHON
+
+SEATS = 8
+KV_BLOCKS, BLOCK_TOKENS = 130, 128
+# Of requests, not of a switch's own questions: 10 tokens/s at most, while a test has them wait.
+SLOW_STEPS = "64:0.1"
+READY_WITHIN_S = 240.0
+SWITCHED_WITHIN_S = 900.0
+SETTLED_WITHIN_S = 120.0
+
+
+def configuration(id: str, gpus: int = 1) -> dict[str, Any]:
+    """Its times are no matter here: nobody plans."""
+    return {
+        "id": id,
+        "gpus": gpus,
+        "alpha_s": 0.05,
+        "beta_s": 1e-3,
+        "gamma_s": 1e-7,
+        "kv_capacity_tokens": KV_BLOCKS * BLOCK_TOKENS,
+        "max_sequences": SEATS,
+        "prefill_tokens_per_s": 4000,
+        "switch_s": 60,
+    }
+
+
+@dataclass
+class House:
+    """One daemon, one gateway, and the engines of their fleet. `own`: launch.configurations."""
+
+    folder: Path
+    model: Path
+    configurations: Sequence[Mapping[str, Any]]
+    gpus: int
+    own: Mapping[str, Any] = field(default_factory=dict)
+    deployer: Mapping[str, Any] = field(default_factory=lambda: {"product": "local", "options": {"grace_s": 5.0}})
+    address: str = "127.0.0.1:0"
+    url: str = ""
+    _processes: list[Process] = field(default_factory=list)
+
+    async def start(self) -> None:
+        self._configure()
+        daemon = self._process("daemon", "daemon", "-c", str(self.folder / "daemon.yaml"))
+        self.address = await daemon.address()
+        self._configure()  # a later daemon has the same address
+        gateway = self._process("gateway", "gateway", "--listen", "127.0.0.1:0", "--daemon", self.address, "--id", "g")
+        self.url = await gateway.address()
+
+    async def restart_daemon(self, **deployer: Any) -> None:
+        """With other settings of its deployer."""
+        self.deployer = {**self.deployer, **deployer}
+        daemon = self._processes[0]
+        await daemon.stop()
+        self._configure()
+        await daemon.restart()
+
+    async def close(self) -> None:
+        """No engine is left behind, whatever has failed."""
+        for process in reversed(self._processes):
+            await process.stop()
+        identity = FleetIdentity("orchestrrl", str(self.folder / "engines"))
+        launch = Launch(python=str(VLLM_PYTHON), model=str(self.model), device=Device.CPU)
+        deployer = make_deployer(self.deployer["product"], launch, identity, self.deployer["options"], WallClock())
+        for found in await deployer.list_engines():
+            await deployer.stop(found.engine)
+        await deployer.close()
+
+    def _process(self, name: str, *arguments: str) -> Process:
+        self._processes.append(Process(name, arguments, self.folder))
+        return self._processes[-1]
+
+    def _configure(self) -> None:
+        first_port = free_range()
+        document = {
+            "mode": "advise",
+            "listen": {"address": self.address},
+            "journal": {"path": str(self.folder / "journal.sqlite")},
+            "slow": {"interval_s": 3600},
+            "fleet": {
+                "gpus": {"count": self.gpus, "per_node": self.gpus},
+                "configurations": list(self.configurations),
+                "launch": {
+                    "python": str(VLLM_PYTHON),
+                    "model": str(self.model),
+                    "served_model_name": "tiny",
+                    "device": "cpu",
+                    "ports": [first_port, first_port + RANGE - 1],
+                    "arguments": [
+                        *VLLM_ARGUMENTS,
+                        *("--max-model-len", "4096", "--num-gpu-blocks-override", str(KV_BLOCKS)),
+                        *("--no-enable-prefix-caching", "--logits-processors", "slow_steps:SlowSteps"),
+                    ],
+                    "environment": {
+                        **VLLM_ENVIRONMENT,
+                        "PYTHONPATH": str(VLLM_PLUGIN),
+                        "ORCHESTRRL_TEST_SLOW_STEPS": SLOW_STEPS,
+                        "ORCHESTRRL_TEST_SLOW_WHILE": str(self._slow),
+                    },
+                    "configurations": dict(self.own),
+                },
+                "deployer": {
+                    "folder": str(self.folder / "engines"),
+                    "ready_within_s": READY_WITHIN_S,
+                    **self.deployer,
+                },
+            },
+        }
+        (self.folder / "daemon.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+
+    @property
+    def _slow(self) -> Path:
+        return self.folder / "slow"
+
+    @contextlib.contextmanager
+    def slowly(self) -> Iterator[None]:
+        """Meanwhile no request comes to its end: a switch finds them in the middle, however long it takes to begin."""
+        self._slow.touch()
+        try:
+            yield
+        finally:
+            self._slow.unlink()
+
+    # --- asked
+
+    async def orchestrrl(self, *arguments: str, status: int = 0, within_s: float = SETTLED_WITHIN_S) -> str:
+        """What a command prints; it is to end with this exit status."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "orchestrrl", *arguments, "--daemon", self.address),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "COLUMNS": "160"},
+        )
+        try:
+            out, err = await asyncio.wait_for(process.communicate(), within_s)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        assert process.returncode == status, f"{arguments}: {process.returncode}\n{out.decode()}\n{err.decode()}"
+        return out.decode()
+
+    async def switch(self, *targets: str, state: str = "done") -> dict[str, Any]:
+        """`--to` each of these; the report, once it has ended so."""
+        wishes = [word for target in targets for word in ("--to", target)]
+        status = 0 if state == "done" else 1
+        shown = await self.orchestrrl("switch", *wishes, "--json", status=status, within_s=SWITCHED_WITHIN_S)
+        report: dict[str, Any] = json.loads(shown)
+        assert report["state"] == state, report["detail"]
+        return report
+
+    async def at(self, *targets: str) -> None:
+        """Have this fleet, whatever it takes."""
+        wishes = [word for target in targets for word in ("--to", target)]
+        draft = json.loads(await self.orchestrrl("switch", *wishes, "--dry-run", "--json"))
+        if draft["old_engines"] != draft["new_engines"]:
+            await self.switch(*targets)
+
+    async def shown(self, report: Mapping[str, Any]) -> str:
+        """A switch as operators read it."""
+        steps = await self.orchestrrl("switch", "--id", report["switch_id"])
+        return steps + await self.orchestrrl("plan", "history", "--id", report["switch_id"])
+
+    async def engines(self) -> dict[str, str]:
+        """URLs of the engines that requests go to, by id."""
+        told = json.loads(await self.orchestrrl("workers", "--json"))
+        return {each["engine_id"]: each["url"] for each in told["workers"]}
+
+    async def ledger(self) -> dict[str, Any]:
+        async with aiohttp.ClientSession() as http:
+            operator = await operator_url(http, self.url)
+            async with http.get(f"{operator}/orchestrrl/requests") as response:
+                told: dict[str, Any] = await response.json()
+                return told
+
+
+@dataclass(frozen=True)
+class Step:
+    """Requests of one generation step: greedy, so that they have one right answer each."""
+
+    requests: int = 8
+    tokens: int = 1000  # of the first; each of the others has 5 more
+
+    def bodies(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "model": "tiny",
+                "prompt": [40 + index, 7 * index % 200 + 3, 61, 62],
+                "temperature": 0,
+                "max_tokens": self.tokens + 5 * index,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            for index in range(self.requests)
+        ]
+
+    async def undisturbed(self, engine_url: str) -> list[list[int]]:
+        """Tokens of one engine that is left alone, without the gateway."""
+        async with _session() as http:
+
+            async def ask(body: Mapping[str, Any]) -> list[int]:
+                async with http.post(f"{engine_url}/v1/completions", json=body) as response:
+                    assert response.status == 200, await response.text()
+                    return (await read_whole(response)).token_ids
+
+            return await asyncio.gather(*(ask(body) for body in self.bodies()))
+
+    def begin(self, gateway_url: str) -> "Asking":
+        return Asking(gateway_url, self.bodies())
+
+
+class Asking:
+    """Clients that read their streams."""
+
+    def __init__(self, gateway_url: str, bodies: Sequence[Mapping[str, Any]]) -> None:
+        self.answers = [Answer() for _ in bodies]
+        self._tasks = [
+            asyncio.create_task(self._ask(gateway_url, body, answer))
+            for body, answer in zip(bodies, self.answers, strict=True)
+        ]
+
+    @staticmethod
+    async def _ask(gateway_url: str, body: Mapping[str, Any], answer: Answer) -> None:
+        async with _session() as http:
+            async with http.post(f"{gateway_url}/v1/completions", json={**body, "stream": True}) as response:
+                assert response.status == 200, await response.text()
+                await read_stream(response, answer)
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens that each client has."""
+        return [len(answer.token_ids) for answer in self.answers]
+
+    async def each_has(self, more: int, than: Sequence[int] = ()) -> None:
+        """Until every client has so many more tokens."""
+        before = list(than) or [0] * len(self.answers)
+        await self._until(lambda: all(has >= was + more for has, was in zip(self.counts, before, strict=True)))
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(SETTLED_WITHIN_S):
+            while not condition():
+                self._check()
+                await asyncio.sleep(0.02)
+
+    def _check(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def end(self) -> list[list[int]]:
+        """Tokens of all answers, each of which has come to its end."""
+        await asyncio.wait_for(asyncio.gather(*self._tasks), SWITCHED_WITHIN_S)
+        assert {answer.finish_reason for answer in self.answers} == {"length"}
+        return [answer.token_ids for answer in self.answers]
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+
+
+def step_seconds(report: Mapping[str, Any]) -> dict[str, float]:
+    """How long the longest step of each kind took, forward."""
+    took: dict[str, float] = {}
+    for step in report["steps"]:
+        if step["direction"] == "forward" and step["took_s"] is not None:
+            took[step["kind"]] = max(took.get(step["kind"], 0.0), step["took_s"])
+    return took

@@ -1,0 +1,35 @@
+"""Real vLLM under the contract of an engine."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.engines.base import Engine
+from orchestrrl.engines.conformance import EngineConformance
+from orchestrrl.engines.managed import EngineLayout
+from orchestrrl.engines.managed_conformance import ManagedConformance
+from orchestrrl.engines.vllm import VllmEngine
+
+
+class TestVllm(EngineConformance):
+    @pytest.fixture
+    async def engine(self, vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[Engine]:
+        engine = VllmEngine(vllm_servers[0].url, timeout_s=100)
+        yield engine
+        await engine.close()
+
+
+class TestVllmManaged(ManagedConformance):
+    layout = EngineLayout(tp=1, pp=1, dp=1, ep=False)
+
+    @pytest.fixture
+    async def engine(self, vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[VllmEngine]:
+        engine = VllmEngine(vllm_servers[0].url, timeout_s=100)
+        yield engine
+        await engine.close()
+
+    @pytest.fixture
+    def weights(self, tiny_model: Path, other_weights: Path) -> tuple[Path, Path]:
+        return tiny_model, other_weights

@@ -1,0 +1,91 @@
+"""Circuits change in the windows of real programs of torch.distributed: what becomes of each period, at any pace."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.demo.fabric_house import FabricHouse, Outcome
+from orchestrrl.demo.fabric_jobs import RANKS, Job, Launcher
+from orchestrrl.demo.fabric_traffic import Traffic, read_traces
+from orchestrrl.instrument.rings import Event
+from orchestrrl.periods import OVER, PeriodState
+from tests.vllm.conftest import VLLM_PYTHON
+
+# Of a rank of demo/fabric_job.py, in each iteration, and in all of them.
+IN_EACH = {"all_to_all": 2, "all_reduce": 3, "announce": 0, "iteration": 1, "forward": 1, "backward": 1, "optimizer": 1}
+ANNOUNCED_IN_EACH = 2  # by rank 0
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A job that has run under a house, and what is known of it."""
+
+    iterations_s: Sequence[float]
+    statuses: Sequence[int | None]
+    outcome: Outcome
+    traces: Mapping[int, Sequence[Event]]
+    lives: bool  # daemon, agent and switches, until the end
+
+
+async def run(folder: Path, iterations: int, *, device_s: float, window_s: float, within_s: float) -> Ran:
+    async with (
+        Launcher(folder, VLLM_PYTHON) as launcher,
+        FabricHouse(folder, device_s=device_s, within_s=within_s) as house,
+    ):
+        await launcher.start(Job("job", window_s, house.rings))
+        await house.reads("job")
+        iterations_s = await launcher.turn("job", iterations)
+        outcome, traces = await house.outcome(), read_traces(house.rings)
+        statuses = await launcher.stop("job")
+        return Ran(iterations_s, statuses, outcome, traces, house.running)
+
+
+def check_whole(ran: Ran, iterations: int, window_s: float) -> None:
+    """Nobody crashed, every rank did and recorded all of it, and every period came to one end."""
+    assert ran.lives
+    assert ran.statuses == [0] * RANKS
+    assert len(ran.iterations_s) == iterations
+    assert min(ran.iterations_s) >= 2 * window_s
+    assert sorted(ran.traces) == sorted(ran.outcome.ranks) == list(range(RANKS))
+    for rank, events in ran.traces.items():
+        ops = Counter(event.op for event in events)
+        announced = ANNOUNCED_IN_EACH if rank == 0 else 0
+        assert {op: ops[op] for op in IN_EACH} == {
+            op: (announced if op == "announce" else each) * iterations for op, each in IN_EACH.items()
+        }
+        assert all(event.end_ns is not None for event in events if event.is_collective)
+    periods = ran.outcome.periods
+    assert 0 < len({period.id for period in periods}) == len(periods) <= ANNOUNCED_IN_EACH * iterations
+    assert {PeriodState(period.state) for period in periods} <= OVER
+    assert ran.outcome.counts == Counter((period.state, period.code) for period in periods)
+    assert all(period.code and period.HasField("ended_unix_s") for period in periods)
+
+
+async def test_circuits_follow_a_job_inside_its_windows(tmp_path: Path) -> None:
+    """With windows far longer than is needed."""
+    iterations, window_s = 12, 0.4
+    ran = await run(tmp_path, iterations, device_s=0.025, window_s=window_s, within_s=10.0)
+    check_whole(ran, iterations, window_s)
+    commits, traffic = ran.outcome.commits, Traffic.of(ran.traces)
+    assert {commit.period for commit in commits} == {"gradients", "experts"}
+    assert all(commit.has_window and commit.done for commit in commits)
+    assert all(commit.received_s is not None and commit.set_s is not None for commit in commits)
+    outside = [each for each in commits if traffic.during(each.commanded_s, each.usable_s) > 0]
+    assert len(outside) <= len(commits) // 4
+    committed = [period for period in ran.outcome.periods if period.code == "committed"]
+    assert all(period.stages_done == period.stages == len(period.commits) for period in committed)
+
+
+async def test_a_device_slower_than_any_window_is_never_told_to_move(tmp_path: Path) -> None:
+    iterations, window_s = 20, 0.05
+    ran = await run(tmp_path, iterations, device_s=5.0, window_s=window_s, within_s=0.1)
+    check_whole(ran, iterations, window_s)
+    assert not ran.outcome.commits
+    assert {period.state for period in ran.outcome.periods} <= {PeriodState.KEPT, PeriodState.SUPERSEDED}
+    assert {period.code for period in ran.outcome.periods} <= {"no_window", "superseded"}
+    assert not ran.outcome.set_s

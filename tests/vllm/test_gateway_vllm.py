@@ -1,0 +1,287 @@
+"""The gateway before real vLLM: a moved greedy answer is the undisturbed one, and a killed server loses none."""
+
+import asyncio
+import os
+import signal
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import aiohttp
+import pytest
+
+from orchestrrl.clock import WallClock
+from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.errors import OutcomeUnknown
+from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.relay import Limits
+from orchestrrl.gateway.server import Server
+from orchestrrl.operations import ItemResult, MoveMethod, RequestMove, Route
+from planner.model import EngineId, NodeId, RequestId, RequestState
+from tests.orchestrrl.gateway.held import HeldEngine
+from tests.system.streams import Answer, read_stream, read_whole
+from tests.vllm.conftest import INTERRUPTED_TOKENS, StartVllm
+
+DEADLINE_S = 120.0
+TOKENS = 400
+GREEDY: dict[str, Any] = {
+    "model": "tiny",
+    "temperature": 0,
+    "max_tokens": TOKENS,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+COMPLETION = ("/v1/completions", {**GREEDY, "prompt": [40, 41, 42, 43], "logprobs": 2})
+CHAT = (
+    "/v1/chat/completions",
+    {**GREEDY, "messages": [{"role": "user", "content": "Tell me"}], "logprobs": True, "top_logprobs": 2},
+)
+# vLLM applies this one to prompt and answer alike, so it may be continued.
+REPEATING = ("/v1/completions", {**GREEDY, "prompt": [50, 51], "repetition_penalty": 1.3})
+
+
+class House:
+    """A gateway in this process before vLLM servers e0, e1, ... `holds` are for the next attempts, in their order."""
+
+    def __init__(self, engines: tuple[LocalEngine, ...], http: aiohttp.ClientSession, kv_version: str = "") -> None:
+        self.engines = engines
+        self.http = http
+        self.holds: deque[int] = deque()
+        self.released = asyncio.Event()
+        self.fleet = Fleet(lambda url: HeldEngine(url, self.holds, self.released), clock=WallClock())
+        limits = Limits(coalesce_tokens=4, move_answer_s=DEADLINE_S)
+        self.gateway = Gateway(NodeId("gateway"), self.fleet, limits=limits, clock=WallClock())
+        self.gateway.set_routes(
+            [Route(EngineId(f"e{i}"), engine.url, kv_version=kv_version) for i, engine in enumerate(engines)]
+        )
+        self.server = Server(self.gateway)
+        self.url = ""
+
+    async def ask(self, url: str, path: str, body: dict[str, Any], request_id: str = "", *, stream: bool) -> Answer:
+        headers = {"X-Request-Id": request_id} if request_id else {}
+        async with self.http.post(url + path, json={**body, "stream": stream}, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            return await (read_stream(response) if stream else read_whole(response))
+
+    async def until(self, request_id: str, tokens: int) -> EngineId:
+        """The engine of a request, once it has this many tokens and is making more (or waits, without any)."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                record = self.gateway.ledger.get(RequestId(request_id))
+                settled = record is not None and (record.state is RequestState.RUNNING or not tokens)
+                if settled and record.engine is not None and len(record.generated_ids) >= tokens:
+                    return record.engine
+                await asyncio.sleep(0.002)
+
+    async def move(
+        self, request_id: str, tokens: int, method: MoveMethod = MoveMethod.RECOMPUTE, other_s: float = 0.0
+    ) -> ItemResult:
+        """Move the request once it has this many tokens in all."""
+        source = await self.until(request_id, tokens)
+        target = EngineId("e1" if source == "e0" else "e0")
+        order = RequestMove(RequestId(request_id), source, target, method=method, other_s=other_s)
+        (result,) = await self.gateway.move([order])
+        return result
+
+
+@pytest.fixture
+async def house(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[House]:
+    async with aiohttp.ClientSession() as http:
+        house = House(vllm_servers, http)
+        house.url = await house.server.start("127.0.0.1", 0)
+        yield house
+        await house.server.close()
+        await house.fleet.close()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("ask", [COMPLETION, CHAT, REPEATING], ids=["completion", "chat", "repetition_penalty"])
+async def test_a_moved_answer_is_the_undisturbed_one(house: House, ask: tuple[str, Any], stream: bool) -> None:
+    path, body = ask
+    undisturbed = await house.ask(house.engines[0].url, path, body, stream=stream)
+    assert len(undisturbed.token_ids) == TOKENS
+    house.holds.extend((20, 70, 121))
+    asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=stream))
+    for tokens in (20, 90, 211):
+        result = await house.move("r", tokens)
+        assert result.done, result.detail
+        assert result.recomputed_tokens >= tokens
+    answer = await asking
+    assert answer.token_ids == undisturbed.token_ids
+    assert answer.text == undisturbed.text
+    assert answer.finish_reason == undisturbed.finish_reason == "length"
+    assert answer.prompt_token_ids == undisturbed.prompt_token_ids
+    assert answer.usage == undisturbed.usage
+    # Batches of other shapes round otherwise in the last bits.
+    assert answer.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-3)
+    # The client has its answer before the gateway has put the record away.
+    async with asyncio.timeout(DEADLINE_S):
+        while not house.gateway.ledger.finished:
+            await asyncio.sleep(0.01)
+    assert house.gateway.ledger.finished[-1].moves == 3
+
+
+async def test_the_text_is_right_wherever_the_cut_falls(house: House) -> None:
+    """Random weights make many incomplete characters: cut after every one of some tokens."""
+    path, body = COMPLETION
+    body = {**body, "max_tokens": 60, "logprobs": None}
+    undisturbed = await house.ask(house.engines[0].url, path, body, stream=True)
+    for tokens in range(1, 40, 3):
+        house.holds.append(tokens)
+        asking = asyncio.create_task(house.ask(house.url, path, body, f"cut-{tokens}", stream=True))
+        result = await house.move(f"cut-{tokens}", tokens)
+        answer = await asking
+        assert answer.token_ids == undisturbed.token_ids
+        assert answer.text == undisturbed.text, result
+
+
+@pytest.mark.slow
+async def test_the_text_is_right_where_no_server_decodes_tokens(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dropped(_: HeldEngine, token_ids: Sequence[int]) -> str:
+        raise OutcomeUnknown(f"/detokenize of {len(token_ids)} tokens: Server disconnected")
+
+    monkeypatch.setattr(HeldEngine, "detokenize", dropped)
+    path, body = COMPLETION
+    body = {**body, "max_tokens": 60, "logprobs": None}
+    undisturbed = await house.ask(house.engines[0].url, path, body, stream=True)
+    for tokens in range(3, 40, 5):
+        house.holds.append(tokens)
+        asking = asyncio.create_task(house.ask(house.url, path, body, f"undecoded-{tokens}", stream=True))
+        result = await house.move(f"undecoded-{tokens}", tokens)
+        answer = await asking
+        assert answer.token_ids == undisturbed.token_ids
+        assert answer.text == undisturbed.text, result
+
+
+async def test_a_waiting_request_moves_to_a_free_seat(house: House) -> None:
+    """e0 has four seats; the fifth request waits there until it is moved."""
+    house.gateway.set_routes([Route(EngineId("e0"), house.engines[0].url)])
+    path, body = COMPLETION
+    long_body = {**body, "max_tokens": 10 * INTERRUPTED_TOKENS, "logprobs": None}
+    house.holds.extend([5] * 4)
+    long_ones = [asyncio.create_task(house.ask(house.url, path, long_body, f"l{i}", stream=False)) for i in range(4)]
+    await asyncio.gather(*(house.until(f"l{i}", 5) for i in range(4)))
+    late = asyncio.create_task(house.ask(house.url, path, {**body, "max_tokens": 10}, "late", stream=False))
+    await house.until("late", 0)
+    house.gateway.set_routes([Route(EngineId(f"e{i}"), engine.url) for i, engine in enumerate(house.engines)])
+    result = await house.move("late", 0)
+    assert result.done, result.detail
+    assert result.recomputed_tokens == 0
+    answer = await late
+    undisturbed = await house.ask(house.engines[1].url, path, {**body, "max_tokens": 10}, stream=False)
+    assert answer.token_ids == undisturbed.token_ids
+    for task in long_ones:
+        task.cancel()
+    await asyncio.gather(*long_ones, return_exceptions=True)
+    async with asyncio.timeout(DEADLINE_S):
+        while (await house.fleet.get(EngineId("e0")).engine.metrics()).running:  # type: ignore[union-attr]
+            await asyncio.sleep(0.05)
+
+
+async def test_a_paused_server_freezes_its_requests_and_loses_none(house: House) -> None:
+    path, body = COMPLETION
+    undisturbed = await house.ask(house.engines[0].url, path, body, stream=False)
+    house.holds.append(30)
+    asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=False))
+    source = await house.until("r", 30)
+    slot = house.fleet.get(source)
+    assert slot is not None
+    async with house.http.post(slot.engine.url + "/pause?mode=abort") as response:
+        assert response.status == 200
+    await slot.engine.resume()
+    house.released.set()
+    answer = await asking
+    assert answer.token_ids == undisturbed.token_ids
+    assert answer.text == undisturbed.text
+
+
+async def test_a_server_killed_in_the_middle_of_a_step_loses_no_request(
+    vllm_servers: tuple[LocalEngine, ...], start_vllm_server: StartVllm
+) -> None:
+    doomed = await start_vllm_server("doomed", "1:0.5")  # two tokens a second: it is killed long before it ends any
+    async with aiohttp.ClientSession() as http:
+        house = House((vllm_servers[0], doomed), http)
+        house.url = await house.server.start("127.0.0.1", 0)
+        asks = []
+        for index in range(8):
+            path, body = (COMPLETION, CHAT)[index % 2]
+            body = {**body, "max_tokens": 300 + index}
+            if path == "/v1/completions":
+                body["prompt"] = [60 + index, 61, 62]
+            asks.append((path, body, index % 4 < 2))
+        expected = await asyncio.gather(
+            *(house.ask(house.engines[0].url, path, body, stream=stream) for path, body, stream in asks)
+        )
+        house.holds.extend([4] * 8)
+        asking = [
+            asyncio.create_task(house.ask(house.url, path, body, f"q{index}", stream=stream))
+            for index, (path, body, stream) in enumerate(asks)
+        ]
+        slot = house.fleet.get(EngineId("e1"))
+        assert slot is not None
+        async with asyncio.timeout(DEADLINE_S):
+            while not any(len(record.generated_ids) > 3 for record in slot.records.values()):
+                await asyncio.sleep(0.002)
+        doomed.kill()
+        house.released.set()
+        answers = await asyncio.gather(*asking)
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+        assert [answer.text for answer in answers] == [answer.text for answer in expected]
+        assert sum(summary.engine == "e0" for summary in house.gateway.ledger.finished) == len(asks)
+        assert len(house.gateway.ledger) == 0
+        await house.server.close()
+        await house.fleet.close()
+
+
+async def test_clients_that_leave_free_the_servers_kv(house: House) -> None:
+    path, body = COMPLETION
+    long_body = {**body, "max_tokens": 10 * INTERRUPTED_TOKENS, "logprobs": None}
+    asking = [
+        asyncio.create_task(house.ask(house.url, path, long_body, f"g{index}", stream=index % 2 == 0))
+        for index in range(4)
+    ]
+    await asyncio.gather(*(house.until(f"g{index}", 5) for index in range(4)))
+    metrics = [await slot.engine.metrics() for slot in house.fleet]
+    assert sum(each.running for each in metrics) == 4
+    assert any(each.kv_usage_fraction > 0 for each in metrics)
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    async with asyncio.timeout(DEADLINE_S):
+        for slot in house.fleet:
+            while (now := await slot.engine.metrics()).running or now.waiting or now.kv_usage_fraction:
+                await asyncio.sleep(0.05)
+    assert house.gateway.ledger.finished_by_reason == {"abort": 4}
+
+
+async def test_a_server_killed_while_it_is_moved_to_sends_the_request_back(
+    vllm_servers: tuple[LocalEngine, ...], start_vllm_server: StartVllm
+) -> None:
+    """It stands still (SIGSTOP) until the request is there, and never makes a token of it."""
+    doomed = await start_vllm_server("doomed")
+    async with aiohttp.ClientSession() as http:
+        house = House((vllm_servers[0], doomed), http)
+        house.url = await house.server.start("127.0.0.1", 0)
+        path, body = COMPLETION
+        undisturbed = await house.ask(house.engines[0].url, path, body, stream=False)
+        house.holds.append(20)
+        asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=True))
+        assert await house.until("r", 20) == "e0"
+        os.killpg(doomed.pid, signal.SIGSTOP)
+        moving = asyncio.create_task(house.move("r", 20))
+        record = house.gateway.ledger.get(RequestId("r"))
+        assert record is not None
+        async with asyncio.timeout(DEADLINE_S):
+            while record.engine != "e1":
+                await asyncio.sleep(0.002)
+        doomed.kill()
+        house.released.set()
+        result = await moving
+        assert not result.done
+        assert "e1 failed" in result.detail
+        answer = await asking
+        assert answer.token_ids == undisturbed.token_ids
+        assert answer.text == undisturbed.text
+        await house.server.close()
+        await house.fleet.close()

@@ -1,0 +1,76 @@
+"""Real vLLM as local processes: a crash of its server leaves workers, which have overwritten their environment."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import psutil
+
+from orchestrrl.clock import WallClock
+from orchestrrl.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
+from orchestrrl.deployers.base import FleetIdentity, Life
+from orchestrrl.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.deployers.conformance import free_range, until
+from orchestrrl.deployers.local import LocalDeployer
+from orchestrrl.engines.vllm import VllmEngine
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
+from tests.vllm.conftest import VLLM_PYTHON
+
+ENGINE = EngineId("e0")
+READY_WITHIN_S = 300.0
+
+
+def of_session(leader: int) -> list[int]:
+    """What lives of it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+async def test_two_ranks_are_started_and_what_a_crash_leaves_of_them_is_ended(tiny_model: Path, tmp_path: Path) -> None:
+    launch = Launch(
+        python=str(VLLM_PYTHON),
+        model=str(tiny_model),
+        device=Device.CPU,
+        first_port=free_range(),
+        arguments=(*VLLM_ARGUMENTS, "--max-model-len", "4096"),
+        environment=VLLM_ENVIRONMENT,
+    )
+    deployer = LocalDeployer(launch, FleetIdentity("crash", str(tmp_path)), {}, WallClock())
+    spec = EngineSpec(ENGINE, ConfigurationId("tp2"), Parallelism(tp=2), (GpuId(0), GpuId(1)))
+    started = await deployer.start(spec)
+    client = VllmEngine(started.url, timeout_s=120.0)
+    async with asyncio.timeout(READY_WITHIN_S):
+        while not await client.healthy():
+            there = await deployer.status(ENGINE)
+            assert there is not None
+            assert there.life is Life.ALIVE, there.detail
+            await asyncio.sleep(0.2)
+    assert await client.probe() > 0
+    assert (await client.layout()).tp == 2
+    await client.close()
+
+    (leader,) = (
+        each for each in psutil.process_iter() if _serves(each, started.url) and os.getsid(each.pid) == each.pid
+    )
+    assert len(of_session(leader.pid)) > 3  # the server, its core, two workers
+    leader.kill()
+    # A process of many threads shows as ended before the last of them is, and only then says how.
+    async with asyncio.timeout(READY_WITHIN_S):
+        while "was ended by SIGKILL" not in (await until(deployer, ENGINE, Life.ENDED)).detail:
+            await asyncio.sleep(0.05)
+    await deployer.stop(ENGINE)
+    assert of_session(leader.pid) == []
+    assert await deployer.list_engines() == ()
+
+
+def _serves(process: psutil.Process, url: str) -> bool:
+    try:
+        return str(VLLM_PYTHON) in process.cmdline() and url.rpartition(":")[2] in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False

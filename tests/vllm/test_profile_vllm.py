@@ -1,0 +1,32 @@
+"""A real vLLM server measured: no figure is known beforehand, but each must make sense, and the server stays well."""
+
+import pytest
+
+from orchestrrl.clock import WallClock
+from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.engines.vllm import VllmEngine
+from orchestrrl.profiles.measure import Wanted, measure
+from orchestrrl.profiles.store import as_text, parse_profile
+from planner.model import ConfigurationId
+from planner.profile import Parallelism, Profile
+
+
+@pytest.mark.timeout(900)
+async def test_a_real_engine_gets_a_profile(vllm_servers: tuple[LocalEngine, ...]) -> None:
+    engine = VllmEngine(vllm_servers[0].url, timeout_s=100)
+    wanted = Wanted(ConfigurationId("tp1"), Parallelism(), 45.0, "command line", "2026-01-31", budget_s=240)
+    try:
+        found = await measure(engine, wanted, WallClock())
+        metrics = await engine.metrics()
+    finally:
+        await engine.close()
+    assert metrics.running == metrics.waiting == 0
+    profile = found.engine
+    # How many batches the budget allows is the machine's affair: enough for a fit they are, or it had been refused.
+    assert profile.provenance.samples == len(found.samples) >= 3
+    assert profile.max_sequences == 4
+    assert profile.kv_capacity_tokens == metrics.kv_capacity_tokens
+    assert 0 < profile.step.at(1, 0) <= profile.step.at(4, 10_000)
+    assert profile.prefill_tokens_per_s > 0
+    written = Profile(found.model, "cpu", found.engine_name, (profile,))
+    assert parse_profile(as_text(written)) == written

@@ -1,0 +1,72 @@
+"""The recorder in the workers of a real vLLM server of two ranks."""
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from orchestrrl.deployers.attended import start_vllm
+from orchestrrl.instrument.rings import Event, Reader, list_rings
+from planner.model import GpuId
+from planner.profile import Parallelism
+from tests.vllm.conftest import VLLM_PYTHON
+
+INSTRUMENT = Path(__file__).parents[2] / "orchestrrl" / "instrument"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_workers_of_vllm_note_what_they_reduce(tiny_model: Path, tmp_path: Path) -> None:
+    rings = tmp_path / "rings"
+    engine = await start_vllm(
+        "tp2",
+        python=VLLM_PYTHON,
+        model=tiny_model,
+        log_dir=tmp_path,
+        max_num_seqs=2,
+        arguments=("--worker-extension-cls", "vllm_recorder.RecorderExtension", "--max-model-len", "1024"),
+        environment={"PYTHONPATH": str(INSTRUMENT), "ORCHESTRRL_RECORDER": str(rings)},
+        parallelism=Parallelism(tp=2),
+        gpus=(GpuId(0), GpuId(1)),
+    )
+    try:
+        with Workers(rings) as workers:
+            workers.events()
+            async with aiohttp.ClientSession() as session:
+                body = {"model": tiny_model.name, "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+                async with session.post(f"{engine.url}/v1/completions", json=body) as answer:
+                    assert answer.status == 200
+            first, second = workers.events()
+            # Of each token: one for the embedding, two for each of two layers.
+            reduced = [event for event in first if event.op == "all_reduce"]
+            assert len(reduced) >= 4 * 5
+            assert [(event.op, event.n_bytes, event.group) for event in second if event.op == "all_reduce"] == [
+                (event.op, event.n_bytes, event.group) for event in reduced
+            ]
+            assert all(event.end_ns is not None for event in reduced)
+            (group,) = {event.group for event in reduced}
+            assert workers.readers[0].groups[group].ranks == (0, 1)
+            assert workers.readers[0].groups[group].name.startswith("tp")
+    finally:
+        await engine.stop()
+
+
+class Workers:
+    """The rings of both ranks, by rank."""
+
+    def __init__(self, directory: Path) -> None:
+        found = [Reader(path) for path in list_rings(directory)]
+        self.readers = sorted(
+            (reader for reader in found if reader.header().world_size == 2), key=lambda reader: reader.header().rank
+        )
+        assert [reader.header().rank for reader in self.readers] == [0, 1]
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self.readers:
+            reader.close()
+
+    def events(self) -> list[list[Event]]:
+        return [[event for event in reader.events()[0] if event.end_ns is not None] for reader in self.readers]

@@ -1,0 +1,49 @@
+"""The same switch inside a Ray cluster: real vLLM servers as its actors, in the middle of a step. Ray's GPUs are a
+resource called `slot` here."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.ray_cluster import ray_nodes
+from tests.vllm.switching import House, Step, configuration, step_seconds
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+GPUS = 2
+
+
+@pytest.fixture
+def house(tiny_model: Path, tmp_path: Path) -> Iterator[House]:
+    with ray_nodes() as cluster, pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.environment.items():
+            patch.setenv(name, value)
+        cluster.start_head(f'{{"slot": {GPUS}}}')
+        options = {"address": cluster.address, "per_gpu": {"slot": 1.0}, "log_folder": str(tmp_path / "logs")}
+        deployer = {"product": "ray", "options": options}
+        house = House(tmp_path, tiny_model, [configuration("tp1"), configuration("tp2", 2)], GPUS, deployer=deployer)
+        try:
+            asyncio.run(house.start())
+            yield house
+        finally:
+            asyncio.run(house.close())
+
+
+async def test_two_actors_become_one_of_two_ranks_in_the_middle_of_a_step(house: House) -> None:
+    step = Step()
+    await house.at("tp1=2")
+    undisturbed = await step.undisturbed(next(iter((await house.engines()).values())))
+    with house.slowly():
+        asking = step.begin(house.url)
+        await asking.each_has(20)
+        report = await house.switch("tp2=1")
+        await asking.each_has(1, than=asking.counts)
+    assert await asking.end() == undisturbed
+    print(await house.shown(report))
+    assert (report["requests_parked"], report["requests_moved"]) == (step.requests, 0)
+    assert all(told["state"] == "done" for told in report["steps"])
+    assert step_seconds(report)["ready"] > 1.0
+    assert report["engine_ids"] == [engine["engine_id"] for engine in report["new_engines"]]
+    assert (await house.ledger())["in_flight"] == []

@@ -1,0 +1,72 @@
+"""Weights go from a trainer's process straight into two real vLLM servers, by vLLM's own weight transfer, with a
+backend over gloo: all of the way but NCCL."""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.bench.weights_vllm import peers_beside
+from orchestrrl.demo.scenario import load_scenario
+from orchestrrl.demo.stack import Stack, orchestrrl
+from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.engines.vllm import VllmEngine
+from orchestrrl.engines.weights_conformance import PROMPT, TOKENS
+from orchestrrl.sync_reports import SYNC, EngineSync, SyncReport, SyncState
+from tests.vllm.conftest import GLOO_ENVIRONMENT, GLOO_PLUGIN, REPOSITORY, VLLM_PYTHON, as_they_were
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PUBLISHED_WITHIN_S = 240.0
+
+
+async def published(stack: Stack, folders: Sequence[Path]) -> list[SyncReport]:
+    """Each as a version, in one trainer's process."""
+    process = await asyncio.create_subprocess_exec(
+        *(str(VLLM_PYTHON), str(GLOO_PLUGIN / "publish_directly.py"), stack.daemon_address, json.dumps(list(PROMPT))),
+        *map(str, folders),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **GLOO_ENVIRONMENT, "PYTHONPATH": f"{REPOSITORY}:{GLOO_PLUGIN}", "HF_HUB_OFFLINE": "1"},
+    )
+    try:
+        told, log = await asyncio.wait_for(process.communicate(), PUBLISHED_WITHIN_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, log.decode(errors="replace")[-5000:]
+    return [SYNC.validate_json(line) for line in told.splitlines() if line.startswith(b"{")]
+
+
+async def answers(servers: Sequence[LocalEngine]) -> list[tuple[int | None, tuple[int, ...]]]:
+    """The version that each says it has, and what it goes on with."""
+    told = []
+    for server in servers:
+        engine = VllmEngine(server.url, timeout_s=100)
+        assert not await engine.is_paused()
+        version = await engine.weight_version()
+        told.append((version, (await engine.excerpt(PROMPT, TOKENS)).token_ids))
+        await engine.close()
+    return told
+
+
+async def test_one_broadcast_into_two_servers(
+    vllm_servers: tuple[LocalEngine, ...], tiny_model: Path, other_weights: Path, tmp_path: Path
+) -> None:
+    servers = vllm_servers
+    (_, own), (_, same) = await answers(servers)
+    assert own == same
+    async with (
+        as_they_were(servers, tiny_model),
+        orchestrrl(load_scenario("vllm"), "vllm", servers, tmp_path) as stack,
+        peers_beside(stack, servers, tmp_path),
+    ):
+        first, back = await published(stack, [other_weights, tiny_model])
+        for report in (first, back):
+            assert (report.state, report.code, report.plane) == (SyncState.DONE, "done", "vllm_transfer"), report
+            assert all(engine.state is EngineSync.SERVES for engine in report.engines)
+        assert await answers(servers) == [(2, own), (2, own)]

@@ -1,0 +1,128 @@
+"""Versions of the weights go from folders into real vLLM, by both ways; what it then says is what transformers says."""
+
+import asyncio
+import json
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.deployers.attended import LocalEngine, start_vllm
+from orchestrrl.engines.vllm import VllmEngine
+from orchestrrl.engines.weight_backend import MODULE_FOLDER
+from orchestrrl.engines.weight_backend import VLLM_ARGUMENTS as OUR_BACKEND
+from orchestrrl.engines.weights_conformance import PROMPT, TOKENS, WeightsConformance, as_it_was, broken_of
+from orchestrrl.instrument.checkpoint_files import folder_sum
+from tests.vllm.conftest import MAX_NUM_SEQS, SLOW_STEPS, TINY_MODEL_SCRIPT, VLLM_PLUGIN, VLLM_PYTHON
+
+# The tiny model's layers are packed by vLLM's CPU build; this leaves them as they are on GPUs, to be read back.
+UNPACKED = ("--worker-extension-cls", "unpacked_weights.Unpacked")
+REFERENCE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+prompt, tokens, *folders = json.loads(sys.argv[1])
+told = []
+for folder in folders:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = model.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, eos_token_id=None,
+                         pad_token_id=0)
+    told.append(ids[0].tolist()[len(prompt):])
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="session")
+def versions(tiny_model: Path, other_weights: Path) -> tuple[Path, ...]:
+    """Three; the second and third have nothing but a file of weights, as versions that were carried."""
+    third = tiny_model.parent / "third"
+    made = subprocess.run(
+        [VLLM_PYTHON, TINY_MODEL_SCRIPT, third, "--seed", "2"], capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    carried = []
+    for whole in (other_weights, third):
+        carried.append(whole.parent / f"carried-{whole.name}")
+        carried[-1].mkdir()
+        (carried[-1] / "model.safetensors").hardlink_to(whole / "model.safetensors")
+    return tiny_model, *carried
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model: Path, other_weights: Path, versions: tuple[Path, ...]) -> tuple[tuple[int, ...], ...]:
+    """What transformers says for each of the versions."""
+    folders = [tiny_model, other_weights, tiny_model.parent / "third"]
+    asked = json.dumps([PROMPT, TOKENS, *map(str, folders)])
+    ran = subprocess.run([VLLM_PYTHON, "-c", REFERENCE, asked], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return tuple(map(tuple, json.loads(ran.stdout.splitlines()[-1])))
+
+
+@pytest.fixture
+def broken(versions: tuple[Path, ...], tmp_path: Path) -> dict[str, Path]:
+    folders = broken_of(versions[1], tmp_path)
+    del folders["no folder"]  # without our backend vLLM dies of it
+    return folders
+
+
+@pytest.fixture(scope="module")
+def server_with_backend(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
+    async def start() -> LocalEngine:
+        return await start_vllm(
+            "vllm-weights",
+            python=VLLM_PYTHON,
+            model=tiny_model,
+            log_dir=tmp_path_factory.mktemp("vllm-weights"),
+            max_num_seqs=MAX_NUM_SEQS,
+            arguments=(
+                *("--max-model-len", "16384", "--num-gpu-blocks-override", "130", "--enable-prefix-caching"),
+                *("--logits-processors", "slow_steps:SlowSteps"),
+                *OUR_BACKEND,
+                *UNPACKED,
+            ),
+            environment={
+                "PYTHONPATH": f"{MODULE_FOLDER}:{VLLM_PLUGIN}",
+                "ORCHESTRRL_TEST_SLOW_STEPS": SLOW_STEPS,
+            },
+        )
+
+    engine = asyncio.run(start())
+    yield engine
+    asyncio.run(engine.stop())
+
+
+@pytest.mark.slow
+class TestThroughOurBackend(WeightsConformance):
+    @pytest.fixture
+    async def engine(self, server_with_backend: LocalEngine) -> AsyncIterator[VllmEngine]:
+        engine = VllmEngine(server_with_backend.url, timeout_s=100)
+        yield engine
+        await engine.close()
+
+    async def test_it_says_what_it_holds_and_answers_as_transformers_does(
+        self, engine: VllmEngine, versions: tuple[Path, ...], reference: tuple[tuple[int, ...], ...]
+    ) -> None:
+        async with as_it_was(engine, versions[0]) as weights:
+            for version, (folder, expected) in enumerate(zip(versions, reference, strict=True), 1):
+                told = await weights.load_weights(folder, version)
+                assert told.is_read_back
+                assert told.sum == folder_sum(folder)
+                assert await weights.continue_greedily(PROMPT, TOKENS) == expected
+
+
+class TestByReloadWeights(WeightsConformance):
+    @pytest.fixture
+    async def engine(self, vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[VllmEngine]:
+        engine = VllmEngine(vllm_servers[0].url, timeout_s=100)
+        yield engine
+        await engine.close()
+
+    async def test_it_says_what_it_was_given_and_answers_as_transformers_does(
+        self, engine: VllmEngine, versions: tuple[Path, ...], reference: tuple[tuple[int, ...], ...]
+    ) -> None:
+        async with as_it_was(engine, versions[0]) as weights:
+            for version, (folder, expected) in enumerate(zip(versions, reference, strict=True), 1):
+                told = await weights.load_weights(folder, version)
+                assert not told.is_read_back
+                assert told.sum == folder_sum(folder)
+                assert await weights.continue_greedily(PROMPT, TOKENS) == expected

@@ -40,6 +40,7 @@ def decided(*workers: Worker, theta: float = 0.0, **knobs: object) -> Balance:
     return decide(Problem(theta, workers), **knobs)  # type: ignore[arg-type]
 
 
+@pytest.mark.exact
 @given(problems())
 def test_the_oracle_agrees(problem: Problem) -> None:
     oracle = Oracle(problem)

@@ -182,6 +182,7 @@ async def pair(fleet: Fleet, tmp_path: Path) -> AsyncIterator[Pair]:
     await second.stop()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("frozen", [agent_pb2.FROZEN_REQUESTS_RECOMPUTE, agent_pb2.FROZEN_REQUESTS_CONTINUE])
 async def test_quiet_is_quiet_and_answers_are_those_of_an_undisturbed_step(
     pair: Pair, frozen: agent_pb2.FrozenRequests.ValueType

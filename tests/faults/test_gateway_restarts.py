@@ -151,6 +151,7 @@ async def broken(asking: "Iterable[asyncio.Task[Any]]") -> None:
         assert isinstance(outcome, aiohttp.ClientError | AssertionError), outcome
 
 
+@pytest.mark.smoke
 async def test_killed_in_mid_step_it_goes_on_where_it_was(front: Restarts) -> None:
     done, under_way = asked(100, 4, max_tokens=400), asked(200, 6)
     await front.ask_all(done)

@@ -49,6 +49,7 @@ def question(max_tokens: int, *, stream: bool = False, prompt_tokens: int = 200)
     return Question(next(numbers), prompt_tokens, max_tokens, stream)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_the_engine_that_is_moved_to_dies(start: Start, stream: bool) -> None:
     """While it prefills: the request goes back to where it came from, with every token it had."""

@@ -6,12 +6,14 @@ On simulated engines over HTTP; an engine's death on real vLLM is in tests/vllm.
 import asyncio
 import time
 
+import pytest
 from fleet import ENGINES, Fleet, until
 
 from orchestrrl.client import Client
 from orchestrrl.rpc.pb import telemetry_pb2
 
 
+@pytest.mark.smoke
 async def test_a_killed_engines_requests_are_continued_elsewhere(fleet: Fleet) -> None:
     async def kill() -> None:
         fleet.engines[0].kill()
@@ -57,6 +59,7 @@ async def test_rollouts_go_on_without_the_daemon(fleet: Fleet) -> None:
     assert await fleet.answers_despite(kill) == fleet.expected
 
 
+@pytest.mark.smoke
 async def test_a_restarted_daemon_finds_everything_again(fleet: Fleet) -> None:
     async def kill_and_restart() -> None:
         fleet.stack.daemon.kill()

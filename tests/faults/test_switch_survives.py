@@ -61,6 +61,7 @@ LONG = 1500  # tokens: still under way when a second gateway's requests are, too
 VERIFIED = 20  # the last entry before which it goes back
 
 
+@pytest.mark.smoke
 async def test_nothing_goes_wrong(house: House) -> None:
     stays = await house.named("tp2")
     before = house.leader(stays)

@@ -37,6 +37,7 @@ async def again(process: Marked) -> None:
     await process.start()
 
 
+@pytest.mark.smoke
 async def test_nothing_goes_wrong(house: House) -> None:
     async with house.requests():
         version = house.publish()

@@ -27,6 +27,7 @@ def problems(draw: st.DrawFn) -> tuple[Floats, Floats]:
     return rows * 10.0 ** draw(st.integers(-3, 3)), target
 
 
+@pytest.mark.exact
 @given(problems())
 def test_none_is_nearer(problem: tuple[Floats, Floats]) -> None:
     rows, target = problem

@@ -156,6 +156,7 @@ def test_counting_completions_is_counting_iterations(rng: Random) -> None:
         assert slow == quick or same(slow or 0.0, quick or 0.0)
 
 
+@pytest.mark.exact
 @MANY_EXAMPLES
 @given(RANDOM)
 def test_the_exact_search_finds_what_walking_over_everything_finds(rng: Random) -> None:
@@ -234,6 +235,7 @@ def test_every_figure_of_a_tiny_answer_holds(rng: Random) -> None:
     holds(tiny(rng))
 
 
+@pytest.mark.exact
 @MANY_EXAMPLES
 @given(RANDOM)
 def test_a_tiny_bound_is_below_and_the_makespan_close_to_the_best_there_is(rng: Random) -> None:
@@ -257,12 +259,14 @@ def test_problems_on_which_the_search_once_fell_short(kind: str, seed: int) -> N
     holds_beside_the_best(KINDS[kind](Random(seed)))
 
 
+@pytest.mark.exact
 @FEW_EXAMPLES
 @given(SEEDS)
 def test_the_bound_is_below_and_the_makespan_close_to_the_best_there_is(seed: int) -> None:
     holds_beside_the_best(few(Random(seed)))
 
 
+@pytest.mark.exact
 @settings(phases=FEW_EXAMPLES.phases)
 @given(SEEDS)
 def test_where_room_is_short_the_bound_is_below_and_the_makespan_close_to_the_best_there_is(seed: int) -> None:

@@ -8,7 +8,7 @@ from tests.ocs_drivers.test_conformance_run import conformance
 
 
 def test_the_command_runs_against_a_process_and_fails_by_its_exit_status() -> None:
-    script = Path(__file__).with_name("virtual_process.py")
+    script = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
     process = subprocess.Popen(
         [sys.executable, str(script), '{"reconfiguration_s": 0.002}'],
         stdin=subprocess.PIPE,

@@ -39,7 +39,7 @@ class Switch:
 
 @contextmanager
 def switch(*arguments: str) -> Iterator[Switch]:
-    script = Path(__file__).with_name("stubborn_process.py")
+    script = Path(__file__).parents[1] / "ocs_drivers" / "stubborn_process.py"
     process = subprocess.Popen(
         [sys.executable, str(script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -85,6 +85,7 @@ def test_a_run_that_is_stopped_frees_the_ports(number: signal.Signals) -> None:
         assert device.report()["up"] == []
 
 
+@pytest.mark.smoke
 def test_a_second_signal_names_what_is_left_up() -> None:
     with switch("--ignores", "1", "--keeps", "2") as device, conformance(device.address) as process:
         wait_for_setters(device, process, 1)

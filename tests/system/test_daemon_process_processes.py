@@ -85,6 +85,7 @@ async def ask_status(address: str) -> Any:
         return await stub.GetStatus(control_pb2.GetStatusRequest(), wait_for_ready=True, timeout=DEADLINE_S)
 
 
+@pytest.mark.smoke
 def test_it_says_where_it_listens_and_stops_in_order(start: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = start("--mode", "act", listen={"address": "127.0.0.1:0", "socket": str(tmp_path / "s")})
     assert daemon.address, daemon.errors
@@ -126,6 +127,7 @@ def test_a_bad_reload_keeps_the_old_configuration_and_says_why(start: Callable[.
     assert daemon.end() == 0
 
 
+@pytest.mark.smoke
 async def test_a_killed_daemon_finds_its_node_and_its_open_operation_again(start: Callable[..., Daemon]) -> None:
     """The node carries a move out whose result the daemon never learns, since it is killed before."""
     daemon = start("--mode", "act")

@@ -16,7 +16,7 @@ from ocs_drivers.faults import Fault
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
 
-SCRIPT = Path(__file__).with_name("virtual_process.py")
+SCRIPT = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
 
 
 class TestOutOfProcess(DriverConformance):

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from orchestrrl.journal import Journal, JournalReader, Kind
 from tests.orchestrrl.test_journal import path
 
@@ -21,6 +23,7 @@ while True:
 """
 
 
+@pytest.mark.smoke
 def test_a_killed_writer_leaves_every_entry_it_had_written(path: Path) -> None:
     told = 0
     for generation in (1, 2, 3):

@@ -20,7 +20,7 @@ from orchestrrl.deployers.conformance import stub_launch, until
 from orchestrrl.deployers.local import LocalDeployer
 from orchestrrl.deployers.local_processes import MARK
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
-from tests.orchestrrl.deployers.cut_short import fleet_at, launch_at
+from tests.system.cut_short import fleet_at, launch_at
 
 ENGINE = EngineId("e/0")
 TWO_PROCESSES = Parallelism(attention_gpus=1, ffn_gpus=1)

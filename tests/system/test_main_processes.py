@@ -66,6 +66,7 @@ def completion(words: str, shell: str) -> dict[str, str]:
     return {"_ORCHESTRRL_COMPLETE": f"complete_{shell}", **place, **asked}
 
 
+@pytest.mark.smoke
 def test_help_and_completion_import_nothing_heavy() -> None:
     helps = [["--version"], *([*path.split(), "--help"] for path in ("", *GROUPS, *COMMANDS))]
     typed = ("fab", "--", "fabric ", "fabric allocate --", "plan solve --", "gateway --", "gate pause --mode ", "mode ")

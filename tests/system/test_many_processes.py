@@ -168,6 +168,7 @@ async def daemon_address(engines: list[LocalEngine], tmp_path: Path) -> AsyncIte
     await daemon.stop()
 
 
+@pytest.mark.smoke
 async def test_the_daemon_sees_one_ledger_and_a_move_finds_its_gateway(daemon_address: str, start: Start) -> None:
     gateway = await start("--daemon", daemon_address)
     async with fresh() as http, ControlClient(daemon_address) as control:

@@ -68,6 +68,7 @@ async def until_running(http: aiohttp.ClientSession, url: str, count: int) -> di
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.smoke
 async def test_an_engine_killed_in_the_middle_of_a_step_loses_no_request(
     engines: list[LocalEngine], gateway: GatewayProcess
 ) -> None:

@@ -104,6 +104,7 @@ def run_agent(address: str, ended: threading.Event) -> threading.Thread:
     return thread
 
 
+@pytest.mark.smoke
 def test_an_agent_is_seen_again_by_a_restarted_daemon(daemon: DaemonProcess) -> None:
     ended = threading.Event()
     thread = run_agent(daemon.address, ended)
@@ -130,6 +131,7 @@ def _with_worker(status: dict[str, Any]) -> dict[str, Any] | None:
     return status if seen and status["nodes"] else None
 
 
+@pytest.mark.smoke
 def test_an_operators_words_reach_the_journal(daemon: DaemonProcess) -> None:
     assert daemon.ask("mode", "act", "--reason", "tried it") == {"mode": "act", "previous": "advise"}
     assert daemon.ask("plan", "pin", "--reason", "hands off", "--ttl-s", "600")["state"] == "pinned"

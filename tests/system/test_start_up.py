@@ -21,6 +21,7 @@ PROCESSES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("module", PROCESSES)
 def test_a_process_loads_no_more_than_it_needs(module: str) -> None:
     code = (

@@ -224,6 +224,7 @@ def test_without_a_daemon_it_says_so() -> None:
     assert "no daemon at 127.0.0.1:1" in result.stderr
 
 
+@pytest.mark.smoke
 def test_a_killed_daemon_leaves_nothing_half_done(tmp_path: Path) -> None:
     device = subprocess.Popen(
         [sys.executable, str(VIRTUAL_PROCESS), json.dumps({"reconfiguration_s": 1.0})],

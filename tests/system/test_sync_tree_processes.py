@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,8 @@ def test_the_same_problem_has_the_same_plan_in_any_process(hash_seed: str) -> No
     told = "from sync_sites import *; from planner.sync_tree.plan import make_plan; import hashlib, json\n"
     told += "p = problem_of(regular(1, 3, 8, tp=2))\n"
     told += "print(hashlib.sha256(json.dumps(answer_of(p, make_plan(p))).encode()).hexdigest())"
-    paths = os.pathsep.join([os.path.dirname(__file__), os.getcwd()])
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root / "tests" / "planner" / "sync_tree"), str(root)])
     found = [
         subprocess.run(
             [sys.executable, "-c", told],

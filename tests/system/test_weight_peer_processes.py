@@ -54,6 +54,7 @@ async def publish(daemon: FakeDaemon, folder: Path, contents: Contents, version:
     return OpenVersion(known)
 
 
+@pytest.mark.smoke
 async def test_a_version_goes_from_trainers_parts_to_an_engine(house: tuple[FakeDaemon, int], tmp_path: Path) -> None:
     daemon, port = house
     async with SimulatedServer(SimulatedOptions()) as server:

@@ -28,7 +28,7 @@ from orchestrrl.weights.trainer_boxes import Piece, slices
 from planner.sync_tree.shares import needed_boxes
 from tests.orchestrrl.gateway.processes import free_port
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 WORLD = 4
 BEGIN_WITHIN_S = 300.0  # eight processes, on a machine that has other things to do
 TENSORS = tuple(

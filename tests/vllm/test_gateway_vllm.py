@@ -154,6 +154,7 @@ async def test_the_text_is_right_where_no_server_decodes_tokens(house: House, mo
         assert answer.text == undisturbed.text, result
 
 
+@pytest.mark.smoke
 async def test_a_waiting_request_moves_to_a_free_seat(house: House) -> None:
     """e0 has four seats; the fifth request waits there until it is moved."""
     house.gateway.set_routes([Route(EngineId("e0"), house.engines[0].url)])

@@ -128,6 +128,7 @@ def test_a_kept_circuit_gives_way_where_that_places_another() -> None:
     assert placed.proven
 
 
+@pytest.mark.exact
 @given(st.integers(0, 2**32), st.sampled_from((0.0, 0.6, 0.95)), st.sampled_from((0.0, 0.15)))
 def test_the_best_of_all_sets_of_cross_connects(seed: int, up: float, failed: float) -> None:
     rng = Random(seed)
@@ -138,6 +139,7 @@ def test_the_best_of_all_sets_of_cross_connects(seed: int, up: float, failed: fl
     assert placed.proven
 
 
+@pytest.mark.exact
 @given(st.integers(0, 2**32), st.sampled_from((0.0, 0.5, 0.95)), st.sampled_from((0.0, 0.1)))
 def test_as_good_as_a_program_over_ports(seed: int, up: float, failed: float) -> None:
     rng = Random(seed)
@@ -235,6 +237,7 @@ def with_failed(cabling: Cabling, rng: Random, on_each: int) -> dict[OcsId, froz
     return {switch: frozenset(rng.sample(sorted(owner), on_each)) for switch, owner in cabling.ports.items()}
 
 
+@pytest.mark.exact
 @given(st.integers(0, 2**32), st.sampled_from((0.0, 1.0)))
 def test_a_full_pod_with_failed_ports_is_as_good_as_a_program_over_ports(seed: int, stands: float) -> None:
     rng = Random(seed)

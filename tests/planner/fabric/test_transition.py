@@ -46,6 +46,7 @@ def larger(seed: int) -> TransitionProblem:
     return draw_problem(rng, switches=rng.randint(1, 5), ports=rng.choice((12, 24)), endpoints=rng.randint(4, 16))
 
 
+@pytest.mark.exact
 @SLOW
 @given(SEEDS)
 def test_no_transition_is_better(seed: int) -> None:

@@ -74,6 +74,7 @@ def has_way(document: Document) -> bool:
     return True
 
 
+@pytest.mark.exact
 @given(seeds)
 def test_naive_is_what_an_independent_linear_program_finds(seed: int) -> None:
     document = irregular(random.Random(seed))
@@ -84,6 +85,7 @@ def test_naive_is_what_an_independent_linear_program_finds(seed: int) -> None:
     assert lower_bound_s(problem_of(document)) <= expected_s * (1 + 1e-6)
 
 
+@pytest.mark.exact
 @given(seeds)
 def test_naive_over_links_is_what_the_program_finds_too(seed: int) -> None:
     document = linked(random.Random(seed))

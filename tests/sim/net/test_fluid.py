@@ -51,6 +51,7 @@ def flows_of(size: list[Fraction]) -> Flows:
     return Flows.of([(i, 1000, float(each)) for i, each in enumerate(size)])
 
 
+@pytest.mark.exact
 @given(cases())
 def test_ends_are_those_of_exact_events(case: tuple[list[Fraction], Rows, list[Fraction]]) -> None:
     capacity, rows, size = case
@@ -67,6 +68,7 @@ def beside(network: Network, flows: Flows, steady: Flows, tolerance: float = 0.0
 LONG = Fraction(10**9)  # of a flow that does not end while others are looked at
 
 
+@pytest.mark.exact
 @given(cases(), st.lists(st.sampled_from([Fraction(1, 4), Fraction(1), Fraction(9)]), min_size=8, max_size=8))
 def test_ends_beside_steady_flows_are_those_of_exact_events(
     case: tuple[list[Fraction], Rows, list[Fraction]], wish: list[Fraction]

@@ -84,7 +84,7 @@ endef
 test: TEST_WORKERS = 2
 test: $(DEV_STAMP)  ## the tests in process, and a few that start processes: minutes, without vLLM
 	@$(pytest) -m "(smoke or not process) and not slow" $(side_by_side) \
-	  tests/planner tests/balancer tests/ocs_drivers tests/orchestrrl tests/sim $(call marked,smoke,tests/system tests/faults tests/vllm)
+	  tests/planner tests/balancer tests/ocs_drivers tests/orchestrrl tests/sim tests/docs $(call marked,smoke,tests/system tests/faults tests/vllm)
 
 test-system: export ORCHESTRRL_HYPOTHESIS = many
 test-system: $(DEV_STAMP)  ## processes that work together, processes that are killed, and properties against exact solvers

@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import fork_server
+
 # Its assertions are shown as those of tests are.
 pytest.register_assert_rewrite("orchestrrl.deployers.conformance")
 
 # As in `orchestrrl` itself, also for tests that load numpy without it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+fork_server.install()
 
 # No deadline for an example: a shared machine may stall in any, and pytest's time-out catches what hangs. The same
 # examples in every run, so that a change does not fail by a fault that it did not make: `make fuzz` searches.

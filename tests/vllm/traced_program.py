@@ -3,8 +3,10 @@
 python traced_program.py WHAT RANK WORLD_SIZE STORE
 """
 
+import contextlib
 import importlib
 import os
+import select
 import signal
 import sys
 
@@ -84,15 +86,16 @@ def ddp(rank: int, size: int) -> None:
 
 
 def killed(rank: int, size: int) -> None:
-    """All but rank 0 enter a barrier that never ends; rank 1 is killed in it."""
-    if rank:
-        work = dist.barrier(async_op=True)
-        _store().set(f"in-{rank}", "1")
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        del work
-    else:
-        _store().get("in-1")
+    """All but rank 0 enter a barrier that never ends; rank 1 is killed in it. The others outlive it: a rank that leaves
+    ends the barrier of the rest."""
+    work = dist.barrier(async_op=True) if rank else None
+    if rank == 1:
+        _store().set("killed", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    pid = int(_store().get("killed"))
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(pid)], [], [])
+    del work
     os._exit(0)
 
 

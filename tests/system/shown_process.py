@@ -1,0 +1,35 @@
+"""Print, as JSON, what a process can see of how it was started; then end as the first argument says."""
+
+import json
+import os
+import signal
+import sys
+import threading
+
+print(
+    json.dumps(
+        {
+            "argv": sys.argv,
+            "path": sys.path,
+            "name": __name__,
+            "cwd": os.getcwd(),
+            "environment": dict(os.environ),
+            "parent": os.getppid(),
+            "leads its session": os.getsid(0) == os.getpid(),
+            "files": sorted(os.listdir("/proc/self/fd"))[:3],
+            "threads": threading.active_count(),
+            "interrupts": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            "input": sys.stdin.read(),
+            "encoding": [sys.stdout.encoding, sys.stderr.errors, sys.stdout.line_buffering, sys.stderr.line_buffering],
+        }
+    )
+)
+print("no text: \ud800", file=sys.stderr)
+match sys.argv[1]:
+    case "raise":
+        raise ValueError("told to")
+    case "exit":
+        sys.exit(7)
+    case "kill":
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)

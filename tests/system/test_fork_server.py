@@ -1,0 +1,49 @@
+"""A process that the fork server starts is as one that is started anew, in all that its code can see."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import fork_server
+
+SCRIPT = str(Path(__file__).with_name("shown_process.py"))
+
+
+def outcome(popen: Any, words: list[str], **options: Any) -> tuple[Any, int, str]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with popen([sys.executable, *words], **pipes, **options) as process:
+        out, err = process.communicate("some input")
+    return json.loads(out) if out.startswith("{") else out, process.returncode, err
+
+
+@pytest.mark.parametrize("end", ["return", "exit", "kill"])
+@pytest.mark.parametrize("new_session", [False, True])
+def test_it_is_as_one_that_is_started_anew(tmp_path: Path, end: str, new_session: bool) -> None:
+    options = {"cwd": tmp_path, "env": {**os.environ, "MORE": "x"}, "start_new_session": new_session}
+    forked = outcome(subprocess.Popen, [SCRIPT, end, "word"], **options)
+    started = outcome(fork_server._popen, [SCRIPT, end, "word"], **options)
+    assert forked[0] == started[0]
+    assert forked[1:] == started[1:]
+    assert forked[0]["parent"] == os.getpid()
+
+
+def test_an_exception_is_told_and_is_status_1() -> None:
+    _, status, err = outcome(subprocess.Popen, [SCRIPT, "raise"])
+    assert (status, err.splitlines()[-1]) == (1, "ValueError: told to")
+
+
+def test_a_command_answers_as_it_does() -> None:
+    words = ["-m", "orchestrrl", "status", "--daemon", "127.0.0.1:9"]
+    assert outcome(subprocess.Popen, words) == outcome(fork_server._popen, words)
+
+
+def test_settings_of_the_interpreter_are_not_lost() -> None:
+    options = {"env": {**os.environ, "PYTHONHASHSEED": "7", "PYTHONIOENCODING": "latin-1"}}
+    forked = outcome(subprocess.Popen, [SCRIPT, "return"], **options)
+    assert forked == outcome(fork_server._popen, [SCRIPT, "return"], **options)
+    assert forked[0]["encoding"][0] == "iso8859-1"

@@ -98,12 +98,14 @@ def _python_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 class _Server:
     _one: "_Server | None" = None
+    _starting = threading.Lock()
 
     @classmethod
     def running(cls) -> "_Server":
-        if cls._one is None:
-            cls._one = cls()
-        return cls._one
+        with cls._starting:
+            if cls._one is None:
+                cls._one = cls()
+            return cls._one
 
     def __init__(self) -> None:
         self._settings = _python_settings(os.environ)

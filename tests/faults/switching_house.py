@@ -279,8 +279,10 @@ class House:
         self.daemon.go_on()
         await self.daemon.until_still()
         there = [{i["id"] for i in (await step.shown())["in_flight"] if i["engine"] in leave} for step in steps]
-        yield switch, there
-        self.daemon.go_on()
+        try:
+            yield switch, there
+        finally:
+            self.daemon.go_on()
 
     async def report(self, switch: str) -> control_pb2.SwitchReport:
         told: control_pb2.SwitchReport = await self.ask("GetSwitch", control_pb2.GetSwitchRequest(switch_id=switch))

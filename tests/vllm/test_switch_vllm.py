@@ -117,6 +117,7 @@ async def test_a_new_engine_that_does_not_start_is_taken_back(house: House) -> N
     assert report["closed_s"] > 0
 
 
+@pytest.mark.slow
 async def test_a_new_engine_that_answers_wrongly_is_taken_back(house: House) -> None:
     """Its GPU was free: the others serve on."""
     report, failed = await rolled_back(house, "tp1=2", "untrained=1")

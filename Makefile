@@ -8,7 +8,8 @@ PIP_ARGS ?=
 FUZZ_ROUNDS ?= 3
 FUZZ_CALLS ?= 100000
 FUZZ_SEED ?= 1
-# Processes for the tests that run side by side: those of `make test` compute, the others wait for others much of the time.
+# Processes for the tests that run side by side, for two cores: those of other processes wait for these much of the time,
+# and vLLM's servers take all the cores that they find.
 TEST_WORKERS ?= 3
 
 # `time` is bash's.
@@ -81,15 +82,16 @@ define both
 	exit $$status
 endef
 
-test: TEST_WORKERS = 2
 test: $(DEV_STAMP)  ## the tests in process, and a few that start processes: minutes, without vLLM
 	@$(pytest) -m "(smoke or not process) and not slow" $(side_by_side) \
 	  tests/planner tests/balancer tests/ocs_drivers tests/orchestrrl tests/sim tests/docs $(call marked,smoke,tests/system tests/faults tests/vllm)
 
+test-system: TEST_WORKERS = 4
 test-system: export ORCHESTRRL_HYPOTHESIS = many
 test-system: $(DEV_STAMP)  ## processes that work together, processes that are killed, and properties against exact solvers
 	$(call both,(exact or process) and not smoke and not slow,tests/faults tests/system $(call marked,exact,tests))
 
+test-vllm: TEST_WORKERS = 2
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## tests against real vLLM and torch
 	@$(pytest) -m "not slow" $(side_by_side) tests/vllm
 

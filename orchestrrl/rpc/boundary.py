@@ -150,3 +150,16 @@ class _Call:
                 self._refused = error
                 return
             yield message
+
+
+def ignore_lost_answers(loop: asyncio.AbstractEventLoop) -> None:
+    """Log in one line an answer whose client has gone. gRPC sends it in a task of its own, which nothing awaits, so
+    that asyncio would report the failure with a traceback."""
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if isinstance(context.get("exception"), grpc.aio.InternalError):
+            logger.debug("an answer could not be sent: its client has gone")
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)

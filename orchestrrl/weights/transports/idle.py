@@ -109,10 +109,12 @@ class IdleConnections(Generic[C]):
             self._changed.notify_all()
             over = [each.connection for each in self._idle.values()]
             self._idle.clear()
-            if self._timer is not None:
-                self._timer.cancel()
+            timer = self._timer
         for each in over:
             self._let_go(each)
+        if timer is not None:  # no thread of ours outlives its transport
+            timer.cancel()
+            timer.join()
 
     def _late(self) -> None:
         with self._lock:

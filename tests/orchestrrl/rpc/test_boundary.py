@@ -1,6 +1,7 @@
 """The boundary of the daemon's gRPC server: bytes, ranges, limits and defects, over a channel."""
 
 import asyncio
+import gc
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -357,3 +358,17 @@ async def test_an_error_beside_a_stream_of_orders_ends_that_call_with_its_status
     assert (await ending(call.read()))[0] is code
     assert house.plane.defects.counts["orchestrrl.v1.Node/Attach"] == (code is grpc.StatusCode.INTERNAL)
     assert not any(record.name == "asyncio" for record in caplog.records)
+
+
+@pytest.mark.parametrize(("error", "tracebacks"), [(grpc.aio.InternalError("execute_batch"), 0), (ValueError("x"), 1)])
+async def test_an_answer_whose_client_has_gone_is_no_traceback(
+    house: House, caplog: pytest.LogCaptureFixture, error: Exception, tracebacks: int
+) -> None:
+    async def send() -> None:
+        raise error
+
+    sending = asyncio.create_task(send())  # as gRPC does: nothing awaits it
+    await asyncio.wait({sending})
+    del sending
+    gc.collect()
+    assert sum(record.exc_info is not None for record in caplog.records) == tracebacks

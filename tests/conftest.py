@@ -20,6 +20,16 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 fork_server.install()
 
+
+def _not_of_an_earlier_loop(record: logging.LogRecord) -> bool:
+    """gRPC has one queue of events for all event loops. One that comes for the loop of a test that is over is an error
+    in the loop of the test that runs."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (str(error) == "Event loop is closed" and "PollerCompletionQueue" in record.getMessage())
+
+
+logging.getLogger("asyncio").addFilter(_not_of_an_earlier_loop)
+
 # No deadline for an example: a shared machine may stall in any, and pytest's time-out catches what hangs. The same
 # examples in every run, so that a change does not fail by a fault that it did not make: `make fuzz` searches.
 settings.register_profile("few", max_examples=25, deadline=None, derandomize=True, print_blob=True)  # make test

@@ -8,6 +8,7 @@ PIP_ARGS ?=
 FUZZ_ROUNDS ?= 3
 FUZZ_CALLS ?= 100000
 FUZZ_SEED ?= 1
+MUTANTS ?= 20
 # Processes for the tests that run side by side, for two cores: those of other processes wait for these much of the time,
 # and vLLM's servers take all the cores that they find.
 TEST_WORKERS ?= 3
@@ -25,7 +26,7 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := .venv-vllm/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-slow check generate lock bench clean venv venv-dev venv-vllm venv-routers
+.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-slow mutants check generate lock bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,9 +83,11 @@ define both
 	exit $$status
 endef
 
+quick = -m "(smoke or not process) and not slow" $(side_by_side) tests/planner tests/balancer tests/ocs_drivers \
+  tests/orchestrrl tests/sim tests/docs $(call marked,smoke,tests/system tests/faults tests/vllm)
+
 test: $(DEV_STAMP)  ## the tests in process, and a few that start processes: minutes, without vLLM
-	@$(pytest) -m "(smoke or not process) and not slow" $(side_by_side) \
-	  tests/planner tests/balancer tests/ocs_drivers tests/orchestrrl tests/sim tests/docs $(call marked,smoke,tests/system tests/faults tests/vllm)
+	@$(pytest) $(quick)
 
 test-system: TEST_WORKERS = 4
 test-system: export ORCHESTRRL_HYPOTHESIS = many
@@ -97,6 +100,10 @@ test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## tests against real vLLM and torch
 
 test-slow: $(DEV_STAMP) $(VLLM_STAMP)  ## tests of minutes each; TENTH=N: a tenth of them, drawn with seed N
 	$(call both,slow,$(call marked,slow,tests),$(if $(TENTH),--tenth $(TENTH)))
+
+mutants: $(DEV_STAMP)  ## plant small faults in the code and show which `make test` finds (MUTANTS=20, 0: all; rm -r out/mutants: anew)
+	@test -f out/mutants/reached.json || $(BIN)/python tests/mutants.py record $(quick)
+	@$(BIN)/python tests/mutants.py plant --sample $(MUTANTS)
 
 fuzz: $(DEV_STAMP)  ## the property tests with other examples in every run (FUZZ_ROUNDS=3)
 	@for round in $$(seq $(FUZZ_ROUNDS)); do \

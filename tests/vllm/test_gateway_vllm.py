@@ -25,6 +25,7 @@ from tests.vllm.conftest import INTERRUPTED_TOKENS, StartVllm
 
 DEADLINE_S = 120.0
 TOKENS = 400
+TRIES = 3
 GREEDY: dict[str, Any] = {
     "model": "tiny",
     "temperature": 0,
@@ -95,19 +96,40 @@ async def house(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[House]:
         await house.fleet.close()
 
 
+async def moved_at(house: House, request_id: str, asking: "asyncio.Task[Answer]", *totals: int) -> list[ItemResult]:
+    """Move the request at each total of tokens. Fewer results: where a machine stands still, a server sends all that is
+    left in one piece, and nothing can be moved any more."""
+    results: list[ItemResult] = []
+    for tokens in totals:
+        moving = asyncio.create_task(house.move(request_id, tokens))
+        await asyncio.wait({moving, asking}, return_when=asyncio.FIRST_COMPLETED)
+        if not moving.done():
+            moving.cancel()
+            break
+        if moving.result().detail == "finished before the move":
+            break
+        results.append(moving.result())
+    return results
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("ask", [COMPLETION, CHAT, REPEATING], ids=["completion", "chat", "repetition_penalty"])
 async def test_a_moved_answer_is_the_undisturbed_one(house: House, ask: tuple[str, Any], stream: bool) -> None:
     path, body = ask
     undisturbed = await house.ask(house.engines[0].url, path, body, stream=stream)
     assert len(undisturbed.token_ids) == TOKENS
-    house.holds.extend((20, 70, 121))
-    asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=stream))
-    for tokens in (20, 90, 211):
-        result = await house.move("r", tokens)
+    totals = (20, 90, 211)
+    for attempt in range(TRIES):
+        house.holds.clear()
+        house.holds.extend((20, 70, 121))
+        asking = asyncio.create_task(house.ask(house.url, path, body, f"r{attempt}", stream=stream))
+        results = await moved_at(house, f"r{attempt}", asking, *totals)
+        answer = await asking
+        if len(results) == len(totals):
+            break
+    for result, tokens in zip(results, totals, strict=True):
         assert result.done, result.detail
         assert result.recomputed_tokens >= tokens
-    answer = await asking
     assert answer.token_ids == undisturbed.token_ids
     assert answer.text == undisturbed.text
     assert answer.finish_reason == undisturbed.finish_reason == "length"

@@ -39,6 +39,7 @@ class Boundary(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._defects = defects
         self._open = 0  # calls
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_answer)
 
     async def intercept_service(
         self,
@@ -152,14 +153,10 @@ class _Call:
             yield message
 
 
-def ignore_lost_answers(loop: asyncio.AbstractEventLoop) -> None:
-    """Log in one line an answer whose client has gone. gRPC sends it in a task of its own, which nothing awaits, so
-    that asyncio would report the failure with a traceback."""
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if isinstance(context.get("exception"), grpc.aio.InternalError):
-            logger.debug("an answer could not be sent: its client has gone")
-        else:
-            loop.default_exception_handler(context)
-
-    loop.set_exception_handler(handle)
+def _is_no_lost_answer(record: logging.LogRecord) -> bool:
+    """False for gRPC's error with a traceback about an answer whose client has gone, as after its deadline."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, grpc.aio.InternalError):
+        return True
+    logger.debug("an answer could not be sent: its client has gone")
+    return False

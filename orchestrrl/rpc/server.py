@@ -21,7 +21,7 @@ from orchestrrl.errors import Permanent
 from orchestrrl.execute.fabric_windows import TraceHub
 from orchestrrl.nodes import Attachment
 from orchestrrl.rpc import convert, convert_node
-from orchestrrl.rpc.boundary import Boundary, ignore_lost_answers
+from orchestrrl.rpc.boundary import Boundary
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.control_service import ControlService
 from orchestrrl.rpc.fabric_service import FabricService
@@ -185,7 +185,6 @@ class Server:
         port = _bind(server, listen.address)
         if listen.socket is not None:
             _bind(server, f"unix:{listen.socket}")
-        ignore_lost_answers(asyncio.get_running_loop())
         await server.start()
         if listen.socket is not None:
             os.chmod(listen.socket, 0o600)

@@ -1,7 +1,7 @@
 """The boundary of the daemon's gRPC server: bytes, ranges, limits and defects, over a channel."""
 
 import asyncio
-import gc
+import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -360,15 +360,12 @@ async def test_an_error_beside_a_stream_of_orders_ends_that_call_with_its_status
     assert not any(record.name == "asyncio" for record in caplog.records)
 
 
-@pytest.mark.parametrize(("error", "tracebacks"), [(grpc.aio.InternalError("execute_batch"), 0), (ValueError("x"), 1)])
-async def test_an_answer_whose_client_has_gone_is_no_traceback(
-    house: House, caplog: pytest.LogCaptureFixture, error: Exception, tracebacks: int
-) -> None:
-    async def send() -> None:
-        raise error
-
-    sending = asyncio.create_task(send())  # as gRPC does: nothing awaits it
-    await asyncio.wait({sending})
-    del sending
-    gc.collect()
-    assert sum(record.exc_info is not None for record in caplog.records) == tracebacks
+async def test_an_answer_whose_client_has_gone_is_no_traceback(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC's core tells it in a log of its own, now and then: at deadlines of milliseconds."""
+    core = logging.getLogger("grpc._cython.cygrpc")
+    for error in (grpc.aio.InternalError("execute_batch"), ValueError("x")):
+        try:
+            raise error
+        except (grpc.aio.InternalError, ValueError):
+            core.exception("raised in core")
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]

@@ -16,6 +16,7 @@ the mutants are the same wherever the changed functions are.
 import argparse
 import ast
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -156,8 +157,9 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
                 yield "branch", test, ""
 
 
-def chosen(tree: Path) -> list[Mutant]:
-    """The mutants of every domain, kinds mixed; those listed as equivalent are left out."""
+def chosen(tree: Path, seed: int = SEED) -> list[Mutant]:
+    """The mutants of every domain, kinds mixed; those listed as equivalent are left out. A change of the code changes
+    the choice by the mutants that it adds and removes alone."""
     equivalent = json.loads(EQUIVALENT.read_text()) if EQUIVALENT.exists() else {}
     found: list[Mutant] = []
     for domain, patterns in DOMAINS.items():
@@ -167,9 +169,8 @@ def chosen(tree: Path) -> list[Mutant]:
             for mutant in mutants_of(name, domain, path.read_text()):
                 if mutant.name not in equivalent:
                     kinds[mutant.name.split(":")[2]].append(mutant)
-        rng = random.Random(f"{SEED} {domain}")
         for mutants in kinds.values():
-            rng.shuffle(mutants)
+            mutants.sort(key=lambda mutant: hashlib.sha256(f"{seed} {mutant.name}".encode()).digest())
         names = sorted(kinds)
         while sum(m.domain == domain for m in found) < PER_DOMAIN and any(kinds.values()):
             for kind in names:
@@ -342,12 +343,12 @@ def _copy(tree: Path, to: Path) -> Path:
     return to
 
 
-def plant(tree: Path, out: Path, *, sample: int, jobs: int, only: str) -> None:
+def plant(tree: Path, out: Path, *, seed: int, sample: int, jobs: int, only: str) -> None:
     """Try the mutants that have no result yet."""
     recorded = json.loads((out / "reached.json").read_text())
-    mutants = [mutant for mutant in chosen(tree) if only in mutant.name]
+    mutants = [mutant for mutant in chosen(tree, seed) if only in mutant.name]
     if sample:
-        mutants = random.Random(SEED).sample(mutants, min(sample, len(mutants)))
+        mutants = random.Random(seed).sample(mutants, min(sample, len(mutants)))
     results = out / "results.jsonl"
     have = {name for name, _, _ in _results(out)}
     left = [mutant for mutant in mutants if mutant.name not in have]
@@ -370,7 +371,7 @@ def plant(tree: Path, out: Path, *, sample: int, jobs: int, only: str) -> None:
             pass
     for copy in copies:
         shutil.rmtree(copy.parent)
-    show(tree, out)
+    show(tree, out, seed)
 
 
 def _results(out: Path) -> list[list[str]]:
@@ -378,10 +379,10 @@ def _results(out: Path) -> list[list[str]]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
-def show(tree: Path, out: Path) -> None:
+def show(tree: Path, out: Path, seed: int) -> None:
     """How many of each domain were killed, and those that were not, with their change."""
     outcome = {name: (what, why) for name, what, why in _results(out)}
-    mutants = [mutant for mutant in chosen(tree) if mutant.name in outcome]
+    mutants = [mutant for mutant in chosen(tree, seed) if mutant.name in outcome]
     killed = Counter(mutant.domain for mutant in mutants if outcome[mutant.name][0] == "killed")
     tried = Counter(mutant.domain for mutant in mutants)
     for mutant in mutants:
@@ -400,6 +401,7 @@ def main() -> None:
     parser.add_argument("what", choices=("record", "plant", "show"))
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout, its tests included")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants", help="where results are kept")
+    parser.add_argument("--seed", type=int, default=SEED, help="for another choice of mutants")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="try only so many")
     parser.add_argument("--only", default="", metavar="TEXT", help="try only mutants with this in their name")
     parser.add_argument("--jobs", type=int, default=2)
@@ -411,9 +413,9 @@ def main() -> None:
     elif arguments:
         parser.error(f"unknown: {' '.join(arguments)}")
     elif options.what == "plant":
-        plant(tree, out, sample=options.sample, jobs=options.jobs, only=options.only)
+        plant(tree, out, seed=options.seed, sample=options.sample, jobs=options.jobs, only=options.only)
     else:
-        show(tree, out)
+        show(tree, out, options.seed)
 
 
 if __name__ == "__main__":

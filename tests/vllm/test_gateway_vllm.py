@@ -97,8 +97,8 @@ async def house(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[House]:
 
 
 async def moved_at(house: House, request_id: str, asking: "asyncio.Task[Answer]", *totals: int) -> list[ItemResult]:
-    """Move the request at each total of tokens. Fewer results: where a machine stands still, a server sends all that is
-    left in one piece, and nothing can be moved any more."""
+    """Move the request at each total of tokens. Fewer results: vLLM merges outputs that its stream has not taken yet
+    (`RequestOutputCollector`), so that after a pause the rest may come in one piece, and nothing is left to move."""
     results: list[ItemResult] = []
     for tokens in totals:
         moving = asyncio.create_task(house.move(request_id, tokens))

@@ -7,6 +7,7 @@ fails for within `LIMIT_S` has survived.
 
     python tests/mutants.py record -m "not vllm and not slow" -n 3   # once per suite; pytest's arguments
     python tests/mutants.py plant --sample 20                        # resumes where it was stopped
+    python tests/mutants.py try NAME tests/planner/test_gate.py      # one mutant against these tests
     python tests/mutants.py show
 
 `--tree` takes another checkout, as that of an older suite: its tests run against its code, while names and choice of
@@ -285,6 +286,20 @@ def tests_for(mutant: Mutant, recorded: dict[str, object]) -> list[str]:
     ]
 
 
+def try_one(tree: Path, out: Path, name: str, tests: list[str]) -> None:
+    """Run pytest's arguments against one mutant."""
+    path = name.partition(":")[0]
+    domain = next((domain for domain, patterns in DOMAINS.items() if any(Path(path).match(p) for p in patterns)), "")
+    found = [mutant for mutant in mutants_of(path, domain, (tree / path).read_text()) if mutant.name == name]
+    if not found:
+        raise SystemExit(f"no such mutant: {name}")
+    print(f"line {found[0].line}: {found[0].before}  ->  {found[0].after}")
+    copy = _copy(tree, out / f"try{os.getpid()}" / "tree")
+    outcome, why = planted(found[0], copy, tests, copy.parent)
+    print((copy.parent / "log").read_text(), f"{outcome}: {why}", sep="\n")
+    shutil.rmtree(copy.parent)
+
+
 def planted(mutant: Mutant, copy: Path, tests: list[str], scratch: Path) -> tuple[str, str]:
     """The outcome of one mutant in a copy of the tree: `killed` by a test, `survived`, or `unreached`."""
     if not tests:
@@ -343,16 +358,16 @@ def _copy(tree: Path, to: Path) -> Path:
     return to
 
 
-def plant(tree: Path, out: Path, *, seed: int, sample: int, jobs: int, only: str) -> None:
+def plant(tree: Path, out: Path, *, seed: int, sample: int, jobs: int, domain: str) -> None:
     """Try the mutants that have no result yet."""
     recorded = json.loads((out / "reached.json").read_text())
-    mutants = [mutant for mutant in chosen(tree, seed) if only in mutant.name]
+    mutants = [mutant for mutant in chosen(tree, seed) if domain in ("", mutant.domain)]
     if sample:
         mutants = random.Random(seed).sample(mutants, min(sample, len(mutants)))
     results = out / "results.jsonl"
     have = {name for name, _, _ in _results(out)}
     left = [mutant for mutant in mutants if mutant.name not in have]
-    copies = [_copy(tree, out / f"copy{index}" / "tree") for index in range(jobs)]
+    copies = [_copy(tree, out / f"copy{os.getpid()}-{index}" / "tree") for index in range(jobs)]
     free = list(copies)
 
     def attempt(mutant: Mutant) -> None:
@@ -398,22 +413,24 @@ def show(tree: Path, out: Path, seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("record", "plant", "show"))
+    parser.add_argument("what", choices=("record", "plant", "try", "show"))
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout, its tests included")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants", help="where results are kept")
     parser.add_argument("--seed", type=int, default=SEED, help="for another choice of mutants")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="try only so many")
-    parser.add_argument("--only", default="", metavar="TEXT", help="try only mutants with this in their name")
+    parser.add_argument("--domain", default="", choices=DOMAINS, help="try only mutants of this domain")
     parser.add_argument("--jobs", type=int, default=2)
     options, arguments = parser.parse_known_args()
     tree, out = options.tree.resolve(), options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if options.what == "record":
         record(tree, out, arguments)
+    elif options.what == "try" and arguments:
+        try_one(tree, out, arguments[0], arguments[1:])
     elif arguments:
         parser.error(f"unknown: {' '.join(arguments)}")
     elif options.what == "plant":
-        plant(tree, out, seed=options.seed, sample=options.sample, jobs=options.jobs, only=options.only)
+        plant(tree, out, seed=options.seed, sample=options.sample, jobs=options.jobs, domain=options.domain)
     else:
         show(tree, out, options.seed)
 

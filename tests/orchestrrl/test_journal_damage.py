@@ -665,3 +665,14 @@ def test_a_tail_that_may_not_be_read_is_not_called_damage(tmp_path: Path) -> Non
     (tmp_path / f"{OURS}.tail").mkdir()
     with pytest.raises(Permanent, match=r"\.tail: cannot be read: Is a directory"):
         Journal(tmp_path / OURS, 0.0)
+
+
+def test_a_tail_that_cannot_be_written_is_left_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    Journal(tmp_path / OURS, 0.0).close()
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(Permanent, match="No space left on device"):
+        Journal(tmp_path / OURS, 0.0)
+    assert tmp_path / f"{OURS}.tail" not in [link.resolve() for link in Path("/proc/self/fd").iterdir()]

@@ -55,6 +55,11 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def until_written(path: Path, entry: Entry) -> None:
+    with closing(AnswerFile(path)) as reader:
+        await until(lambda: reader.has(entry.key))
+
+
 async def test_an_answer_is_there_for_who_comes_back(tmp_path: Path) -> None:
     async with running(tmp_path / "ledger") as store:
         entry = await entered(store)
@@ -128,7 +133,7 @@ async def test_one_in_flight_is_refused_to_others(tmp_path: Path, monkeypatch: p
 
 async def test_what_failed_for_good_is_not_gone_on_with(tmp_path: Path) -> None:
     async with running(tmp_path / "ledger") as store:
-        for status, kept in ((503, [1]), (400, [])):
+        for status, kept in ((503, [1]), (500, [1]), (400, [])):
             entry = await entered(store)
             if not entry.records[0].generated_ids:
                 grow(entry.records[0], 1)
@@ -143,8 +148,8 @@ async def test_progress_is_there_before_the_end(tmp_path: Path) -> None:
     async with running(tmp_path / "ledger") as store:
         entry = await entered(store)
         grow(entry.records[0], 1)
+        await until_written(tmp_path / "ledger", entry)
         with closing(AnswerFile(tmp_path / "ledger")) as reader:
-            await until(lambda: reader.has(entry.key))
             grow(entry.records[0], 2)
 
             def all_there() -> bool:
@@ -205,6 +210,71 @@ async def test_a_disk_that_fails_stops_nothing(
     told = [record.getMessage() for record in caplog.records if "kept" in record.getMessage()]
     assert len(told) == 2
     assert "full" in told[0]
+
+
+async def test_a_failed_write_opens_the_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.05)
+    write, close = AnswerFile.write, AnswerFile.close
+    closed: list[AnswerFile] = []
+
+    def failing_at_first(file: AnswerFile, rows: Any) -> None:
+        if not closed:
+            raise sqlite3.OperationalError("disk I/O error")
+        write(file, rows)
+
+    def counted(file: AnswerFile) -> None:
+        closed.append(file)
+        close(file)
+
+    monkeypatch.setattr(AnswerFile, "write", failing_at_first)
+    monkeypatch.setattr(AnswerFile, "close", counted)
+    async with running(tmp_path / "ledger") as store:
+        entry = await entered(store)
+        grow(entry.records[0], 1)
+        await until(lambda: len(closed) == 1)
+        grow(entry.records[0], 2)
+        await until_written(tmp_path / "ledger", entry)
+        store.leave(entry)
+
+
+async def test_a_folder_that_comes_later_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.05)
+    monkeypatch.setattr(store_module, "PRUNE_EVERY_S", 0.02)
+    opened = Store._opened
+    missing = True
+
+    def opened_later(store: Store) -> AnswerFile:
+        if missing:
+            raise OSError("the folder is not mounted")
+        return opened(store)
+
+    monkeypatch.setattr(Store, "_opened", opened_later)
+    async with running(tmp_path / "ledger") as store:
+        await until(lambda: store.failing == "the folder is not mounted")
+        missing = False
+        entry = await entered(store)
+        grow(entry.records[0], 1)
+        await until_written(tmp_path / "ledger", entry)
+        store.leave(entry)
+
+
+async def test_a_writer_without_work_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "BATCH_S", 0.01)
+    rounds: list[int] = []
+    write = Store._write
+
+    def counted(store: Store, file: AnswerFile, orders: Any) -> bool:
+        rounds.append(len(orders))
+        return write(store, file, orders)
+
+    monkeypatch.setattr(Store, "_write", counted)
+    async with running(tmp_path / "ledger") as store:
+        entry = await entered(store)
+        grow(entry.records[0], 1)
+        await until(lambda: sum(rounds) > 0)
+        store.leave(entry)
+        await asyncio.sleep(0.5)
+        assert len(rounds) < 10
 
 
 async def test_no_ledger_at_all_stops_nothing(tmp_path: Path) -> None:

@@ -353,6 +353,24 @@ async def test_without_any_engine_for_too_long_the_client_is_told() -> None:
         assert job.failure.error["error"]["code"] == 503
 
 
+async def test_attempts_that_fail_in_a_row_are_further_and_further_apart() -> None:
+    w = world(9, failures=9, retry_first_s=1.0, retry_cap_s=5.0)
+    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=40)):
+        await w.settle()
+        waited_s = []
+        for attempts in range(1, 7):
+            failed_s = w.clock.now_s()
+            for engine in w.engines.values():
+                if engine.attempts:
+                    engine.die()
+            await w.settle()
+            while sum(len(engine.seen) for engine in w.engines.values()) == attempts:
+                await w.clock.advance(0.25)
+                await w.settle()
+            waited_s.append(w.clock.now_s() - failed_s)
+        assert waited_s == [0, 1, 2, 4, 5, 5]
+
+
 async def test_a_request_that_kills_engines_kills_few() -> None:
     w = world(9, failures=3)
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=40)) as job:

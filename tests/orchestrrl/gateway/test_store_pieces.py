@@ -140,6 +140,7 @@ def test_killed_again_and_again_it_goes_on_from_where_it_was(chunks: list[list[i
         record.append(Chunk(tuple(ids), "x", (1, 2)), "x", None, 0.0, None)
         piece = cutter.cut()
         assert piece is not None
+        assert (piece.prompt_ids is None) == (piece.number > 0)  # it is written once
         if data.draw(st.booleans()):
             arrived.append(piece)
             expected += ids

@@ -69,16 +69,18 @@ sync-box: $(VENV_STAMP)  ## weights to engines in network namespaces: a tree, tw
 	@$(BIN)/orchestrrl sync box
 
 # Each prints its ten slowest tests and what it took. Tests of one file run in one process: each has ports, folders and
-# namespaces of its own. Those marked `alone` depend on what else the machine does, and run one after the other.
+# namespaces of its own. Those marked `alone` depend on what else the machine does, and run one after the other; those
+# marked `paced` follow the wall clock with less than a core, and run two at a time.
 pytest = TIMEFORMAT='$@: %0R s, %0U + %0S CPU-seconds (user + system)'; time $(BIN)/python -m pytest --durations=10
 side_by_side = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 # Files with tests that have the mark: the others need not be read for them.
 marked = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' $(2) | sort)
-# $(call both,MARKED,FILES,OPTIONS): side by side, then those marked `alone`, which may be none (exit status 5); the
-# failures of both are shown.
-define both
+# $(call all_of,MARKED,FILES,OPTIONS): side by side, then those marked `paced` and `alone`, which may be none (exit
+# status 5); the failures of all are shown.
+define all_of
 	@status=0; \
-	$(pytest) $(3) -m "($(1)) and not alone" $(side_by_side) $(2) || status=1; \
+	$(pytest) $(3) -m "($(1)) and not alone and not paced" $(side_by_side) $(2) || status=1; \
+	$(pytest) $(3) -m "($(1)) and paced" -n 2 --dist loadfile $(call marked,paced,$(2)) || [ $$? = 5 ] || status=1; \
 	$(pytest) $(3) -m "($(1)) and alone" $(call marked,alone,$(2)) || [ $$? = 5 ] || status=1; \
 	exit $$status
 endef
@@ -92,14 +94,14 @@ test: $(DEV_STAMP)  ## the tests in process, and a few that start processes: min
 test-system: TEST_WORKERS = 4
 test-system: export ORCHESTRRL_HYPOTHESIS = many
 test-system: $(DEV_STAMP)  ## processes that work together, processes that are killed, and properties against exact solvers
-	$(call both,(exact or process) and not smoke and not slow,tests/faults tests/system $(call marked,exact,tests))
+	$(call all_of,(exact or process) and not smoke and not slow,tests/faults tests/system $(call marked,exact,tests))
 
 test-vllm: TEST_WORKERS = 2
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## tests against real vLLM and torch
 	@$(pytest) -m "not slow" $(side_by_side) tests/vllm
 
 test-slow: $(DEV_STAMP) $(VLLM_STAMP)  ## tests of minutes each; TENTH=N: a tenth of them, drawn with seed N
-	$(call both,slow,$(call marked,slow,tests),$(if $(TENTH),--tenth $(TENTH)))
+	$(call all_of,slow,$(call marked,slow,tests),$(if $(TENTH),--tenth $(TENTH)))
 
 mutants: $(DEV_STAMP)  ## plant small faults in the code and show which `make test` finds (MUTANTS=20, 0: all; rm -r out/mutants: anew)
 	@test -f out/mutants/reached.json || $(BIN)/python tests/mutants.py record $(quick)

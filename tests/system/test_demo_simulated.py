@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 # A machine that stands still for seconds shows the balancer other loads than those it has, and it moves little.
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.paced, pytest.mark.timeout(1200)]
 TRIES = 3
 
 

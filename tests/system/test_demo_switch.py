@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 # Its planner looks at how fast requests go; a slow machine is no reason to switch.
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.paced, pytest.mark.timeout(600)]
 
 
 def test_the_demo_of_a_switch(tmp_path: Path) -> None:

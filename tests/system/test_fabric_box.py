@@ -1,5 +1,6 @@
 """The fabric in a box, as `orchestrrl fabric box` runs it: real TCP over circuits of emulated switches. Ratios and what
-was lost are compared, never how long something took; but a pause in a transfer may be as long as mirrors move."""
+was lost are compared, never how long something took; but a pause in a transfer may be as long as mirrors move. Tests
+that compare how fast bytes go are marked `alone`."""
 
 import asyncio
 import json
@@ -16,8 +17,6 @@ from orchestrrl.box.run import Order, run_box
 from orchestrrl.box.site import SITE
 from orchestrrl.box.switches import PROTOCOLS
 
-pytestmark = pytest.mark.alone  # how fast bytes go is compared
-
 # So slow that nothing else which stands still for a moment is taken for it.
 SLOW_S = 1.5
 
@@ -33,6 +32,7 @@ def order(folder: Path, *shows: str, site: str = SITE) -> Order:
     return Order(str(folder), shows, PROTOCOLS, seconds=1.5, iterations=1, collective_s=0.5, pause_s=1.8, changes=2)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 async def test_a_transfer_lives_through_changes_and_a_failed_port_is_worked_around(tmp_path: Path) -> None:
     slow = SITE.replace("0.025", str(SLOW_S)).replace("0.010", str(SLOW_S))
@@ -62,6 +62,7 @@ async def test_verify_finds_a_cable_that_is_plugged_in_elsewhere(tmp_path: Path)
     }
 
 
+@pytest.mark.alone
 async def test_rates_follow_circuits_and_each_stage_of_a_cycle_has_its_own(tmp_path: Path) -> None:
     found = await run_box(order(tmp_path, "circuits", "cycle"))
     assert len(set(found["switches"].values())) == 3

@@ -20,8 +20,7 @@ from orchestrrl.sim.net.fluid import finish_s
 from orchestrrl.sim.net.max_min import rates
 from orchestrrl.sim.net.model import Flows, Ints, Network, Routes, Servers, Tier
 
-# How fast bytes go is compared.
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 WITHIN = 0.10
 # A machine that stands still for a moment has sent less than its lines allow.
@@ -110,6 +109,7 @@ def test_what_the_simulator_expects_is_what_can_be_worked_out_by_hand() -> None:
     assert told["a phase of a tree, near and far"] == pytest.approx([48 / (line - trunk / 2), far_s, far_s])
 
 
+@pytest.mark.alone  # how fast bytes go is compared
 async def test_shares_and_transfer_times_are_those_of_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     if why := enter.lacking():
         pytest.skip(f"no fabric in a box here: {why}")

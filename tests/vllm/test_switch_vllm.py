@@ -38,36 +38,6 @@ def house(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         asyncio.run(house.close())
 
 
-async def test_two_servers_become_one_of_two_ranks_and_back_in_the_middle_of_a_step(house: House) -> None:
-    step = Step()
-    await house.at("tp1=2")
-    undisturbed = await step.undisturbed(next(iter((await house.engines()).values())))
-
-    with house.slowly():
-        asking = step.begin(house.url)
-        await asking.each_has(20)
-        there = await house.switch("tp2=1")
-        await asking.each_has(20, than=asking.counts)
-        back = await house.switch("tp1=2")
-    answers = await asking.end()
-
-    print(await house.shown(there), await house.shown(back), sep="\n")
-    for report in (there, back):
-        # All were in the middle, and waited in their gateway.
-        assert (report["requests_parked"], report["requests_moved"]) == (step.requests, 0)
-        assert all(told["state"] == "done" for told in report["steps"])
-        assert step_seconds(report)["ready"] > 1.0
-        assert report["closed_s"] > sum(step_seconds(report)[kind] for kind in ("start", "ready", "verify"))
-    assert [engine["configuration"] for engine in there["new_engines"]] == ["tp2"]
-    assert len(back["engine_ids"]) == 2
-    assert answers == undisturbed
-    told = await house.ledger()
-    assert told["in_flight"] == []
-    ended = sorted(told["finished"], key=lambda request: int(request["generated_tokens"]))
-    assert [request["generated_tokens"] for request in ended] == [body["max_tokens"] for body in step.bodies()]
-    assert {request["moves"] for request in ended} == {2}
-
-
 async def test_who_comes_has_the_weights_that_the_others_were_given(house: House, other_weights: Path) -> None:
     await house.at("tp1=2")
     old, step = await house.engines(), Step(requests=4, tokens=50)
@@ -86,6 +56,42 @@ async def test_who_comes_has_the_weights_that_the_others_were_given(house: House
     gate = json.loads(await house.orchestrrl("gate", "status", "--json"))
     assert (gate["policy_version"], gate["weights_source"]) == (3, str(other_weights))
     assert {engine["engine_id"]: engine["policy_version"] for engine in gate["engines"]} == dict.fromkeys(engines, 3)
+
+
+async def switched(house: House, step: Step, before: str, after: str) -> dict[str, Any]:
+    """The report of a switch in the middle of a step, whose requests all waited in their gateway and lost no token."""
+    await house.at(before)
+    undisturbed = await step.undisturbed(next(iter((await house.engines()).values())))
+    with house.slowly():
+        asking = step.begin(house.url)
+        await asking.each_has(20)
+        report = await house.switch(after)
+        await asking.each_has(20, than=asking.counts)
+    answers = await asking.end()
+
+    print(await house.shown(report))
+    assert (report["requests_parked"], report["requests_moved"]) == (step.requests, 0)
+    assert all(told["state"] == "done" for told in report["steps"])
+    assert step_seconds(report)["ready"] > 1.0
+    assert report["closed_s"] > sum(step_seconds(report)[kind] for kind in ("start", "ready", "verify"))
+    assert answers == undisturbed
+    told = await house.ledger()
+    assert told["in_flight"] == []
+    ended = sorted(told["finished"][-step.requests :], key=lambda request: int(request["generated_tokens"]))
+    assert [request["generated_tokens"] for request in ended] == [body["max_tokens"] for body in step.bodies()]
+    assert {request["moves"] for request in ended} == {1}
+    return report
+
+
+async def test_two_servers_become_one_of_two_ranks_in_the_middle_of_a_step(house: House) -> None:
+    report = await switched(house, Step(), "tp1=2", "tp2=1")
+    assert [engine["configuration"] for engine in report["new_engines"]] == ["tp2"]
+
+
+@pytest.mark.slow
+async def test_one_server_of_two_ranks_becomes_two_in_the_middle_of_a_step(house: House) -> None:
+    report = await switched(house, Step(), "tp2=1", "tp1=2")
+    assert len(report["engine_ids"]) == 2
 
 
 async def rolled_back(house: House, *targets: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,16 +2,15 @@
 
 import json
 from collections.abc import Iterator
-from typing import get_args
+from functools import cache
 
 from pydantic import TypeAdapter
 
 from orchestrrl.rpc.channel import MESSAGE_BYTES
 from orchestrrl.rpc.pb import weights_pb2 as pb
-from orchestrrl.weights.orders import ORDER, Order, PeerOrder
+from orchestrrl.weights.orders import Order, PeerOrder, peer_order
 
 PIECE_CHARACTERS = MESSAGE_BYTES // 8  # a character takes four bytes at most: there is room for what is around them
-_KINDS = {kind: TypeAdapter(kind) for kind in get_args(Order)}
 
 
 def pieces_of(order: PeerOrder) -> Iterator[pb.PeerOrder]:
@@ -23,9 +22,14 @@ def pieces_of(order: PeerOrder) -> Iterator[pb.PeerOrder]:
 
 
 def _text(order: PeerOrder) -> str:
-    """As ORDER has it. A kind by itself is written several times faster than one of a union."""
-    inner = _KINDS[type(order.order)].dump_json(order.order).decode()
+    """As `peer_order` has it. A kind by itself is written several times faster than one of a union."""
+    inner = _adapter(type(order.order)).dump_json(order.order).decode()
     return f'{{"id":{json.dumps(order.id)},"generation":{order.generation},"order":{inner}}}'
+
+
+@cache
+def _adapter(kind: type[Order]) -> TypeAdapter[Order]:
+    return TypeAdapter(kind)
 
 
 class Joining:
@@ -41,4 +45,4 @@ class Joining:
             return None
         text = "".join(self._texts)
         self._texts.clear()
-        return ORDER.validate_json(text)
+        return peer_order().validate_json(text)

@@ -4,6 +4,7 @@ import pytest
 
 from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
 from orchestrrl.gateway.ledger import DuplicateRequest, Ledger, Record
+from orchestrrl.gateway.versions import Span
 from planner.model import EngineId, RequestId, RequestState
 
 
@@ -44,6 +45,27 @@ def test_what_was_delivered_cannot_be_forgotten() -> None:
     r.take_undelivered()
     with pytest.raises(ValueError, match="in part"):
         r.forget_answer()
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+def test_an_answer_that_starts_over_leaves_nothing(relayed: bool) -> None:
+    def answer(r: Record) -> list[object]:
+        names = "choice_fields answer_fields extras logprobs relayed_answer relayed_tokens text text_complete usage"
+        return [list(r.generated_ids), r.versions.spans(1), *(getattr(r, name) for name in names.split())]
+
+    r = record()
+    r.text_complete, r.usage = False, {"completion_tokens": 1}
+    if relayed:
+        r.relay(Chunk(event={"choices": []}), 1, 1.0, 3)
+        r.relay(Chunk(answer={"choices": []}), 1, 1.0, 4)
+    else:
+        fields = {"choice_fields": {"a": 1}, "answer_fields": {"b": 2}}
+        r.append(Chunk((5,), "a", logprobs=(TokenLogprob("a", -1.0),), **fields), "a", {"c": 3}, 1.0, 3)
+    r.forget_answer()
+    assert answer(r) == answer(record())
+    assert r.take_undelivered() == []
+    r.append(Chunk((6,), "b"), "b", None, 2.0, 4)
+    assert (r.text, r.versions.spans(1)) == ("b", (Span(4, 0, 1),))
 
 
 def test_a_ledger_takes_all_of_an_ask_or_nothing() -> None:

@@ -260,6 +260,7 @@ async def test_a_folder_that_comes_later_is_used(tmp_path: Path, monkeypatch: py
 
 async def test_a_writer_without_work_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "BATCH_S", 0.01)
+    monkeypatch.setattr(store_module, "PRUNE_EVERY_S", 3600.0)  # only news and the end wake it
     rounds: list[int] = []
     write = Store._write
 

@@ -183,6 +183,18 @@ def test_what_an_answer_would_fail_from_again_is_forgotten() -> None:
     assert not give_back(record_of(), put_together([*disk.arrived, disk.cutter.forget()])[0], 0.0)
 
 
+def test_an_answer_that_begins_anew_is_kept_from_its_beginning() -> None:
+    disk = Disk()
+    for token in (1, 2, 3):
+        if token < 3:
+            disk.record.forget_answer()
+            disk.look()
+        disk.record.append(Chunk((token,), "ab", (5,)), "ab", None, 0.0)
+        disk.look()
+    disk.write(arrives=True)
+    assert list(put_together(disk.arrived)[0].ids) == [2, 3]
+
+
 def test_an_attempts_name_is_not_used_twice() -> None:
     record = record_of()
     record.attempt = 3

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")  # names of mutants, each with its reason
 SEED = 18
 LIMIT_S = 300.0
-TEST_LIMIT_S = 120
+TEST_LIMIT_S = 30.0  # or ten times of what the longest takes without a mutant
 DOMAINS: dict[str, tuple[str, ...]] = {
     "ledger": ("orchestrrl/gateway/ledger.py", "orchestrrl/gateway/store.py", "orchestrrl/gateway/store_pieces.py"),
     "relay": ("orchestrrl/gateway/relay.py", "orchestrrl/gateway/attempt.py", "orchestrrl/gateway/core.py"),
@@ -300,18 +300,21 @@ def try_one(tree: Path, out: Path, name: str, tests: list[str]) -> None:
     shutil.rmtree(copy.parent)
 
 
-def planted(mutant: Mutant, copy: Path, tests: list[str], scratch: Path, usually_s: float = LIMIT_S) -> tuple[str, str]:
+def planted(
+    mutant: Mutant, copy: Path, tests: list[str], scratch: Path, durations_s: Sequence[float] = (LIMIT_S,)
+) -> tuple[str, str]:
     """The outcome of one mutant in a copy of the tree: `killed` by a test, `survived`, or `unreached`. Tests that hang
-    have seen it: `usually_s` is what they take without it."""
+    have seen it: `durations_s` is what they take without it."""
     if not tests:
         return "unreached", ""
+    usually_s, limit_s = sum(durations_s), max(TEST_LIMIT_S, 10 * max(durations_s))
     path = copy / mutant.path
     sound = path.read_bytes()
     listing = scratch / "tests.txt"
     listing.write_text("\n".join(tests) + "\n")
     try:
         _write(path, sound[: mutant.begin] + mutant.after.encode() + sound[mutant.end :])
-        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}"]
+        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--timeout={limit_s:.0f}"]
         command = [sys.executable, "-m", "pytest", *options, f"@{listing}"]
         with (scratch / "log").open("w+") as log:
             process = subprocess.Popen(
@@ -377,8 +380,8 @@ def plant(tree: Path, out: Path, *, seed: int, sample: int, jobs: int, domain: s
         begun_s = time.perf_counter()
         try:
             tests = tests_for(mutant, recorded)
-            usually_s = sum(recorded["durations_s"][test] for test in tests)
-            outcome, why = planted(mutant, copy, tests, copy.parent, usually_s)
+            durations_s = [recorded["durations_s"][test] for test in tests]
+            outcome, why = planted(mutant, copy, tests, copy.parent, durations_s)
         finally:
             free.append(copy)
         with results.open("a") as log:

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,6 +112,23 @@ def test_the_own_pool_comes_first_and_who_refused_comes_last() -> None:
     assert goes("c") == "b", "rather another pool than no room"
     assert goes("c", "b") == "d"
     assert goes("b", "c", "d") == "c", "all have refused: once more"
+
+
+@pytest.mark.parametrize(
+    ("changes", "goes"),
+    [
+        ({"kv_free_tokens": 100}, "b"),
+        ({"kv_free_tokens": 99}, "c"),
+        ({"kv_free_tokens": 0, "kv_capacity_tokens": 0}, "b"),
+        ({"kv_free_tokens": 0, "age_s": None}, "b"),
+    ],
+)
+def test_a_context_that_just_fits_has_room_and_so_it_has_where_none_is_known(
+    changes: dict[str, int | None], goes: str
+) -> None:
+    engines = [engine("a"), replace(engine("b"), **changes), engine("c")]  # type: ignore[arg-type]
+    (move,) = leave([request("r", "a")], named(["a"]), engines, willing=named(["b", "c"]), max_moves=9, avoid={})
+    assert move.destination == goes
 
 
 def test_nobody_takes() -> None:

@@ -77,6 +77,7 @@ class Machines:
         self.stops: list[EngineId] = []
         self.faults: dict[tuple[str, str], OrchestrRLError] = {}  # (what, configuration or engine) -> always
         self.hangs: set[tuple[str, str]] = set()
+        self.lasts_s: dict[tuple[str, str], float] = {}
         self.made: Callable[[FakeEngine], None] = lambda engine: None
         self.can_sleep = self.can_scale = False
 
@@ -92,6 +93,8 @@ class Machines:
         for name in (spec.configuration, spec.engine):
             if (what, name) in self.hangs:
                 await asyncio.Event().wait()
+            if (what, name) in self.lasts_s:
+                await self.clock.sleep(self.lasts_s[what, name])
             if (what, name) in self.faults:
                 raise self.faults[what, name]
 
@@ -108,6 +111,7 @@ class Deployer:
         self._machines = machines
         self.can_lend = machines.can_sleep
         self.can_scale = machines.can_scale
+        self.closed = False
 
     def check(self, spec: EngineSpec) -> None:
         if ("check", spec.configuration) in self._machines.faults:
@@ -162,7 +166,8 @@ class Deployer:
             self._machines.engines[there.spec.engine] = there
         return self._told(there)
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self.closed = True
 
     def _told(self, engine: FakeEngine) -> Deployed:
         spec = engine.spec
@@ -363,9 +368,10 @@ class House:
 
         journal.append = counted  # type: ignore[method-assign]
         plane = ControlPlane(self.config, journal, self.clock, stopwatch=lambda: 0.0)
+        deployer = Deployer(self.machines)
         switching = Switching(
             plane,
-            Deployer(self.machines),
+            deployer,
             lambda url: Client(url, self.machines, lambda engine: len(self.gateway.on(engine))),
             {each.id: each for each in self.config.fleet.configuration_values()},
             lambda engine, configuration, gpus: spec_of(self.config.fleet, engine, configuration, gpus),
@@ -394,6 +400,7 @@ class House:
                 with suppress(asyncio.CancelledError, Killed, BaseExceptionGroup):
                     await task
             journal.close()
+        assert deployer.closed
 
     async def until_ended(self, most_s: float = 120.0) -> SwitchReport:
         for _ in range(int(most_s / 0.5)):
@@ -402,6 +409,10 @@ class House:
                 return self.switching.report()  # type: ignore[no-any-return]
             await self.clock.advance(0.5)
         raise AssertionError(f"the switch has not ended: {self.switching.report()}")
+
+    def engines_noted(self, kind: Kind) -> list[tuple[str, bool, str]]:
+        """Of which engines the journal tells that they started, or stopped; whether it was done, and a word on it."""
+        return [(entry.subject, entry.body["done"], entry.body["detail"]) for entry in self.entries(kind)]
 
     def entries(self, *kinds: Kind) -> list[Entry]:
         from orchestrrl.journal import JournalReader

@@ -10,7 +10,7 @@ from switch_house import FakeEngine, House
 from orchestrrl.deployers.base import Life
 from orchestrrl.engines.base import Capabilities
 from orchestrrl.errors import Permanent
-from orchestrrl.switch import Direction, StepKind, SwitchState, SwitchWish
+from orchestrrl.switch import BRING_UP, Direction, StepKind, StepState, SwitchState, SwitchWish
 from planner.model import EngineId
 
 TO_TP2 = SwitchWish((("tp2", 0),), reason="the test says so")
@@ -115,6 +115,10 @@ async def test_who_cannot_be_woken_is_started(tmp_path: Path) -> None:
         assert report.state is SwitchState.ROLLED_BACK, report.detail
         check_whole(house, "a", "b", "w")
         assert house.machines.starts == {f"{report.id}.0": 1, "a": 1, "b": 1}
+        back = [told for told in report.steps if told.direction is Direction.BACK and told.step.engine == "a"]
+        assert [(told.step.kind, told.state) for told in back] == [
+            (kind, StepState.DONE) for kind in (StepKind.START, *BRING_UP)
+        ]
 
 
 def tell_that_it_sleeps(house: House, engine: str) -> None:

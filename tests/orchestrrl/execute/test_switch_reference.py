@@ -24,9 +24,11 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
     house.place("b", "tp1", 1)
     for number in range(2 * SEATS):
         house.gateway.put(f"r{number}", "ab"[number % 2])
+    house.asked = []  # type: ignore[attr-defined]
     answer = Client.excerpt
 
     async def with_a_seat(self: Client, *asked: Any) -> Excerpt:
+        house.asked.append(str(self._id))  # type: ignore[attr-defined]
         while len(house.gateway.on(self._id)) >= SEATS:
             await house.clock.sleep(0.1)
         return await answer(self, *asked)
@@ -68,6 +70,7 @@ async def test_with_a_right_answer_it_is_done(house: House) -> None:
     assert report.state is SwitchState.DONE
     (verified,) = [told for told in report.steps if told.step.kind is StepKind.VERIFY]
     assert "no other to compare" not in verified.detail
+    assert house.asked == ["a", *[f"{report.id}.0"] * 2]  # type: ignore[attr-defined]  # one of those before; the new
 
 
 async def test_a_later_daemon_still_knows_the_answer(house: House) -> None:

@@ -52,8 +52,19 @@ async def test_engines_that_end_by_themselves_do_not_end_the_watch_over_them(hou
             house.machines.engines[engine].life = Life.ENDED
             await house.clock.advance(5.0)
             assert not tending.done(), tending.exception()
+            assert house.machines.stops[-1] == engine  # what is left of it holds its GPUs no longer
         check_whole(house, "w")
+        assert {route.engine for route in house.gateway.routes.routes} == switching.deployed.keys() == {W}
+        assert house.engines_noted(Kind.ENGINE_STOPPED) == [("a", True, "died"), ("b", True, "died")]
         tending.cancel()
+
+
+async def test_engines_that_ended_while_the_daemon_was_away_are_cleared(house: House) -> None:
+    house.machines.engines[A].life = Life.ENDED
+    async with house.daemon() as switching:
+        check_whole(house, "b", "w")
+        assert (house.machines.stops, switching.deployed.keys()) == (["a"], {B, W})
+        assert house.engines_noted(Kind.ENGINE_STOPPED) == [("a", True, "died")]
 
 
 async def test_an_engine_of_which_nothing_is_left_keeps_no_gpus(house: House) -> None:
@@ -369,6 +380,7 @@ async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_servin
     house.machines.faults["stop", "stranger"] = OutcomeUnknown("processes do not end on SIGKILL")
     async with house.daemon():
         assert {f"{report.id}.0", "w"} == set(house.gateway.usable())
+        assert house.engines_noted(Kind.ENGINE_STOPPED)[-1] == ("stranger", False, "processes do not end on SIGKILL")
 
 
 @pytest.mark.parametrize("when", ["reload", "restart"])
@@ -436,6 +448,14 @@ async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(house: House
         house.plane.enrolment.drain(W)
         with pytest.raises(ProblemFaults, match=r"the 2 GPUs .*; the other GPUs have w \(drained by an operator"):
             switching.begin(SwitchWish((("tp2", 2),)))
+        house.machines.engines[A].life = Life.UNKNOWN
+        await switching._look()
+        with pytest.raises(
+            ProblemFaults, match=r"the 1 GPUs .*; the other GPUs have a, w \(.*nobody knows how they are"
+        ):
+            switching.begin(SwitchWish((("tp2", 2),)))
+        house.machines.engines[A].life = Life.ALIVE
+        await switching._look()
         house.plane.enrolment.drain(W)
         added = NewEngine("elsewhere", "http://elsewhere:8000", "tp1", (3,))
         house.machines.engines[W].life = Life.ENDED

@@ -1,19 +1,21 @@
 """Switches of the deployment on a virtual clock: whatever fails, and wherever the daemon is killed, the fleet ends as
 it was or as it was wanted, with every request on an engine that serves."""
 
+import asyncio
 import dataclasses
+from itertools import repeat
 from pathlib import Path
 
 import pytest
 from builders import engine_report, sample
-from switch_house import FakeEngine, House
+from switch_house import UP_AFTER_S, FakeEngine, House
 
 from orchestrrl.deployers.base import Life
 from orchestrrl.engines.base import Capabilities
 from orchestrrl.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.journal import Kind
-from orchestrrl.switch import StepKind, SwitchState, SwitchWish
-from planner.model import EngineId
+from orchestrrl.switch import StepKind, SwitchState, SwitchWish, Weights
+from planner.model import Act, ConfigurationId, EngineId, GpuId, Plan, PlanId, PlannedInstance, Snapshot
 
 TO_TP2 = SwitchWish((("tp2", 0),), reason="the test says so")
 
@@ -251,24 +253,112 @@ async def test_an_operator_may_call_it_off(house: House, after_s: float) -> None
 
 
 async def test_one_switch_at_a_time_and_none_while_the_gate_is_closed(house: House) -> None:
+    closed = ["the gate is closed: by a trainer"]
     async with house.daemon() as switching:
-        switching.begin(TO_TP2)
-        with pytest.raises(Permanent, match="another change of the deployment is under way"):
+        with pytest.raises(Permanent, match="no switch is under way"):
+            switching.cancel("", "")
+        house.plane.switch_hold = lambda: closed.pop() if closed else ""
+        with pytest.raises(Permanent, match="the gate is closed: by a trainer"):
             switching.begin(TO_TP2)
-        await house.until_ended()
-        assert house.plane.gate.state.lease is None
+        id = switching.begin(TO_TP2)
+        with pytest.raises(Permanent, match=rf"another change of the deployment is under way \({id}\)"):
+            switching.begin(TO_TP2)
+        with pytest.raises(Permanent, match="switch s7 is not under way"):
+            switching.cancel("s7", "")
+        assert (await house.until_ended()).state is SwitchState.DONE
 
 
-async def test_weights_are_brought_and_told(house: House) -> None:
+# --- plans
+
+
+async def plan_of(house: House, *instances: tuple[str, str, tuple[int, ...], bool]) -> tuple[Plan, Snapshot]:
+    """A plan that is remembered, of engines each with its configuration, its GPUs, and whether it is kept. All requests
+    of others are wanted on the first."""
+    plan, snapshot = await house.plane._plan()
+    requests = tuple(view.id for view in snapshot.requests if view.engine != "w")
+    fleet = [
+        PlannedInstance(
+            EngineId(engine), ConfigurationId(configuration), tuple(map(GpuId, gpus)), kept, 0, 0, 0, 0, taken
+        )
+        for (engine, configuration, gpus, kept), taken in zip(instances, [requests, *repeat(())], strict=False)
+    ]
+    verdict = Act("reconfigure", "the tail is long")
+    plan = dataclasses.replace(plan, id=PlanId("p7"), instances=tuple(fleet), verdict=verdict)
+    house.plane.plans.add(plan, "")
+    return plan, snapshot
+
+
+WIDER = ("p7-0", "tp2", (0, 1), False), ("w", "tp2", (2, 3), True)
+
+
+async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(house: House) -> None:
+    house.machines.lasts_s["stop", "tp1"] = 2.0
+    async with house.daemon() as switching:
+        carrying = asyncio.create_task(switching.carry_out(*await plan_of(house, *WIDER)))
+        await asyncio.sleep(0)
+        assert switching.busy
+        await house.clock.advance(1.0)
+        with pytest.raises(Permanent, match="under way"):
+            await switching.carry_out(*await plan_of(house, *WIDER))
+        report = await house.until_ended()
+        outcome = await carrying
+        assert (report.plan, report.reason, report.state) == ("p7", "the tail is long", SwitchState.DONE)
+        assert (outcome.done, outcome.detail) == (True, "2 engines stopped, 1 started, 4 requests moved")
+        assert outcome.ended_s == report.ended_s
+        (start,) = outcome.starts  # from when those in its way began to stop
+        assert (start.configuration, start.expected_s) == ("tp2", 1.5)
+        assert 2.0 + UP_AFTER_S <= start.took_s < 4.0
+        check_whole(house, {"p7-0", "w"})
+        assert sorted(house.gateway.on(EngineId("p7-0"))) == ["r0", "r1", "r3", "r4"]
+    assert house.entries(Kind.DEPLOYMENT_ENDED) == []  # that is for who asked
+
+
+async def test_a_plan_for_a_fleet_that_is_no_more_changes_nothing(house: House) -> None:
+    async with house.daemon() as switching:
+        plan, snapshot = await plan_of(house, ("gone", "tp2", (0, 1), True))
+        with pytest.raises(Permanent, match="keeps engine gone, which is not there any more"):
+            await switching.carry_out(plan, snapshot)
+        assert not switching.busy
+        with pytest.raises(Permanent, match="nothing was switched yet"):
+            switching.report()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_an_operator_has_a_plan_carried_out(house: House, breaks: bool) -> None:
+    if breaks:
+        house.machines.faults["probe", "p7-0"] = Permanent("is broken")
+    async with house.daemon() as switching:
+        await plan_of(house, *WIDER)
+        switching.begin(SwitchWish(plan="p7"))
+        report = await house.until_ended()
+        assert (report.plan, report.reason) == ("p7", "an operator's wish")
+        check_whole(house, {"a", "b", "w"} if breaks else {"p7-0", "w"})
+        said = (
+            "rolled back: ready of p7-0: took longer than 10 s: is broken (4 engines" if breaks else "2 engines stopped"
+        )
+        for kind in (Kind.DEPLOYMENT_ENDED, Kind.PLAN_ACTED):
+            (entry,) = house.entries(kind)
+            assert (entry.subject, entry.body["done"]) == ("p7", not breaks)
+            assert entry.body["detail"].startswith(said), entry.body["detail"]
+
+
+@pytest.mark.parametrize("tensors_only", [False, True])
+async def test_weights_are_brought_and_told(house: House, tensors_only: bool) -> None:
     async with house.daemon() as switching:
         house.plane.gate.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
+        if not tensors_only:
+            house.machines.faults["load_weights", "tp2"] = Permanent("it was started with them")
+        weights = Weights(7, "/ckpt/7", tensors_only)
+        house.plane.current_weights = lambda: weights
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is SwitchState.DONE, report.detail
         new = EngineId(f"{report.id}.0")
-        assert house.machines.engines[new].spec.weights == "/ckpt/7"
+        assert house.machines.engines[new].spec.weights == ("" if tensors_only else "/ckpt/7")
+        (loaded,) = [told.detail for told in report.steps if told.step.kind is StepKind.LOAD]
+        assert loaded == ("version 7" if tensors_only else "was started with version 7")
         assert house.machines.engines[new].weights == 7
         assert house.plane.gate.state.versions[new] == 7
         check_whole(house, {new, "w"})
@@ -290,6 +380,7 @@ async def test_engines_that_nobody_knows_of_are_ended_and_those_of_the_fleet_ado
     async with house.daemon():
         check_whole(house, {f"{report.id}.0", "w"})
         assert house.machines.stops[-1] == "stranger"
+        assert house.engines_noted(Kind.ENGINE_STOPPED)[-1] == ("stranger", True, "belonged to no deployment")
 
 
 async def test_an_engine_that_ended_by_itself_is_cleared_and_can_be_replaced(house: House) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from switch_house import House
 
-from orchestrrl.errors import ProblemFaults
+from orchestrrl.errors import Permanent, ProblemFaults
 from planner.model import ConfigurationId
 
 
@@ -12,8 +12,12 @@ async def test_a_configuration_that_cannot_be_started_is_left_out_of_plans(tmp_p
     house = House(tmp_path)
     house.place("a", "tp1", 0)
     house.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
+    house.machines.faults["check", "ep4"] = Permanent("is not installed")
     async with house.daemon() as switching:
-        assert switching.unstartable() == {ConfigurationId("tp2"): "tp2.arguments: contradict the layout, got --tp 3"}
+        assert switching.unstartable() == {
+            ConfigurationId("tp2"): "tp2.arguments: contradict the layout, got --tp 3",
+            ConfigurationId("ep4"): "is not installed",
+        }
         house.plane.planning.unstartable = switching.unstartable()
         house.gateway.put("r0", "a")
         await house.clock.advance(2.0)

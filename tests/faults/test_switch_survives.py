@@ -1,7 +1,8 @@
 """Switches of parallelism on real processes, and what goes wrong in their middle.
 
 Whatever it is, the fleet ends as it was or as it was wanted, no process is left over, no GPU has two, and every request
-is answered once, with the tokens of the undisturbed run.
+is answered once, with the tokens of the undisturbed run. What the daemon decides in all these cases is tested on the
+virtual clock in tests/orchestrrl/execute/test_switch_*.py; where no process dies, these are slow tests.
 """
 
 import asyncio
@@ -200,7 +201,7 @@ async def test_the_engine_that_stays_is_killed(house: House) -> None:
     ("fault", "says"),
     [
         ("fails", "ready of {new}: {new} ended while it started"),
-        ("wrong", "verify of {new}"),
+        pytest.param("wrong", "verify of {new}", marks=pytest.mark.slow),
         pytest.param("lies", "verify of {new}: is laid out otherwise", marks=pytest.mark.slow),
         pytest.param("hangs", "ready of {new}: took longer than", marks=pytest.mark.slow),
     ],
@@ -213,6 +214,7 @@ async def test_the_new_engine_is_not_as_wanted(house: House, fault: str, says: s
     await check_whole(house, report, "rolled_back")
 
 
+@pytest.mark.slow
 async def test_where_old_engines_do_not_come_back_the_others_serve(house: House) -> None:
     await house.become((("own-file", 2), ("tp2", 1)))
     stays = await house.named("tp2")
@@ -230,7 +232,7 @@ async def test_where_old_engines_do_not_come_back_the_others_serve(house: House)
 
 
 @pytest.mark.parametrize(
-    "kind", ["stop", "ready", "admit", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("evacuate", "start"))]
+    "kind", ["ready", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("evacuate", "stop", "start", "admit"))]
 )
 async def test_an_operator_calls_it_off(house: House, kind: str) -> None:
     """Told while the daemon stands still before that step; it may be done with it before it hears of it."""
@@ -322,6 +324,7 @@ async def test_the_daemon_is_killed_with_a_trainer_at_the_gate(house: House) -> 
     await check_whole(house, report, "rolled_back")
 
 
+@pytest.mark.slow
 async def test_an_operator_drains_an_engine_that_stays(house: House) -> None:
     stays = await house.named("tp2")
     async with house.step():

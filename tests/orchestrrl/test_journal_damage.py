@@ -458,12 +458,17 @@ def test_a_journal_of_the_format_before_is_taken_over(tmp_path: Path) -> None:
         assert journal.damage
 
 
-def test_a_damaged_journal_of_the_format_before_is_said(tmp_path: Path) -> None:
-    path = tmp_path / OURS
-    write_old_format(path, 200)
+def page_spoilt(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-4096 * 2 + 5] ^= 0xFF
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("spoil", [page_spoilt, LOST["last entry deleted"]], ids=["page", "last entry"])
+def test_a_damaged_journal_of_the_format_before_is_said(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    path = tmp_path / OURS
+    write_old_format(path, 200)
+    spoil(path)
     with Journal(path, 0.0) as journal:
         assert journal.damage
 

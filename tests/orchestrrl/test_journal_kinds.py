@@ -40,6 +40,7 @@ from orchestrrl.execute.weights_state import Fleet as WeightFleet
 from orchestrrl.gate import GateState, Lease
 from orchestrrl.holds import HoldBook, Part
 from orchestrrl.journal import Journal, Kind
+from orchestrrl.journal_values import FAULTS_NAMED, body_faults
 from orchestrrl.operations import Action, Operation, OperationResult
 from orchestrrl.periods import FabricControl, PeriodReport
 from orchestrrl.plans import DeploymentOutcome, PlanBook
@@ -635,3 +636,11 @@ def test_the_entry_that_was_set_aside_is_named_and_the_one_before_it_holds(tmp_p
         assert book.fleet.version == 7
         assert list(journal.set_aside) == [2]
         assert "fleet.committed.version: must be from" in journal.set_aside[2]
+
+
+def test_only_the_first_faults_of_a_body_are_named() -> None:
+    odd = {f"k{number}": float("inf") for number in range(FAULTS_NAMED)}
+    assert body_faults(odd) == [f"k{number}: must be a finite number, got inf" for number in range(FAULTS_NAMED)]
+    (text,) = body_faults({**odd, "last": float("inf")})
+    assert "k4" in text
+    assert "last" not in text

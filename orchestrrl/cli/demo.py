@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.cli.running import LEAVE_SIGNALS, until_stopped
 from orchestrrl.errors import ProblemFaults
 
 if TYPE_CHECKING:
@@ -130,10 +131,17 @@ def _demo_switch(scenario: "Scenario", seeds: list[int], out: Path, json: bool) 
 
 
 def _with_progress(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Outcome:
-    """Its outcome; a bar tells meanwhile how far it is."""
-    import asyncio
-
+    """Its outcome, while a bar shows how far it is. Any signal that stops it ends its processes, too."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    outcomes: list[_Outcome] = []
+
+    async def run() -> None:
+        outcomes.append(
+            await work(
+                lambda what, done, total: bars.update(task, description=what, completed=done, total=total or None)
+            )
+        )
 
     with Progress(
         TextColumn("{task.description:32}"),
@@ -144,9 +152,10 @@ def _with_progress(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) ->
         transient=True,
     ) as bars:
         task = bars.add_task("", total=None)
-        return asyncio.run(
-            work(lambda what, done, total: bars.update(task, description=what, completed=done, total=total or None))
-        )
+        stopped_by = until_stopped(run(), LEAVE_SIGNALS)
+    if stopped_by is not None:
+        raise typer.Exit(128 + stopped_by)
+    return outcomes[0]
 
 
 def _seeds(text: str) -> list[int]:

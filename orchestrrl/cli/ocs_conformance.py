@@ -1,7 +1,6 @@
 """`orchestrrl ocs conformance`: the suite of all drivers against one's own switch, on ports that one names."""
 
 import logging
-import signal
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict
@@ -13,7 +12,7 @@ import typer
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_table, reporting_errors, stderr
-from orchestrrl.cli.running import STOP_SIGNALS, until_stopped
+from orchestrrl.cli.running import LEAVE_SIGNALS, until_stopped
 from orchestrrl.errors import ProblemFaults
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 # Of the device, in errors and tables.
 DEVICE = "lab"
-SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 OF_THE_PROCESS = {"make_foreign": "what any client of a driver process makes belongs to that process"}
 
 
@@ -120,7 +118,7 @@ def conformance(
 
     stopped_by, stop = None, ""
     try:
-        stopped_by = until_stopped(run(), SIGNALS, say_that_it_stops)
+        stopped_by = until_stopped(run(), LEAVE_SIGNALS, say_that_it_stops)
     except InvalidOptions as error:
         with reporting_errors():
             raise ProblemFaults([_as_flag(fault) for fault in error.faults]) from error

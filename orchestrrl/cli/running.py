@@ -29,6 +29,7 @@ def keep_loaded() -> None:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LEAVE_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)  # of commands that leave something behind unless they clean up
 # Signals that follow the first within so long are the same wish: a terminal that closes sends SIGHUP twice.
 SAME_STOP_S = 1.0
 

@@ -333,6 +333,8 @@ def planted(
         _write(path, sound)
     if status == 0:
         return "survived", f"{len(tests)} tests"
+    if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return "survived", "the recorded tests are not those of this tree: record them again"
     # A run that ends otherwise, as by a crash or because a module cannot be imported, has seen the mutant, too.
     return "killed", failed[0].split(" ", 1)[1].strip()[:200] if failed else f"pytest ended with {status}"
 

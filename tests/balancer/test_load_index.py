@@ -1,6 +1,7 @@
 """Equation 5 by itself, and the live fleet as a problem."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -19,6 +20,12 @@ def test_the_cap_is_the_floor_of_the_exact_quotient(
 ) -> None:
     exact = running + math.floor(free / Fraction(context, requests))
     assert concurrency_cap(running, requests, context, free, slots, (1, 1)) == max(1, min(slots, exact))
+
+
+@pytest.mark.parametrize(("free", "slots", "cap"), [(0, 8, 1), (100, 8, 1), (200, 8, 2), (900, 8, 8), (900, 0, 1)])
+def test_the_cap_is_at_least_one_and_at_most_the_slots(free: int, slots: int, cap: int) -> None:
+    assert concurrency_cap(0, 2, 200, free, slots, (1, 1)) == cap
+    assert concurrency_cap(0, 2, 0, free, slots, (1, 1)) == max(1, slots)
 
 
 @given(COUNTS, st.integers(1, 100), st.integers(0, 10**6), st.integers(0, 10**6), COUNTS, st.integers(0, 10**6))
@@ -50,6 +57,10 @@ def test_the_stand_in_rate_is_a_median_of_what_is_known_and_positive() -> None:
 
 
 def test_values_check_themselves() -> None:
+    idle = Worker(EngineId("w"), (), (), 0, 0, 0, 0.0)
+    assert Problem(0.0, (idle,)).workers == (idle,)
+    assert not idle.stalled
+    assert replace(idle, running=(Request(RequestId("r"), 0),)).stalled
     with pytest.raises(ValueError, match="theta must be >= 0, got -1"):
         Problem(-1, ())
     with pytest.raises(ValueError, match="theta must be >= 0, got nan"):
@@ -89,3 +100,4 @@ def test_the_live_fleet_as_a_problem() -> None:
     assert worker.stalled
     in_grace = problem_of(snapshot, theta=0.5, stall_grace_s=10.1)
     assert in_grace.workers[0].decode_tokens_per_s is None
+    assert problem_of(snapshot, theta=0.5, stall_grace_s=10.0).workers[0].stalled  # the grace is over

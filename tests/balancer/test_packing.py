@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.migrate import MAX_MOVES
-from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, Engine, Outlook, Packing, _Load, pack
+from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, SOURCES, Engine, Outlook, Packing, _Load, pack
 from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestState
 
 CONFIGURATION = Configuration(
@@ -178,6 +178,24 @@ def test_equals_are_spread_evenly() -> None:
     assert abs(counts[0] - counts[1]) <= 2
 
 
+@pytest.mark.parametrize(("more", "moves"), [(-1e-6, True), (1e-6, False)])
+def test_an_engine_that_ends_hardly_earlier_takes_nothing(more: float, moves: bool) -> None:
+    fleet = [alike("e0", 12, 4000), alike("e1", 4, 4000)]
+    late_s, early_s = packing(*fleet).ends_before_s.values()
+    assert bool(packing(*fleet, tolerance=1 - early_s / late_s + more).moves) == moves
+
+
+def test_each_move_is_from_who_ends_last_by_then_to_who_ends_first() -> None:
+    fleet = [alike("e0", 16, 4000), alike("e1", 14, 4000), alike("e2", 2, 4000)]
+    moves = packing(*fleet, max_moves=6, tolerance=0.0).moves
+    assert {move.source for move in moves} == {"e0", "e1"}
+    for place, move in enumerate(moves):
+        so_far = packing(*fleet, max_moves=place, tolerance=0.0)
+        assert so_far.moves == moves[:place]
+        assert so_far.ends_after_s[move.source] == so_far.makespan_after_s
+        assert so_far.ends_after_s[move.destination] == min(so_far.ends_after_s.values())
+
+
 def test_the_longest_ends_up_with_little_beside_it() -> None:
     """On its own engine, that sheds the others, or on one that has little to do: whichever is the shorter way."""
     long = outlook("long", 12_000, 6_000)
@@ -195,6 +213,13 @@ def test_who_waits_leaves_for_where_there_is_room() -> None:
     result = packing(small, alike("e1", 1, 3_000))
     assert any(move.state is RequestState.WAITING for move in result.moves)
     assert result.makespan_after_s < 0.7 * result.makespan_before_s
+
+
+@pytest.mark.parametrize(("stuck", "moves"), [(SOURCES - 1, True), (SOURCES, False)])
+def test_so_many_engines_are_looked_at_in_vain(stuck: int, moves: bool) -> None:
+    """The later ones hold what cannot be moved."""
+    held = [engine(f"s{i:02d}", outlook(f"s{i:02d}", 20_000, movable=False)) for i in range(stuck)]
+    assert bool(packing(*held, alike("e0", 12, 4_000), engine("e1")).moves) == moves
 
 
 def test_a_slow_engine_is_relieved() -> None:
@@ -220,7 +245,12 @@ def test_what_makes_no_sense_is_refused(bad: float) -> None:
         engine("e0", slowdown=bad)
 
 
+def test_no_engine_ends_at_once() -> None:
+    assert (packing().makespan_before_s, packing().makespan_after_s) == (0.0, 0.0)
+
+
 def test_negative_tokens_are_refused() -> None:
+    assert outlook("r0", 5.0, 0).context_tokens == 0
     with pytest.raises(ValueError, match="context_tokens must be >= 0, got -1"):
         outlook("r0", 5.0, -1)
     with pytest.raises(ValueError, match="kv_free_tokens must be >= 0, got -1"):
@@ -255,6 +285,20 @@ class TestGroups:
         )
         (move,) = pack([together, *others], max_moves=1, tolerance=TOLERANCE, together=True).moves
         assert move.request == "e0-11"
+
+    @pytest.mark.parametrize(("group", "prefilled_tokens"), [("a", 100), ("b", 500)])
+    @pytest.mark.parametrize(("state", "late_s"), [(RequestState.RUNNING, 5.0), (RequestState.WAITING, 0.0)])
+    def test_a_move_costs_the_prefill_of_what_is_not_there_and_a_running_one_stands_still(
+        self, group: str, prefilled_tokens: int, state: RequestState, late_s: float
+    ) -> None:
+        crowd = [replace(self.member(f"r{i:02d}", "a"), state=state) for i in range(12)]
+        there = self.member("s", group)
+        fleet = [engine("e0", *crowd), engine("e1", there)]
+        chosen = pack(fleet, max_moves=1, tolerance=TOLERANCE, together=True, move_fixed_s=5.0)
+        assert [move.request for move in chosen.moves] == ["r00"]
+        both_s = packing(engine("e1", there, crowd[0])).makespan_before_s
+        prefill_s = prefilled_tokens / CONFIGURATION.prefill_tokens_per_s
+        assert chosen.ends_after_s[EngineId("e1")] == pytest.approx(both_s + prefill_s + late_s, rel=1e-9)
 
     @given(fleets(), st.data())
     def test_it_is_no_reason_to_move(self, fleet: list[Engine], data: st.DataObject) -> None:

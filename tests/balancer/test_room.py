@@ -1,6 +1,8 @@
 """Room: an engine that is said to have it gets by without a preemption, however late the newcomer arrives; and no room
 is denied that is plainly there."""
 
+from math import inf
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +55,78 @@ def test_room_that_is_there_is_seen(held: Sizes, newcomer: tuple[int, int]) -> N
     assert room(stays, stay(newcomer[1], context=newcomer[0]), kv_tokens=enough).fits(MOVER, SOURCE, DESTINATION)
 
 
+class Plain:
+    """The room of an engine, written as slowly and plainly as it can be said."""
+
+    def __init__(self, tenancy: Tenancy, risk: float) -> None:
+        self.kv_tokens, self.seats, self.risk = tenancy.kv_tokens, tenancy.seats, risk
+        self.held = [(one, not one.runs) for one in tenancy.stays.values()]  # and whether it begins late
+        self.refused = inf
+
+    def needed(self, held: list[tuple[Stay, bool]], future: int) -> int:
+        ends = [(one.context_tokens, one.remaining_tokens[future] + ARRIVES_LATE * late) for one, late in held]
+        return max((sum(context + end for context, until in ends if until >= end) for _, end in ends), default=0)
+
+    def too_much(self, held: list[tuple[Stay, bool]], kv_tokens: int) -> bool:
+        return sum(self.needed(held, future) > kv_tokens for future in range(FUTURES)) > int(self.risk * FUTURES)
+
+    def takes(self, mover: Stay) -> bool:
+        punctual, count = [(one, False) for one, _ in self.held], len(self.held)
+        if not mover.runs and (count > self.seats or self.too_much(punctual, self.kv_tokens + ROUNDING * count)):
+            return True
+        size = mover.context_tokens + sum(mover.remaining_tokens) / FUTURES
+        if count >= self.seats or size >= self.refused:
+            return False
+        if self.too_much([*self.held, (mover, True)], self.kv_tokens - ROUNDING * (count + 1)):
+            self.refused = size
+            return False
+        return True
+
+
+FUTURES, ROUNDING = 2, BLOCK_TOKENS - 1
+lasting = st.tuples(*[st.sampled_from([1, 5, 50, 64, 65, 100])] * FUTURES)
+any_stay = st.builds(Stay, st.sampled_from([1, 10, 40]), lasting, st.booleans())
+risks = st.sampled_from([0.0, 0.5])
+
+
+@given(st.lists(any_stay, max_size=5), any_stay, risks, st.integers(0, 6), st.sampled_from([-1, 0]), st.data())
+def test_room_is_enough_to_the_token(
+    held: list[Stay], mover: Stay, risk: float, seats: int, more: int, data: st.DataObject
+) -> None:
+    plain = Plain(Tenancy(0, seats, {RequestId(f"r{i}"): one for i, one in enumerate(held)}), risk)
+    future = data.draw(st.sampled_from(range(FUTURES)))
+    with_mover = plain.needed([*plain.held, (mover, True)], future) + ROUNDING * (len(held) + 1)
+    without = plain.needed([(one, False) for one in held], future) - ROUNDING * len(held)
+    plain.kv_tokens = max(0, data.draw(st.sampled_from([with_mover, without])) + more)
+    stays = {f"r{i}": one for i, one in enumerate(held)}
+    asked = room(stays, mover, kv_tokens=plain.kv_tokens, seats=seats, risk=risk)
+    assert asked.fits(MOVER, SOURCE, DESTINATION) == plain.takes(mover)
+
+
+@given(st.lists(st.lists(any_stay, max_size=4), min_size=3, max_size=3), risks, st.integers(100, 900), st.data())
+def test_room_is_counted_from_move_to_move(
+    held: list[list[Stay]], risk: float, kv_tokens: int, data: st.DataObject
+) -> None:
+    tenancies = {
+        EngineId(f"e{i}"): Tenancy(kv_tokens, 4, {RequestId(f"r{i}{n}"): one for n, one in enumerate(stays)})
+        for i, stays in enumerate(held)
+    }
+    plain = {name: Plain(tenancy, risk) for name, tenancy in tenancies.items()}
+    asked = FutureRoom(tenancies.__getitem__, risk)
+    places = [(name, request, one) for name, tenancy in tenancies.items() for request, one in tenancy.stays.items()]
+    for moving in (False, True):
+        for source, request, mover in data.draw(st.permutations(places)):
+            for destination in sorted(set(plain) - {source}):
+                fits = plain[destination].takes(mover)
+                assert asked.fits(request, source, destination) == fits
+                if fits and moving:
+                    asked.moved(request, source, destination)
+                    plain[source].held.remove((mover, not mover.runs))
+                    plain[source].refused = inf
+                    plain[destination].held.append((mover, True))
+                    break
+
+
 def test_who_ends_soon_makes_room_for_who_grows_later() -> None:
     short = {"short": stay(10, context=2_000)}
     assert room(short, stay(1_500, context=500), kv_tokens=2_700).fits(MOVER, SOURCE, DESTINATION)
@@ -78,6 +152,14 @@ def test_who_waits_may_queue_where_others_will_be_preempted_anyhow() -> None:
 def test_so_many_futures_may_go_wrong(risk: float, fits: bool) -> None:
     mover = stay(10, 20, 30, 5_000)
     assert room({}, mover, kv_tokens=1_000, risk=risk).fits(MOVER, SOURCE, DESTINATION) is fits
+
+
+@pytest.mark.parametrize("held", [[stay(10)], [stay(10, 20), stay(10)]])
+def test_all_lengths_are_told_for_the_same_futures(held: list[Stay]) -> None:
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        room({f"r{i}": one for i, one in enumerate(held)}, stay(10, 20), kv_tokens=5_000).fits(
+            MOVER, SOURCE, DESTINATION
+        )
 
 
 def test_moves_take_and_give_room() -> None:

@@ -49,12 +49,18 @@ def test_a_good_proposal_is_acted_on_and_says_why() -> None:
         ({"inputs_age_s": 9.24}, "stale_telemetry", "the oldest input is 9.2 s old, limit 5 s"),
         ({"underway": OPEN}, OPEN.code, OPEN.detail),
         ({"proposed": None}, "infeasible", "no configuration can serve the requests on these GPUs"),
+        ({"proposed": None, "unknown": "tp4 was never timed"}, "no_step_times", "tp4 was never timed"),
         ({"decision": "keep"}, "already_deployed", "4 x tp2 is deployed and nothing considered is faster"),
         ({"current_makespan_s": None}, "no_baseline", "the deployed configuration is unknown, so no gain can be shown"),
         (
             {"makespan_s": 79.5},
             "gain_too_small",
             "2 x tp4 instead of 4 x tp2 would end the step 0.5 s sooner, its cost paid for; epsilon is 1 s",
+        ),
+        (
+            {"makespan_s": 80.0},
+            "gain_too_small",
+            "2 x tp4 instead of 4 x tp2 would end the step 0.0 s sooner, its cost paid for; epsilon is 1 s",
         ),
         (
             {"makespan_s": 95.0},
@@ -78,6 +84,12 @@ def test_a_good_proposal_is_acted_on_and_says_why() -> None:
 )
 def test_each_reason_to_hold(change: dict[str, object], code: str, detail: str) -> None:
     assert judge(replace(GOOD, **change), LIMITS, Mode.ACT, FREE) == Hold(code, detail)  # type: ignore[arg-type]
+
+
+def test_ages_and_shares_at_their_limit_pass_and_a_gain_of_epsilon_does_not() -> None:
+    at_limits = replace(GOOD, inputs_age_s=5.0, last_switch_s=940.0, sooner_in=(6, 8))
+    assert judge(at_limits, LIMITS, Mode.ACT, FREE).code == "gain"
+    assert judge(replace(at_limits, makespan_s=79.0), LIMITS, Mode.ACT, FREE).code == "gain_too_small"
 
 
 def test_moving_requests_leaves_the_deployment_alone() -> None:
@@ -196,10 +208,10 @@ def test_moves_alone_must_gain_a_share_of_the_time_and_engines_the_way_back() ->
 
 
 def test_what_is_better_done_the_next_time_round_waits_unless_the_operator_wants_it() -> None:
-    later = replace(GOOD, later_gain_s=3.0, wait_s=30.0)
+    later = replace(GOOD, later_gain_s=0.5, wait_s=30.0)
     held = Hold(
         "better_later",
-        "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner, and another 3.0 s sooner if done in 30 s",
+        "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner, and another 0.5 s sooner if done in 30 s",
     )
     assert judge(later, LIMITS, Mode.ACT, FREE) == held
     assert judge(later, LIMITS, Mode.ACT, OVERRIDE).code == "overridden"

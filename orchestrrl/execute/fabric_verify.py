@@ -5,8 +5,8 @@ circuits that are up are not touched, and packets are not led over what it light
 planner/fabric/cables.py.
 """
 
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from ocs_drivers.errors import DriverError
@@ -128,12 +128,13 @@ class FabricVerifier:
         odd = [end for end in wanted if wanted[end] not in heard.get(end, ())]
         odd += [end for end in set(routing.interfaces.values()) & signals if end not in expected]
         others = await routing.steering.heard({end: tuple(self._site.tor) for end in odd})
-        seen = Seen(frozenset(signals), {**heard, **others})
-        unasked = frozenset(silent)
+        seen = Seen(signals, {**heard, **others}, frozenset(silent), frozenset(glance.unread))
         faults = cables.faults_seen(self._site, routing.interfaces, glance.of_site, seen)
-        findings.faults += [fault for fault in faults if not unasked.intersection(fault.where.split(":"))]
+        findings.faults += faults
         bad = {_port_of(fault) for fault in faults}
         for lit in lits:
+            if any(tor in silent for tor, _ in lit.link.ends):
+                continue
             if not lit.goes_over(pair for pair in lit.over for port in pair.ports if (pair.switch, port) in bad):
                 findings.good |= {(pair.switch, port) for pair in lit.over for port in pair.ports}
         return len(lits)
@@ -197,25 +198,28 @@ class FabricVerifier:
         """The interfaces that have a signal while these are lit, and had none before."""
         before, _ = await routing.steering.signals()
         async with self._lit(pairs):
-            until_s = self._clock.now_s() + LIGHT_WITHIN_S
-            while True:
-                now, _ = await routing.steering.signals()
-                came = set(now) - set(before)
-                if came >= set(expected) or self._clock.now_s() >= until_s:
-                    return came & set(routing.interfaces.values())
-                await self._clock.sleep(LOOK_S)
+            now = await self._signals(routing, lambda now: now - before >= set(expected))
+        came = now - before
+        await self._signals(routing, lambda now: not now & came)  # or the next lighting finds them lit already
+        return set(came & set(routing.interfaces.values()))
+
+    async def _signals(self, routing: FabricRouting, enough: Callable[[Set[Interface]], bool]) -> Set[Interface]:
+        """The interfaces that have a signal, once that is enough, or as they are after `LIGHT_WITHIN_S`."""
+        until_s = self._clock.now_s() + LIGHT_WITHIN_S
+        while True:
+            now, _ = await routing.steering.signals()
+            if enough(now) or self._clock.now_s() >= until_s:
+                return now
+            await self._clock.sleep(LOOK_S)
 
     @asynccontextmanager
     async def _lit(self, pairs: Sequence[PortPair]) -> AsyncIterator[None]:
-        lit: list[PortPair] = []
-        try:
+        """All are darkened in the end, whichever of them fail."""
+        async with AsyncExitStack() as dark:
             for pair in pairs:
-                lit.append(pair)
+                dark.push_async_callback(self._change, pair, is_up=False)
                 await self._change(pair, is_up=True)
             yield
-        finally:
-            for pair in reversed(lit):
-                await self._change(pair, is_up=False)
 
     async def _change(self, pair: PortPair, is_up: bool) -> None:
         change: Change = await self._glass.change_of(pair.switch, [] if is_up else [pair], [pair] if is_up else [])

@@ -30,10 +30,13 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """By the ToRs: which interfaces have a signal, and who answers there."""
+    """By the ToRs: which interfaces have a signal, and who answers there. Interfaces of `silent` ToRs may have one or
+    not; and where switches are `unread`, light that was not expected may be theirs."""
 
     signals: frozenset[Interface]
     heard: Mapping[Interface, frozenset[EndpointId]]
+    silent: frozenset[EndpointId] = frozenset()
+    unread: frozenset[OcsId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +55,12 @@ def faults_seen(
     """From light that is there anyway. Two cables of one ToR whose light goes to one other ToR cannot be told apart
     so; walking can (`traced`)."""
     ends = _ends(links_up(site, up, interfaces), interfaces)
-    known = set(interfaces.values())
-    strays = (seen.signals & known) - ends.keys()
+    dark = {here for here in ends.keys() - seen.signals if here[0] not in seen.silent}
+    strays = (seen.signals & set(interfaces.values())) - ends.keys()
     faults: list[Fault] = []
     explained: set[Interface] = set()
-    for here, end in sorted(ends.items()):
-        if here in seen.signals:
-            continue
+    for here in sorted(dark):
+        end = ends[here]
         found = [
             stray
             for stray in sorted(strays)
@@ -68,14 +70,15 @@ def faults_seen(
             strays -= {found[0]}
             explained |= {here, end.far, found[0]}
             faults.append(wrong_cable(end.port, here, found[0]))
-    for here, end in sorted(ends.items()):
-        if here not in seen.signals and here not in explained:
-            far = "has none either" if end.far not in seen.signals else "has one"
-            faults.append(Fault(DARK, port_text(end.port), f"no signal at {text(here)}, {text(end.far)} {far}"))
+    for here in sorted(dark - explained):
+        end = ends[here]
+        far = "has none either" if end.far in dark else "has one" if end.far in seen.signals else "does not answer"
+        faults.append(Fault(DARK, port_text(end.port), f"no signal at {text(here)}, {text(end.far)} {far}"))
     faults += _strangers(ends, seen, explained)
     faults += [
         Fault(STRAY, text(stray), f"has a signal that no cross-connect of the switches sends it{_who(seen, stray)}")
         for stray in sorted(strays)
+        if not seen.unread
     ]
     return tuple(faults)
 

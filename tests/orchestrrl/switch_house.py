@@ -80,6 +80,7 @@ class Machines:
         self.lasts_s: dict[tuple[str, str], float] = {}
         self.made: Callable[[FakeEngine], None] = lambda engine: None
         self.can_sleep = self.can_scale = False
+        self.connections = 0  # of clients, that are open
 
     def place(self, spec: EngineSpec) -> None:
         self._own(spec)
@@ -185,6 +186,7 @@ class Client:
         self._machines = machines
         self._id = EngineId(url.removeprefix("http://"))
         self._running = running
+        machines.connections += 1
 
     async def _engine(self, what: str) -> FakeEngine:
         engine = self._machines.engines.get(self._id)
@@ -246,7 +248,8 @@ class Client:
         engine = await self._engine("scale")
         engine.dp = dp
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self._machines.connections -= 1
 
 
 class Gateway:
@@ -342,6 +345,7 @@ class House:
         self.keep_asleep = keep_asleep
         self.plane: Any = None
         self.switching: Any = None
+        self.watched: list[set[str]] = []  # whom the agent is to watch, whenever that changed
         self.killed_after: int | None = None  # so many entries of steps
         self._written = 0
 
@@ -380,6 +384,7 @@ class House:
             policy=Policy(LIMITS, keep_asleep=self.keep_asleep),
         )
         plane.deployment = plane.switching = switching
+        plane.watch_deployed = self._watch
         self.plane, self.switching = plane, switching
         tasks = []
         try:
@@ -401,6 +406,11 @@ class House:
                     await task
             journal.close()
         assert deployer.closed
+        assert self.machines.connections == 0
+
+    def _watch(self, urls: Mapping[EngineId, str]) -> None:
+        if not self.watched or self.watched[-1] != urls.keys():
+            self.watched.append({str(engine) for engine in urls})
 
     async def until_ended(self, most_s: float = 120.0) -> SwitchReport:
         for _ in range(int(most_s / 0.5)):

@@ -95,11 +95,37 @@ async def test_what_nobody_confirms_is_undone_and_written_down(
     assert shown(switch) == frozenset(OLD)
     with pytest.raises(Conflict, match="reverted"):
         await executor.confirm("ocs1")
-    assert results(journal)[-1][0] is False
+    assert [done for done, _ in results(journal)] == [True, False]
     assert "nobody confirmed it in time; rolled back" in results(journal)[-1][1]
     with pytest.raises(Conflict, match="nobody confirmed it in time"):
         await executor.confirm("ocs1")
     assert (await executor.change("ocs1", Change((THEIRS,)), ChangeMode.SAFE)).done
+
+
+async def test_a_revert_that_fails_is_told_and_waited_for(
+    executor: CircuitExecutor,
+    journal: Journal,
+    switch: VirtualSwitch,
+    clock: VirtualClock,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await on_trial(executor)
+    await clock.sleep(9.0)
+    await executor.settle()
+    assert caplog.messages == []
+    switch.glass.inject(Fault(FaultKind.FAIL_PORT, 17))
+    await clock.sleep(2.0)
+    await executor.settle()
+    (told,) = (record.message for record in caplog.records if record.name == "orchestrrl.execute.circuits")
+    assert told.startswith("switch ocs1: ")
+    assert "PORT 17 FAILED" in told
+    with pytest.raises(Conflict, match="waits to be confirmed"):
+        await executor.change("ocs1", Change((THEIRS,)), ChangeMode.SAFE)
+    switch.glass.inject(Fault(FaultKind.MEND_PORT, 17))
+    await clock.sleep(10.0)
+    await executor.settle()
+    assert shown(switch) == frozenset(OLD)
+    assert "nobody confirmed it in time; rolled back" in results(journal)[-1][1]
 
 
 async def test_a_part_that_does_not_take_at_first_is_completed_on_trial(

@@ -16,7 +16,7 @@ from orchestrrl.engines.base import Capabilities
 from orchestrrl.errors import LimitReached, Permanent, ProblemFaults
 from orchestrrl.execute.enrolment import NewEngine
 from orchestrrl.journal import Journal, Kind
-from orchestrrl.nodes import Attachment
+from orchestrrl.nodes import Attachment, NodeRegistry
 from orchestrrl.operations import ItemResult, MoveRequests, OperationResult, SetRoutes, status_of
 from orchestrrl.reports import EngineReport, GatewayEngine, GatewayReport, NodeHello, NodeKind, SendTimes
 from orchestrrl.rpc.convert_control import status_to_pb, worker_to_pb
@@ -192,6 +192,35 @@ async def test_a_gateway_that_is_started_anew_has_its_id(house: House) -> None:
     plane.gateway_reported(replace(gateway_report(request("a"), sequence=1), incarnation="bbbb"), 2)
     assert [view.id for view in plane.state.snapshot(1000.0).requests] == ["a"]
     assert house.noted(Kind.NODE_DOUBLE) == []
+
+
+async def test_an_idle_stream_ends_with_its_attachment(house: House) -> None:
+    nodes, streams = house.plane.nodes, []
+    for node in ("gw", "gw", "other"):  # the second replaces the first
+        attachment = house.plane.attach(hello("aaaa", node))
+        streams.append(asyncio.create_task(orders_of(attachment, [])))
+        await house.clock.advance(0.1)
+    assert [stream.done() for stream in streams] == [True, False, False]
+    assert nodes.detach(attachment, house.clock.now_s())
+    await house.clock.advance(0.1)
+    assert [stream.done() for stream in streams] == [True, False, True]
+    nodes.end_all()  # as the daemon ends
+    await house.clock.advance(0.1)
+    assert streams[1].done()
+
+
+def test_who_is_refused_a_place_or_replaced_leaves_nothing() -> None:
+    nodes = NodeRegistry(most_nodes=2)
+    first = nodes.attach(hello("a", "n1"), 1.0)
+    nodes.attach(hello("b", "n2"), 2.0)
+    with pytest.raises(LimitReached, match=r"limits\.nodes"):
+        nodes.attach(hello("c", "n3"), 3.0)
+    again = nodes.attach(hello("b", "n2"), 3.0)
+    nodes.detach(first, 4.0)
+    assert nodes.attach(hello("d", "n3"), 5.0).hello.node == "n3"
+    nodes.detach(again, 6.0)
+    assert nodes.attach(hello("e", "n2"), 7.0).hello.node == "n2"
+    assert [(state.hello.node, state.attached) for state in nodes.states()] == [("n2", True), ("n3", True)]
 
 
 async def test_a_gateway_without_an_incarnation_counts_again_when_another_of_its_id_has_ended(house: House) -> None:

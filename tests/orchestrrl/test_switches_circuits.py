@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ocs_drivers.errors import Conflict, OutcomeUnknown, Retryable
+from ocs_drivers.errors import Conflict, OutcomeUnknown, Permanent, Retryable
 from ocs_drivers.faults import Fault, FaultKind
 from ocs_drivers.model import (
     Change,
@@ -89,7 +89,7 @@ async def test_a_change_is_journalled_before_and_after(executor: CircuitExecutor
     intent, result = journal.tail(2, ("circuits.intent", "circuits.result"))
     assert intent.body["add"] == ["1:17", "2:18"]
     assert [item["cross_connect"] for item in result.body["items"]] == ["1:17", "2:18"]
-    assert result.subject == intent.subject == outcome.operation
+    assert result.subject == intent.subject == outcome.operation == f"circuits-{journal.generation}-1"
     assert executor.open == ()
 
 
@@ -204,8 +204,9 @@ async def test_a_restarted_daemon_ends_a_change_from_every_point(
     assert journal.tail(100) == before
 
 
+@pytest.mark.parametrize(("by", "ended"), [("settling", [True]), ("change", [True, True]), ("commit", [True, False])])
 async def test_an_unknown_outcome_stays_open_until_the_switch_is_read(
-    journal: Journal, clock: VirtualClock, switch: VirtualSwitch
+    journal: Journal, clock: VirtualClock, by: str, ended: list[bool]
 ) -> None:
     class Unreadable(VirtualSwitch):
         """Takes a commit, and is out of reach afterwards."""
@@ -218,23 +219,37 @@ async def test_an_unknown_outcome_stays_open_until_the_switch_is_read(
             return await super().cross_connects()
 
         async def commit(self, diff, expect_revision):  # type: ignore[no-untyped-def]
-            await super().commit(diff, expect_revision)
+            result = await super().commit(diff, expect_revision)
+            if diff.add != OLD:
+                return result
             self.reachable = False
             raise OutcomeUnknown("the connection broke", device=self.device)
 
     lost = Unreadable("ocs1", clock=clock)
     executor = CircuitExecutor({"ocs1": lost}, journal, clock)
+    prepared, later = [await executor.prepare("ocs1", Change((BYSTANDER,)), 60.0) for _ in range(2)]
     with pytest.raises(OutcomeUnknown):
         await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
     assert len(executor.open) == 1
     with pytest.raises(Retryable, match="no route to host"):
         await executor.change("ocs1", Change((BYSTANDER,)), ChangeMode.SAFE)
     await executor.settle()
+    with pytest.raises(Retryable, match="no route to host"):
+        await executor.commit(prepared)
     assert len(executor.open) == 1
+    (refused,) = journal.tail(100, (Kind.CIRCUITS_RESULT,))
+    assert (refused.subject, refused.body["done"]) == (prepared.id, False)
+    assert refused.body["detail"].startswith("was not begun, the change before it is open: ocs1: no route to host")
     lost.reachable = True
-    await executor.settle()
+    if by == "settling":
+        await executor.settle()
+    elif by == "change":
+        assert (await executor.change("ocs1", Change((BYSTANDER,)), ChangeMode.SAFE)).done
+    else:  # which finds the switch another than it was when it was prepared
+        with pytest.raises(Conflict):
+            await executor.commit(later)
     assert executor.open == ()
-    assert written(journal) == [("circuits.intent", None), ("circuits.result", True)]
+    assert [entry.body["done"] for entry in journal.tail(100, (Kind.CIRCUITS_RESULT,))] == [False, *ended]
 
 
 async def test_what_somebody_else_has_overtaken_is_left_alone(
@@ -251,7 +266,9 @@ async def test_what_somebody_else_has_overtaken_is_left_alone(
     restarted.recover()
     await restarted.settle()
     assert await shown(switch) == {CrossConnect(1, 20)}
-    assert "overtaken" in journal.tail(1)[0].body["detail"]
+    (result,) = journal.tail(1)
+    assert "overtaken" in result.body["detail"]
+    assert not result.body["done"]
 
 
 async def test_a_switch_that_is_no_longer_configured_is_closed_and_said(journal: Journal, clock: VirtualClock) -> None:
@@ -325,6 +342,7 @@ async def test_what_is_prepared_is_armed_before_it_is_written_down(
     unwanted = await executor.prepare("ocs1", Change(disconnect=OLD), 60.0)
     executor.abandon(unwanted, "not wanted")
     executor.abandon(unwanted, "not wanted")
+    assert written(journal)[2:] == [("circuits.intent", None), ("circuits.result", False)]
     assert [what for what, _ in arming.noted[3:]] == ["arm", "disarm"]
     with pytest.raises(Conflict, match="begun or abandoned before"):
         await executor.commit(unwanted)
@@ -373,7 +391,7 @@ async def test_a_fault_of_ours_with_one_switch_is_counted_and_the_others_are_set
         await before.prepare(switch, Change(OLD), 60.0)
     odd.odd = True
     executor = CircuitExecutor({"a": odd, "b": sound}, journal, clock)
-    assert executor.recover() == 2
+    assert (executor.recover(), executor.defects) == (2, 0)
     running = asyncio.create_task(executor.run())
     await clock.sleep(2 * RETRY_S)
     assert [operation.switch for operation in executor.open] == ["a"]
@@ -381,6 +399,33 @@ async def test_a_fault_of_ours_with_one_switch_is_counted_and_the_others_are_set
     odd.odd = False
     await clock.sleep(2 * RETRY_S)
     assert executor.open == ()
+    assert not running.done()
+    running.cancel()
+
+
+async def test_settling_goes_on_after_a_full_journal_and_a_fault_of_ours(
+    executor: CircuitExecutor, journal: Journal, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unwanted = await executor.prepare("ocs1", Change(OLD), 60.0)
+    error: Exception = OrchestrRLPermanent("database or disk is full")
+
+    def failing(*_: object) -> int:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "append", failing)
+        executor.abandon(unwanted, "not wanted")
+        running = asyncio.create_task(executor.run())
+        await clock.sleep(RETRY_S * 0.5)
+        assert executor.defects == 0
+        error = KeyError("a fault of ours")
+        await clock.sleep(RETRY_S)
+        assert executor.defects == 1
+    await clock.sleep(RETRY_S)
+    (result,) = journal.tail(100, (Kind.CIRCUITS_RESULT,))
+    assert (result.body["done"], result.body["detail"]) == (False, "was not begun: not wanted")
+    await clock.sleep(RETRY_S)
+    assert len(journal.tail(100, (Kind.CIRCUITS_RESULT,))) == 1
     assert not running.done()
     running.cancel()
 
@@ -418,6 +463,22 @@ async def test_a_rollback_is_read_back_before_the_switch_is_said_to_be_as_it_was
     assert outcome.detail.endswith("rolled back, then shown otherwise: 1:17 is up; 2:18 is up")
 
 
+async def test_a_rollback_that_is_refused_ends_the_change_and_is_told(
+    executor: CircuitExecutor, switch: VirtualSwitch, journal: Journal
+) -> None:
+    async def refused(diff: Diff) -> CommitResult:
+        raise Permanent("write protected", device="ocs1")
+
+    switch.rollback = refused  # type: ignore[method-assign]
+    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    assert (outcome.done, outcome.rolled_back) == (False, False)
+    assert outcome.detail.endswith("; not rolled back: ocs1: write protected")
+    assert [item.done for item in outcome.items] == [False, True]
+    assert written(journal)[-1] == ("circuits.result", False)
+    assert executor.open == ()
+
+
 async def test_a_rollback_that_cannot_be_read_back_stays_open(clock: VirtualClock, journal: Journal) -> None:
     switch = LosesTheLineAfterRollback("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
@@ -437,6 +498,7 @@ def assert_rolled_back(journal: Journal) -> None:
     assert result.body["detail"].endswith("; rolled back, the switch is as it was")
     assert result.body["rolled_back"]
     assert [item["done"] for item in result.body["items"]] == [False, False]
+    assert [item["detail"] for item in result.body["items"]] == ["the device shows it as tuning", "rolled back"]
 
 
 async def test_a_rollback_whose_outcome_its_driver_could_not_read_is_journalled_as_one(

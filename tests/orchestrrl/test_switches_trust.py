@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 from ocs_drivers.driver import Limits, SwitchDriver
+from ocs_drivers.errors import Retryable
 from ocs_drivers.faults import Fault, FaultKind
 from ocs_drivers.model import (
     Capabilities,
@@ -20,7 +21,7 @@ from ocs_drivers.model import (
 )
 from ocs_drivers.virtual import VirtualSwitch, VirtualWire
 from orchestrrl.clock import VirtualClock, WallClock
-from orchestrrl.execute.circuits import CircuitExecutor, CircuitOperation, operation_to_json
+from orchestrrl.execute.circuits import LATE_TIMES, RETRY_S, CircuitExecutor, CircuitOperation, operation_to_json
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.rpc.ocs_client import GrpcSwitch
 from orchestrrl.rpc.ocs_server import serve_driver
@@ -98,6 +99,64 @@ async def test_what_an_earlier_daemon_commanded_last_may_come_yet(journal: Journ
     results = [(entry.body["done"], entry.body["detail"]) for entry in journal.tail(9, (Kind.CIRCUITS_RESULT,))]
     # Carried out, or undone; not: "was not begun", and then it is there.
     assert (reading.cross_connects == {ONE}) is results[-1][0], results
+
+
+def interrupted(driver: SwitchDriver, journal: Journal, clock: VirtualClock) -> CircuitExecutor:
+    """A daemon after one that died with a change of its switch."""
+    diff = Diff(ChangeMode.SAFE, 0, frozenset(), (), (ONE,))
+    operation = CircuitOperation("circuits-0-1", driver.device, diff, clock.now_s() + 600.0)
+    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
+    executor = CircuitExecutor({driver.device: driver}, journal, clock)
+    executor.recover()
+    return executor
+
+
+@pytest.mark.parametrize("commanded", [True, False])
+@pytest.mark.parametrize("reconfiguration_s", [0.4, 2.0])
+async def test_what_may_come_soon_is_waited_for_and_looked_for_again(
+    journal: Journal, clock: VirtualClock, reconfiguration_s: float, commanded: bool
+) -> None:
+    driver, wire = late(clock, reconfiguration_s=reconfiguration_s)
+    executor = interrupted(driver, journal, clock)
+    wire._glass.add([ONE] if commanded else [])
+    await running(clock, executor.settle())
+    assert clock.now_s() - 1000.0 == pytest.approx(LATE_TIMES * reconfiguration_s, abs=0.05)
+    (result,) = journal.tail(9, (Kind.CIRCUITS_RESULT,))
+    assert result.body["done"] is commanded
+    assert result.body["detail"].startswith("found carried out" if commanded else "was not begun")
+
+
+async def test_what_may_come_late_keeps_the_change_open_for_so_long(journal: Journal, clock: VirtualClock) -> None:
+    driver, _ = late(clock, reconfiguration_s=120.0)
+    executor = interrupted(driver, journal, clock)
+    for left_s in (240.0, 140.0, 40.0):
+        words = f"nothing of circuits-0-1 is there, and for {left_s:.0f} s some of it may come yet"
+        with pytest.raises(Retryable, match=words) as caught:
+            await executor.change("late", Change((TWO,)), ChangeMode.SAFE)
+        assert caught.value.after_s == left_s
+        await clock.advance(100.0 if left_s > 40.0 else left_s - RETRY_S)
+    settling = asyncio.ensure_future(executor.settle())
+    await clock.advance(RETRY_S - 0.1)
+    assert executor.open
+    await clock.advance(0.1)
+    await settling
+    assert executor.open == ()
+
+
+async def test_a_device_that_tells_tuning_from_tuned_is_believed_at_once(journal: Journal, clock: VirtualClock) -> None:
+    switch = VirtualSwitch("s", clock=clock, reconfiguration_s=2.0)
+    executor = interrupted(switch, journal, clock)
+    reads, read = [], switch.wire.read_circuits
+
+    async def counted() -> Sequence[Circuit]:
+        reads.append(clock.now_s())
+        return await read()
+
+    switch.wire.read_circuits = counted  # type: ignore[method-assign]
+    await running(clock, executor.settle())
+    assert executor.open == ()
+    assert len(reads) == 1
+    assert clock.now_s() < 1000.1
 
 
 async def test_a_circuit_that_has_failed_is_not_so_already(journal: Journal, clock: VirtualClock) -> None:

@@ -6,11 +6,11 @@ Switches are virtual ones; agents say what a test has them say, each by a clock 
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from ocs_drivers.faults import Fault
 from ocs_drivers.glass import Glass as VirtualGlass
@@ -37,6 +37,8 @@ from planner.fabric.slack import Remaining
 from planner.fabric.topology import Site
 from planner.fabric.windows import Window
 from planner.model import Hold, Mode
+
+T = TypeVar("T")
 
 SITE = Path(__file__).parents[3] / "deploy/examples/site.yaml"
 START_S = 1000.0
@@ -284,6 +286,13 @@ class House:
 
     async def pass_time(self, duration_s: float) -> None:
         await self.clock.advance(duration_s)
+
+    async def during(self, work: Awaitable[T]) -> T:
+        """It needs time that passes."""
+        under_way = asyncio.ensure_future(work)
+        while not under_way.done():
+            await self.pass_time(0.005)
+        return await under_way
 
     async def over(self, period: Announced, within_s: float = 30.0) -> PeriodReport:
         until_s = self.clock.now_s() + within_s

@@ -10,7 +10,7 @@ from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, House, house
 
 from ocs_drivers.errors import Conflict
 from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import Change, Connectivity, Reading
+from ocs_drivers.model import Change, Connectivity, Diff, Reading
 from orchestrrl.clock import VirtualClock
 from orchestrrl.errors import Permanent, Retryable
 from orchestrrl.execute.circuits import CircuitExecutor
@@ -139,6 +139,21 @@ async def test_a_switch_that_is_out_of_reach_is_left_as_it_is(site: House) -> No
     assert {each for each in site.up() if each.switch == CORE} == before
     wire.open = really  # type: ignore[method-assign]
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
+    assert sound(site)
+
+
+async def test_where_one_switch_refuses_nothing_is_begun_on_the_others(site: House) -> None:
+    async def plan(*_: object) -> Diff:
+        raise Conflict(["somebody has locked it"], device=CORE)
+
+    site.switches[CORE].plan = plan  # type: ignore[assignment, method-assign]
+    report = await site.in_window(OVER_CORE)
+    assert (report.state, report.code) == (PeriodState.KEPT, "switch_refused")
+    assert report.detail == "core0: somebody has locked it"
+    results = site.written(Kind.CIRCUITS_RESULT)
+    why = "was not begun: another switch could not be prepared: core0: somebody has locked it"
+    assert {(body["done"], body["detail"]) for body in results} == {(False, why)}
+    assert site.up() == set()
     assert sound(site)
 
 
@@ -337,12 +352,17 @@ async def test_a_prepared_change_is_committed_once(site: House) -> None:
     assert [body["done"] for body in site.written(Kind.CIRCUITS_RESULT)] == [True]
 
     empty = await executor.prepare(CORE, change, 60.0)
-    assert (await executor.commit(empty)).detail == "was so already"
-    late = await executor.prepare(CORE, Change(disconnect=change.connect), 1.0)
+    outcome = await executor.commit(empty)
+    assert (outcome.done, outcome.detail) == (True, "was so already")
+    just_in_time = await executor.prepare(CORE, Change(disconnect=change.connect), 1.0)
+    await site.pass_time(1.0)
+    assert (await _run(site, executor.commit(just_in_time, begin_by_s=just_in_time.valid_until_s))).done
+    late = await executor.prepare(CORE, change, 1.0)
     await site.pass_time(2.0)
     with pytest.raises(Conflict, match="expired"):
         await executor.commit(late)
-    assert site.up() == {PortPair(CORE, 1, 5)}
+    assert [body["done"] for body in site.written(Kind.CIRCUITS_RESULT)] == [True, True, False]
+    assert site.up() == set()
 
 
 async def _run(site: House, work):  # type: ignore[no-untyped-def]

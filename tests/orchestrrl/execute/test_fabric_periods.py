@@ -60,6 +60,7 @@ async def test_a_period_is_prepared_ahead_and_committed_when_all_are_quiet(
     assert commit.window_until_s is not None
     assert commit.window_opened_s <= commit.commanded_s
     assert commit.usable_s <= commit.window_until_s
+    assert {took.switch: took.device_s for took in commit.took} == dict.fromkeys(site.switches, pytest.approx(0.025))
     assert all(isinstance(sent.window, Window) for sent in site.sent)
     assert validate(site.site, FabricState(site.up()), site.up()) == ()
     assert site.coordinator.glance.cross_connects == site.up()
@@ -89,7 +90,7 @@ async def test_the_bound_of_clocks_is_taken_off_a_window(site: House) -> None:
 
 async def test_windows_that_are_too_short_are_never_used(tmp_path: Path) -> None:
     """A device of 100 ms and windows of 50 ms."""
-    async with house(tmp_path, reconfiguration_s=0.1) as site:
+    async with house(tmp_path, reconfiguration_s=0.1, rules=Rules(within_s=0.5, boundary_within_s=5.0)) as site:
         for id in site.switches:
             site.coordinator.times.measured(id, control_s=0.001, device_s=0.1, route_s=0.0)
         agent = site.agent("n0", range(16))
@@ -103,6 +104,8 @@ async def test_windows_that_are_too_short_are_never_used(tmp_path: Path) -> None
         assert (period.report.state, period.report.code) == (PeriodState.KEPT, "no_window")
         assert period.report.ended_s == pytest.approx(period.deadline_s)
         assert site.sent == []
+        (valid_until_s,) = {intent["valid_until_s"] for intent in site.written(Kind.CIRCUITS_INTENT)}
+        assert valid_until_s == pytest.approx(period.deadline_s + 5.0)
         results = site.written(Kind.CIRCUITS_RESULT)
         assert [result["done"] for result in results] == [False] * 5
         assert "was not begun" in results[0]["detail"]

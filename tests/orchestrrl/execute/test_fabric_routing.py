@@ -1,136 +1,19 @@
 """Packets follow circuits, in virtual time: the coordinator, virtual switches, and virtual ToRs that light joins."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SITE, SYNC, House
+from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SITE, SYNC
+from routed_house import LOOK_AGAIN_S, RoutedHouse, inline
 
-from ocs_drivers.model import CircuitState, CrossConnect
-from orchestrrl.execute.fabric_glass import Glance
-from orchestrrl.execute.fabric_routing import FabricRouting
-from orchestrrl.execute.steering import Limits, Steering
-from orchestrrl.journal import Journal
+from ocs_drivers.model import CrossConnect
 from orchestrrl.periods import PeriodState
-from orchestrrl.route_drivers.virtual import Fault, FaultKind, VirtualRouterDriver
+from orchestrrl.route_drivers.virtual import Fault, FaultKind
 from orchestrrl.site import read_site
-from planner.fabric.light import Lit, fibres_of, interfaces_at, links_up
 from planner.fabric.model import EndpointId, OcsId, PortPair
-from planner.fabric.steering import Domain, Link, Router
-
-STEP_S = 0.001
-LOOK_AGAIN_S = 1.0
-
-
-async def inline(work: Any) -> Any:
-    return work()
-
-
-class Light:
-    """Joins the interfaces of virtual ToRs as the mirrors of virtual switches have it, and looks for packets that are
-    sent into the dark."""
-
-    def __init__(self, house: House) -> None:
-        self.house = house
-        tors = [tor.id for tor in house.site.tors]
-        names = {tor: [f"swp{k}" for k, _ in enumerate(fibres_of(house.site, tor), start=1)] for tor in tors}
-        self.interfaces = interfaces_at(house.site, names)
-        self.routers = {
-            tor: VirtualRouterDriver(tor, clock=house.clock, address=f"192.0.2.{n}", interfaces=names[tor])
-            for n, tor in enumerate(tors, start=1)
-        }
-        self.domain = Domain({tor: Router(f"192.0.2.{n}", (f"10.0.{n}.0/24",)) for n, tor in enumerate(tors, start=1)})
-        self.dark: list[str] = []  # what was sent where nobody is
-        self.joined: dict[Link, Lit] = {}
-        self.cut: set[Link] = set()  # fibres that somebody has pulled
-        self._lit: tuple[frozenset[PortPair], tuple[Lit, ...]] = (frozenset(), ())
-
-    def up(self) -> frozenset[PortPair]:
-        return frozenset(
-            PortPair(id, *sorted((each.cross_connect.ingress_port, each.cross_connect.egress_port)))
-            for id, switch in self.house.switches.items()
-            for each in switch.glass.circuits()
-            if each.state is CircuitState.TUNED
-        )
-
-    def lit(self) -> tuple[Lit, ...]:
-        up = self.up()
-        if self._lit[0] != up:
-            self._lit = (up, links_up(self.house.site, up, self.interfaces))
-        return self._lit[1]
-
-    def links(self) -> frozenset[Link]:
-        return frozenset(each.link for each in self.lit())
-
-    def shine(self) -> None:
-        lit = {each.link: each for each in self.lit() if each.link not in self.cut}
-        for link in [*self.joined]:
-            if link not in lit:
-                self.routers[link.a].device.part(link.interface_a)
-                del self.joined[link]
-        for link in lit:
-            if link not in self.joined:
-                self.routers[link.a].device.join(link.interface_a, self.routers[link.b].device, link.interface_b)
-                self.joined[link] = lit[link]
-        for tor, driver in self.routers.items():
-            for route in driver.device.routes.values():
-                self.dark += [f"{tor}: {hop}" for hop in route.next_hops if driver.device.answering(hop) is None]
-
-    async def run(self) -> None:
-        while True:
-            self.shine()
-            await self.house.clock.sleep(STEP_S)
-
-
-class RoutedHouse(House):
-    """Whose coordinator has packets follow circuits."""
-
-    def start(self) -> None:
-        self.light = Light(self)
-        self.routes = Journal(self._folder / "routes.sqlite", self.clock.now_s())
-        self.routing = self.follower = self.following()
-        super().start()
-        self.tending = asyncio.create_task(self.follower.tend())
-        self._tasks += [asyncio.create_task(self.light.run()), self.tending]
-
-    def following(self, unread: frozenset[OcsId] = frozenset()) -> FabricRouting:
-        async def look() -> Glance:
-            glance = await self.glass.look()
-            kept = frozenset(pair for pair in glance.cross_connects if pair.switch not in unread)
-            return replace(glance, cross_connects=kept, unread=dict.fromkeys(unread, "no route to host"))
-
-        limits = Limits(link_up_s=0.2, neighbour_s=0.1)
-        steering = Steering(self.light.routers, self.light.domain, self.clock, limits)
-        return FabricRouting(
-            self.site,
-            self.light.interfaces,
-            steering,
-            look,
-            self.routes,
-            self.clock,
-            look_again_s=LOOK_AGAIN_S,
-            offload=inline,
-        )
-
-    async def during(self, work: Awaitable[Any]) -> None:
-        """It needs time that passes."""
-        under_way = asyncio.ensure_future(work)
-        while not under_way.done():
-            await self.pass_time(0.005)
-        await under_way
-
-    async def stop(self) -> None:
-        await super().stop()
-        self.routes.close()
-
-    @property
-    def routed(self) -> frozenset[Link]:
-        assert self.follower.routed is not None
-        return frozenset(self.follower.routed.links)
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from orchestrrl.execute.fabric_neighbours import neighbours
 from orchestrrl.execute.fabric_routing import FabricRouting
 from orchestrrl.execute.steering import inline
 from orchestrrl.fabric_intents import intent_to_json
+from orchestrrl.journal import Kind
 from orchestrrl.periods import PeriodState
 from orchestrrl.rpc.fabric_service import FabricService
 from orchestrrl.rpc.pb import fabric_pb2 as pb
@@ -108,6 +109,8 @@ async def test_a_switch_that_others_keep_busy_is_not_changed_after_the_window(tm
         await site.pass_time(0.1)
         assert site.sent
         assert core not in {sent.switch for sent in site.sent}
+        late = [body for body in site.written(Kind.CIRCUITS_RESULT) if "kept the switch busy" in body["detail"]]
+        assert [(body["switch"], body["done"]) for body in late] == [(core, False)]
         agent.quiet(0.2, since_s=0.01)
         report = await site.over(period)
         assert report.state is PeriodState.COMMITTED

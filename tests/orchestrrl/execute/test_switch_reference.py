@@ -31,6 +31,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
         house.asked.append(str(self._id))  # type: ignore[attr-defined]
         while len(house.gateway.on(self._id)) >= SEATS:
             await house.clock.sleep(0.1)
+        await house.clock.sleep(0.05)
         return await answer(self, *asked)
 
     monkeypatch.setattr(Client, "excerpt", with_a_seat)

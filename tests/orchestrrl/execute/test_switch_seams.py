@@ -3,21 +3,25 @@
 import asyncio
 import dataclasses
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import engine_report, sample
-from switch_house import CONFIG, FakeEngine, House
+from switch_house import CONFIG, Client, FakeEngine, House
 
 from orchestrrl.config import parse_config
 from orchestrrl.control_plane import ControlPlane
 from orchestrrl.deployers.base import Life
-from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.deployers.command_line import EngineSpec
+from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.execute.deploy_run import LOOK_AGAIN_S, SwitchRun
+from orchestrrl.execute.deploy_steps import POLL_S
 from orchestrrl.execute.enrolment import NewEngine
 from orchestrrl.journal import Kind
 from orchestrrl.operations import ItemResult, MoveRequests, Operation, OperationResult
-from orchestrrl.switch import SwitchState, SwitchWish
+from orchestrrl.switch import StepState, SwitchState, SwitchWish
 from planner.model import EngineHealth, EngineId
 
 TO_TP2 = SwitchWish((("tp2", 0),), reason="the test says so")
@@ -55,15 +59,28 @@ async def test_engines_that_end_by_themselves_do_not_end_the_watch_over_them(hou
             assert house.machines.stops[-1] == engine  # what is left of it holds its GPUs no longer
         check_whole(house, "w")
         assert {route.engine for route in house.gateway.routes.routes} == switching.deployed.keys() == {W}
+        assert house.watched == [{"a", "b", "w"}, {"b", "w"}, {"w"}]
         assert house.engines_noted(Kind.ENGINE_STOPPED) == [("a", True, "died"), ("b", True, "died")]
         tending.cancel()
+
+
+async def test_engines_of_a_configuration_that_is_no_more_serve_on(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.config = parse_config(CONFIG.replace("id: tp1", "id: narrow"))
+    async with house.daemon():
+        check_whole(house, "a", "b", "w")
+        assert house.plane.state.configuration_of(A) is None
+        told = [record.message for record in caplog.records if "not configured" in record.message]
+        assert told == [f"engine {engine} runs as tp1, which is not configured" for engine in "ab"]
 
 
 async def test_engines_that_ended_while_the_daemon_was_away_are_cleared(house: House) -> None:
     house.machines.engines[A].life = Life.ENDED
     async with house.daemon() as switching:
         check_whole(house, "b", "w")
-        assert (house.machines.stops, switching.deployed.keys()) == (["a"], {B, W})
+        assert switching.deployed.keys() == {B, W}
+        assert house.machines.stops == [A]
         assert house.engines_noted(Kind.ENGINE_STOPPED) == [("a", True, "died")]
 
 
@@ -190,6 +207,42 @@ async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(ho
         assert house.machines.starts["a"] == 1
 
 
+async def test_an_engine_that_came_with_other_weights_is_not_let_in(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def forgets(client: Client, policy_version: int) -> None: ...
+
+    monkeypatch.setattr(Client, "name_weights", forgets)
+
+    def outdated(engine: FakeEngine) -> None:
+        engine.weights = 6 if engine.spec.configuration == "tp2" else 7
+
+    house.machines.made = outdated
+    async with house.daemon() as switching:
+        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert (report.state, report.detail) == (
+            SwitchState.ROLLED_BACK,
+            "verify of s1.0: its weights are version 6, the fleet's 7",
+        )
+
+
+async def test_one_that_is_not_healthy_is_waited_for(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ill(client: Client) -> bool:
+        return False
+
+    async with house.daemon() as switching:
+        with monkeypatch.context() as patched:
+            patched.setattr(Client, "healthy", ill)
+            switching.begin(TO_TP2)
+            await house.clock.advance(5.0)
+            assert switching.report().engines == ("s1.0", "w")
+            assert house.gateway.usable() == ["w"]
+        assert (await house.until_ended()).state is SwitchState.DONE
+        check_whole(house, "s1.0", "w")
+
+
 async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(house: House) -> None:
     async with house.daemon() as switching:
         house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
@@ -261,6 +314,31 @@ async def test_who_is_refused_by_an_engine_goes_to_another(house: House) -> None
         assert report.requests_parked == 4
 
 
+async def test_an_engine_that_does_not_say_what_it_has_is_not_stopped(house: House) -> None:
+    house.machines.faults["metrics", "a"] = Permanent("is too busy")
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert report.state is SwitchState.ROLLED_BACK
+        assert report.detail == "evacuate of a: took longer than 5 s: it does not say what it has: is too busy"
+        assert house.machines.stops == []
+        check_whole(house, "a", "b", "w")
+
+
+async def test_a_stop_that_fails_leaves_an_engine_that_serves_on(house: House) -> None:
+    house.machines.faults["stop", "a"] = Permanent("does not end")
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await house.until_ended()
+        assert (report.state, report.detail) == (
+            SwitchState.ROLLED_BACK,
+            "stop of a: does not end; stop of a: does not end",
+        )
+        check_whole(house, "a", "b", "w")
+        assert house.watched[-1] == {"a", "b", "w"}
+        assert house.engines_noted(Kind.ENGINE_STOPPED)[:1] == [("a", False, "does not end")]
+
+
 async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(house: House) -> None:
     house.gateway.requests.clear()
     async with house.daemon() as switching:
@@ -314,6 +392,89 @@ async def test_a_deployer_that_does_not_answer_at_the_end_does_not_leave_the_swi
         assert len(refusals) == 1
         assert [entry.subject for entry in house.entries(Kind.SWITCH_ENDED)] == [report.id]
         check_whole(house, f"{report.id}.0", "w")
+
+
+async def test_going_back_waits_for_a_deployer_that_does_not_say_what_there_is(house: House) -> None:
+    breaks(house)
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        await house.clock.advance(5.0)
+        deployer: Any = switching._deployer
+        listed, asked_s = deployer.list_engines, []
+
+        async def refusing() -> object:
+            asked_s.append(house.clock.now_s())
+            if len(asked_s) < 3:
+                raise Retryable("the API server is away", 1.0)
+            return await listed()
+
+        deployer.list_engines = refusing
+        assert (await house.until_ended()).state is SwitchState.ROLLED_BACK
+        check_whole(house, "a", "b", "w")
+        assert [later - before for before, later in pairwise(asked_s[:3])] == [LOOK_AGAIN_S] * 2
+
+
+async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(house: House) -> None:
+    meddle, closed = house.machines.meddle, []
+
+    async def hanging(what: str, engine: FakeEngine | EngineSpec) -> None:
+        if what == "stop":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                for _ in range(9):  # it cleans up
+                    await asyncio.sleep(0)
+                closed.append(house.switching._deployer.closed)
+        await meddle(what, engine)
+
+    house.machines.meddle = hanging  # type: ignore[method-assign]
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        await house.clock.advance(2.0)
+    assert closed == [False, False]
+
+
+async def test_a_defect_of_the_switch_itself_leaves_nobody_fenced(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(run: SwitchRun, failure: object) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(SwitchRun, "_end", broken)
+    breaks(house)
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        await house.clock.advance(1.0)
+        assert house.plane.routes.expected
+        await house.clock.advance(20.0)
+        assert not switching.busy
+        assert not house.plane.routes.draining
+        assert not house.plane.routes.expected
+        assert [record.message for record in caplog.records if "broke off" in record.message] == [
+            "a switch broke off: of ours"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("error", "every_s"), [(Retryable("no room", 0.7), 0.7), (OutcomeUnknown("no answer"), POLL_S)], ids=str
+)
+async def test_a_start_that_came_to_nothing_yet_is_asked_for_again(
+    house: House, error: OrchestrRLError, every_s: float
+) -> None:
+    meddle, asked_s = house.machines.meddle, []
+
+    async def refusing(what: str, engine: FakeEngine | EngineSpec) -> None:
+        if what == "start":
+            asked_s.append(house.clock.now_s())
+            if len(asked_s) < 3:
+                raise error
+        await meddle(what, engine)
+
+    house.machines.meddle = refusing  # type: ignore[method-assign]
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        assert (await house.until_ended()).state is SwitchState.DONE
+        assert [later - before for before, later in pairwise(asked_s)] == pytest.approx([every_s] * 2)
 
 
 async def test_a_switch_that_was_never_closed_is_not_taken_up_after_a_later_one(house: House) -> None:
@@ -431,15 +592,18 @@ async def test_who_is_told_that_a_switch_has_ended_may_begin_the_next(house: Hou
         switching._deployer.list_engines = slowly
 
         async def follow() -> str:
+            done = set()
             async for report in switching.watch(switching.begin(TO_TP2)):
-                state = report.state
-            assert state is SwitchState.DONE
+                done.add(sum(told.state is StepState.DONE for told in report.steps))
+            assert report.state is SwitchState.DONE
+            assert len(done) > 3  # of each step that takes a while
             return str(switching.begin(SwitchWish((("tp1", 2), ("tp2", 1)))))
 
         following = asyncio.create_task(follow())
         for _ in range(60):
             await house.clock.advance(0.5)
         assert following.result() == "s2"
+        assert not switching._book._watchers
         assert (await house.until_ended()).state is SwitchState.DONE
 
 

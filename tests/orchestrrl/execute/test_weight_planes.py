@@ -13,7 +13,7 @@ from weights_house import STEP_S, TENSORS, Engine, FakePeer, House
 
 from orchestrrl.engines.base import TransferEnds
 from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults
-from orchestrrl.sync_reports import SyncReport, SyncState
+from orchestrrl.sync_reports import EngineSync, SyncReport, SyncState
 from orchestrrl.weights.model import PeerId, PeerRole
 from orchestrrl.weights.orders import Install, Order, Outcome, PeerResult, PlaneAct
 from orchestrrl.weights.planes.base import (
@@ -213,6 +213,8 @@ class DirectWorld(TreeWorld):
         super().__init__(house)
         self._loses: Step | None = None
         self._trainer: asyncio.Task[None] | None = None
+        self.told: list[SyncReport] = []
+        self.probe: tuple[int, ...] = (1, 2, 3)
 
     def lose_trainer(self, step: Step) -> None:
         self._loses = step
@@ -225,7 +227,7 @@ class DirectWorld(TreeWorld):
             Publication(
                 *(version, rank, self.world, PeerId("t"), TENSORS, {}),
                 plane=self.plane,
-                probe=(1, 2, 3),
+                probe=self.probe,
                 options=self.options,
                 run="r-1",
             )
@@ -239,6 +241,7 @@ class DirectWorld(TreeWorld):
         """As vLLM's trainer-side engine, whose calls are passed on."""
         sync, seen = self.house.sync, 0
         async for report in sync.follow(id):
+            self.told.append(report)
             asked = asked_of(report.asked_json)
             if asked is None or asked.number <= seen:
                 continue
@@ -310,8 +313,8 @@ class BesideWorld(DirectWorld):
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[DirectHouse]:
-    house = DirectHouse(tmp_path)
+async def house(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[DirectHouse]:
+    house = DirectHouse(tmp_path, **getattr(request, "param", {}))
     house.start()
     await house.pass_time(1.0)
     yield house
@@ -344,6 +347,23 @@ class TestVllmTransfer(PlaneConformance):
         report = await world.publish(2)
         assert report.state is SyncState.DONE
         assert house.joined == {}
+        assert report.notes == ()
+        world.fail(Step.INSTALL, [EngineId("e1")])
+        await world.publish(3)
+        assert set(house.joined) == {"e0", "e1", "e2"}, "anew, as it was broken"
+
+    async def test_it_is_told_at_once_which_engine_has_not_taken_it(self, world: DirectWorld) -> None:
+        world.fail(Step.INSTALL, [EngineId("e1")])
+        await world.publish(1)
+        report = next(report for report in world.told if any(each.detail for each in report.engines))
+        stands = {each.engine: each for each in report.engines}[EngineId("e1")]
+        assert (stands.state, stands.detail) == (EngineSync.WAITING, "e1: update: the connection broke")
+
+    @pytest.mark.parametrize("house", [{"probe": None}], indirect=True)
+    async def test_it_is_told_that_engines_were_asked_nothing(self, world: DirectWorld) -> None:
+        world.probe = ()
+        report = await world.publish(1)
+        assert report.notes == ("engines were asked nothing: name a probe, there are no sums on this plane",)
 
     async def test_nothing_is_passed_on_that_is_not_asked(self, house: DirectHouse, world: DirectWorld) -> None:
         await world.publish(1)

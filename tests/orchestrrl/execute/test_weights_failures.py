@@ -1,17 +1,27 @@
 """What goes wrong on a version's way, what becomes of it, and who is told."""
 
+from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from weights_house import START_S, TENSORS, House, played
 
-from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl import execute
+from orchestrrl.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.holds import HoldBook, Part
 from orchestrrl.sync_reports import EngineSync, SyncPhase, SyncState
 from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.orders import Rest
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
+
+
+async def until(house: House, sync_id: str, state: SyncState) -> None:
+    while house.sync.report(sync_id).state is not state:
+        assert not house.sync.report(sync_id).over
+        await house.clock.advance(0.05)
 
 
 async def first(house: House) -> None:
@@ -77,6 +87,22 @@ def test_bytes_that_do_not_agree_with_their_sums_are_fetched_again(tmp_path: Pat
         report = await house.report(house.publish(3))
         assert (report.state, report.code) == (SyncState.ABORTED, "corrupt")
         house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+def test_an_engine_whose_peer_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await first(house)
+        house.peer("p1").die()
+        sync_id = house.publish(2)
+        await house.pass_time(1.0)
+        assert house.sync.report(sync_id).detail == "waits: e1 may come back"
+        house.peer("p1").come_back()
+        await house.pass_time(0.5)
+        assert house.sync.report(sync_id).detail == ""
+        report = await house.report(sync_id)
+        assert (report.code, report.attempt) == ("done", 1)
 
     played(tmp_path, scene)
 
@@ -151,20 +177,27 @@ def test_a_fleet_that_does_not_come_to_rest_keeps_its_version(tmp_path: Path) ->
     played(tmp_path, scene)
 
 
-def test_a_lease_that_ends_while_engines_are_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_lease_that_ends_while_engines_are_changed(tmp_path: Path, closes: bool) -> None:
+    """Where the gate does not close again peers bring these engines to rest."""
+
     async def scene(house: House) -> None:
         await first(house)
         sync_id = house.publish(2)
-        while house.sync.report(sync_id).state is not SyncState.INSTALLING:
-            await house.clock.advance(0.05)
+        await until(house, sync_id, SyncState.INSTALLING)
         lease = house.fence.state.lease
         assert lease is not None
         state = house.fence._state
         house.fence._state = type(state)(opened=state.opened, versions={}, newest=None)  # as when it ends by itself
+        house.fence.refuses = 0 if closes else 1
+        house.peer("p0").orders.clear()
         report = await house.report(sync_id)
         assert report.state is SyncState.DONE  # by another attempt
         assert report.attempt == 2
         assert "opened by itself" in " ".join(report.notes)
+        assert any("could not be closed again: e0 is not quiet" in note for note in report.notes) is not closes
+        rests = [order.at_rest for order in house.peer("p0").orders if isinstance(order, Rest)]
+        assert rests == ([] if closes else [True, False])
         house.check_one_version(2)
 
     played(tmp_path, scene)
@@ -183,6 +216,21 @@ def test_engines_that_were_restarted_or_come_later_get_the_version(tmp_path: Pat
         house.peer("p2").introduce()
         await house.pass_time(30.0)
         house.check_one_version(1)
+
+    played(tmp_path, scene)
+
+
+def test_one_engine_is_repaired_after_the_other_without_a_break(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await first(house)
+        for engine in house.engines:
+            house.restart(engine)
+        house.counting, began_s = True, house.clock.now_s()
+        while not all(house.fence.state.serves(engine) for engine in house.engines):
+            await house.clock.advance(0.05)
+        assert house.clock.now_s() - began_s < 2.0, "0.6 s each"
+        installs = [what for what in house.points if "install" in what]
+        assert installs == [f"p{n} {what} install" for n in range(3) for what in ("is ordered", "has done")]
 
     played(tmp_path, scene)
 
@@ -234,6 +282,8 @@ def test_without_a_gateway_peers_bring_engines_to_rest(tmp_path: Path) -> None:
         report = await house.report(house.publish(2))
         assert report.code == "install_failed"
         house.check_one_version(1)
+        rests = [order.at_rest for order in house.peer("p0").orders if isinstance(order, Rest)]
+        assert rests == [True, False, True, True, False], "at rest before each change of weights"
 
     played(tmp_path, scene, attempts=1)
 
@@ -248,6 +298,7 @@ def test_a_version_may_wait_until_the_gate_is_closed_by_another(tmp_path: Path) 
         asked = house.task(house.sync.before_resume(house.clock.now_s() + 60.0))
         await house.pass_time(5.0)
         assert asked.result() == (2, ())
+        assert house.fence.state.versions == dict.fromkeys(house.engines, 2), "known before it is opened"
         house.fence._put(house.fence.state.resumed(lease, house.clock.now_s(), house.now(), 2, ()))
         report = await house.report(sync_id)
         assert report.state is SyncState.DONE
@@ -269,6 +320,7 @@ def test_a_borrowed_gate_opens_as_before_where_it_fails_and_nothing_is_served_if
         asked = house.task(house.sync.before_resume(house.clock.now_s() + 60.0))
         await house.pass_time(5.0)
         assert asked.result() == (None, ())
+        assert house.fence.state.versions == dict.fromkeys(house.engines, 1), "they have been brought back"
         house.fence._put(house.fence.state.resumed(lease, house.clock.now_s(), house.now(), None, ()))
         await house.pass_time(5.0)
         assert house.sync.report(version=2).state is SyncState.PREPARED  # by the second attempt, for the next gate
@@ -278,6 +330,79 @@ def test_a_borrowed_gate_opens_as_before_where_it_fails_and_nothing_is_served_if
         house.fence._put(house.fence.state.resumed(lease, house.clock.now_s(), house.now(), None, ()))
         await house.pass_time(20.0)
         house.check_one_version(1)
+
+    played(tmp_path, scene)
+
+
+@pytest.mark.parametrize("where", ["go_back", "resume_new"])
+def test_a_defect_leaves_nobody_waiting_who_lent_the_gate(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wrong(*_: object) -> None:
+        raise KeyError("a defect")
+
+    async def scene(house: House) -> None:
+        await first(house)
+        house.publish(2, install="next_gate")
+        await house.pass_time(10.0)
+        house.engine("e0").fails = int(where == "go_back")
+        house.fence.close_by("somebody")
+        with monkeypatch.context() as patched:
+            patched.setattr(f"orchestrrl.execute.weights_run.{where}", wrong)
+            asked = house.task(house.sync.before_resume(house.clock.now_s() + 60.0))
+            await house.pass_time(2.0)
+        assert asked.result() == (None if where == "go_back" else 2, ())
+
+    played(tmp_path, scene)
+
+
+@pytest.mark.parametrize(
+    "where", ["weights_run.go_back", "weights.go_back", "weights.Serving.run", "weights.Repairs.one"]
+)
+def test_what_fails_is_tried_again_every_tenth_of_the_patience(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version is undone by its own run, or by a daemon that finds it half done; peers are told of engines; engines
+    are repaired."""
+    real = attrgetter(where)(execute)
+    at_s: list[float] = []
+
+    async def scene(house: House) -> None:
+        async def not_yet(*arguments: Any) -> Any:
+            at_s.append(house.clock.now_s())
+            if len(at_s) <= 2:
+                raise Retryable("not yet", 1.0) if "go_back" in where else KeyError("a defect")
+            return await real(*arguments)
+
+        await first(house)
+        monkeypatch.setattr(f"orchestrrl.execute.{where}", not_yet)
+        if where == "weights.Repairs.one":
+            house.restart("e1")
+        else:
+            if where == "weights_run.go_back":
+                house.engine("e0").fails = 1
+            else:
+                house.when("p1 has done install", house.kill)
+            house.publish(2)
+        await house.pass_time(5.0)
+        if house.daemon is None:
+            house.start()
+        await house.settled()
+        house.check_one_version(1)
+        assert [after_s - before_s for before_s, after_s in pairwise(at_s)] == pytest.approx([0.5, 0.5])
+        assert house.sync.defects == (0 if "go_back" in where else 2)
+
+    played(tmp_path, scene, attempts=1)
+
+
+def test_a_version_that_is_published_during_a_repair_comes_first(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await first(house)
+        house.restart("e1")
+        house.when("p1 is ordered check", lambda: house.publish(2))  # type: ignore[arg-type]
+        await house.pass_time(1.0)
+        assert (await house.report(house.publish(2))).code == "done"
+        house.check_one_version(2)
 
     played(tmp_path, scene)
 
@@ -295,6 +420,59 @@ def test_an_operator_installs_what_waits_and_a_newer_version_replaces_it(tmp_pat
         house.sync.install_now(three, "now")
         assert (await house.report(three)).state is SyncState.DONE
         house.check_one_version(3)
+
+    played(tmp_path, scene)
+
+
+def test_of_versions_that_wait_for_one_to_end_the_newest_is_brought(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await first(house)
+        two = house.publish(2)
+        await until(house, two, SyncState.INSTALLING)
+        three, four = house.publish(3), house.publish(4)
+        report = house.sync.report(three)
+        assert (report.state, report.detail) == (SyncState.SUPERSEDED, "version 4 was published")
+        assert (await house.report(two)).state is SyncState.DONE
+        await until(house, four, SyncState.INSTALLING)
+        five = house.publish(5)
+        house.sync.abort(five, "enough")
+        report = house.sync.report(five)
+        assert (report.state, report.code, report.detail) == (SyncState.ABORTED, "operator", "enough")
+        assert (await house.report(four)).state is SyncState.DONE
+        await house.pass_time(2.0)
+        house.check_one_version(4)
+
+    played(tmp_path, scene)
+
+
+def test_what_no_way_leads_to_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_way(*_: object, **__: object) -> None:
+        raise ProblemFaults(["p1: has no transport that the trainer's peer has"])
+
+    async def scene(house: House) -> None:
+        await first(house)
+        monkeypatch.setattr("orchestrrl.execute.weights_preparing.plan_sync", no_way)
+        report = await house.report(house.publish(2))
+        assert (report.state, report.code, report.attempt) == (SyncState.ABORTED, "unreachable", 1)
+        assert report.detail == "p1: has no transport that the trainer's peer has"
+        house.check_one_version(1)
+
+    played(tmp_path, scene)
+
+
+def test_a_defect_before_the_commit_is_not_met_again_and_leaves_the_version_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wrong(*_: object) -> None:
+        raise KeyError("a defect")
+
+    async def scene(house: House) -> None:
+        await first(house)
+        monkeypatch.setattr("orchestrrl.execute.weights_installing.Installing.install", wrong)
+        report = await house.report(house.publish(2))
+        assert (report.state, report.code, report.attempt) == (SyncState.ABORTED, "internal", 1)
+        assert "a defect: KeyError" in report.detail
+        house.check_one_version(1)
 
     played(tmp_path, scene)
 
@@ -319,11 +497,12 @@ def test_an_operator_calls_it_off_at_any_time_before_it_is_committed(tmp_path: P
         await first(house)
         for version, state in enumerate([SyncState.CARRYING, SyncState.FENCING, SyncState.INSTALLING], 2):
             sync_id = house.publish(version)
-            while house.sync.report(sync_id).state is not state:
-                await house.clock.advance(0.05)
+            await until(house, sync_id, state)
             house.sync.abort(sync_id, "enough")
             report = await house.report(sync_id)
             assert (report.state, report.code, report.detail) == (SyncState.ABORTED, "operator", "enough")
+            assert "attempt 1: operator: enough" in report.notes
+            assert not any(peer.edges for peer in house.peers.values()), "nothing is carried any more"
             house.check_one_version(1)
         with pytest.raises(Permanent, match="over"):
             house.sync.abort(sync_id, "again")
@@ -383,6 +562,16 @@ def test_an_operators_pause_holds_a_sync_which_says_so(tmp_path: Path) -> None:
         report = house.sync.report(sync_id)
         assert report.state is SyncState.PLANNING
         assert "look first" in report.detail
+        holds.resume(Part.SYNC, "")
+        assert (await house.report(sync_id)).state is SyncState.DONE
+        sync_id = house.publish(3, install="next_gate")
+        await house.pass_time(10.0)
+        holds.pause(Part.SYNC, "not now")
+        house.sync.install_now(sync_id, "")
+        await house.pass_time(5.0)
+        report = house.sync.report(sync_id)
+        assert report.state is SyncState.PREPARED, "nor are engines brought to rest for it"
+        assert "not now" in report.detail
         holds.resume(Part.SYNC, "")
         assert (await house.report(sync_id)).state is SyncState.DONE
 

@@ -4,12 +4,14 @@ what a trainer brings in its own way stays."""
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from weights_house import FakePeer, House, played
 
 from orchestrrl.execute.weights_serving import served
 from orchestrrl.execute.weights_state import EngineNow
+from orchestrrl.gate import GateState
 from orchestrrl.sync_reports import EngineSync, SyncState
 from orchestrrl.weights.hub import PeerState
 from orchestrrl.weights.model import EngineAt, Peer, PeerId, PeerRole, Place
@@ -178,6 +180,27 @@ def test_a_switch_while_bytes_are_on_their_way(tmp_path: Path) -> None:
     played(tmp_path, scene)
 
 
+def test_an_engine_that_comes_before_the_gate_closes_takes_part(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        serving_peer(house, "p3", "h3")
+        await _begun(house)
+        sync = house.publish(2, install="next_gate")
+        await house.pass_time(10.0)
+        house.come("e3", "h3", weights=1)
+        house.sync.install_now(sync, "")
+        await house.clock.advance(0.05)
+        assert house.sync.report(sync).detail == "waits: peers are being told of engines that have come"
+        report = await house.report(sync)
+        assert (report.code, report.attempt, {each.state for each in report.engines}) == (
+            "done",
+            1,
+            {EngineSync.SERVES},
+        )
+        house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
 def test_engines_that_left_by_order_are_not_lost(tmp_path: Path) -> None:
     """One that goes with its host, one in the middle of an install: no attempt is lost on either."""
 
@@ -186,7 +209,9 @@ def test_engines_that_left_by_order_are_not_lost(tmp_path: Path) -> None:
         house.peer("p2").die()
         sync = house.publish(2)
         house.leave("e2")
-        house.leave("e1") if house.sync.report(sync).state is SyncState.INSTALLING else None
+        while house.sync.report(sync).state is not SyncState.INSTALLING:
+            await house.clock.advance(0.05)
+        house.leave("e1")
         report = await house.report(sync)
         assert (report.state, report.code, report.attempt) == (SyncState.DONE, "done", 1)
         await house.pass_time(5.0)
@@ -311,6 +336,50 @@ def test_a_version_that_fails_after_that_leaves_nobody_with_the_one_from_before_
         assert 1 not in {engine.weights for engine in house.engines.values()}
 
     played(tmp_path, scene, attempts=1)
+
+
+def test_what_a_trainer_brings_while_a_version_waits_is_the_fleets_until_that_is_installed(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await _begun(house)
+        sync = house.publish(2, install="next_gate")
+        await house.pass_time(10.0)
+        await _another_way(house)
+        house.sync.install_now(sync, "")
+        while house.sync.report(sync).state is not SyncState.INSTALLING:
+            await house.clock.advance(0.05)
+        assert house.sync.status().committed is None
+        assert (await house.report(sync)).state is SyncState.DONE
+        house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+def test_a_trainer_that_closes_the_gate_again_at_once_has_its_own_weights(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await _begun(house)
+        await _another_way(house, is_told=False)
+        house.fence._put(house.fence.state.resumed("", house.clock.now_s(), house.now(), 7, ()))
+        house.fence.close_by("the same trainer")
+        assert await house.sync.before_resume(house.clock.now_s() + 30.0) == (None, ())
+        assert house.sync.status().committed is None
+
+    played(tmp_path, scene)
+
+
+@pytest.mark.parametrize("told", [None, 1])
+def test_a_gate_of_which_nobody_knows_any_version_is_opened_with_the_fleets(tmp_path: Path, told: int | None) -> None:
+    """Without engines that have lost it, as they say when they are asked."""
+
+    async def scene(house: House) -> None:
+        await _begun(house)
+        house.fence._state = GateState()  # as when a lease ends by itself
+        house.fence.close_by("a trainer")
+        house.restart_unseen("e1")
+        asked = house.task(house.sync.before_resume(house.clock.now_s() + 30.0, told))
+        await house.pass_time(1.0)
+        assert asked.result() == (1, ("e1",))
+
+    played(tmp_path, scene)
 
 
 async def _another_way(house: House, *, is_told: bool = True) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weights_house import House, played
 
 from orchestrrl.execute.weights_doubts import Doubts
-from orchestrrl.sync_reports import SyncState
+from orchestrrl.sync_reports import EngineSync, SyncState
 from orchestrrl.weights.orders import Install
 from planner.model import EngineId
 
@@ -57,7 +57,49 @@ def test_a_restart_that_only_the_daemon_before_heard_of(tmp_path: Path) -> None:
     played(tmp_path, scene)
 
 
-@pytest.mark.parametrize("ends", ["committed", "called off before", "called off in the middle"])
+def test_a_daemon_that_comes_back_waits_for_peers_before_it_undoes_what_was_begun(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await _first(house)
+        house.when("p1 has done install", house.kill)
+        sync_id = house.publish(2)
+        while house.daemon is not None:
+            await house.pass_time(0.25)
+        house.peer("p1").die()
+        house.start()
+        began_s = house.clock.now_s()
+        house.later(2.6, house.peer("p1").come_back)
+        report = await house.report(sync_id)
+        assert (report.state, report.code) == (SyncState.ABORTED, "restarted")
+        assert "publish it again" in report.detail
+        assert "the daemon was restarted" in report.notes
+        assert {each.state for each in report.engines} == {EngineSync.ROLLED_BACK}
+        assert report.ended_s is not None
+        assert report.ended_s - began_s < 3.5, "as soon as all are back"
+        house.check_one_version(1)
+
+    played(tmp_path, scene)
+
+
+def test_a_daemon_that_comes_back_after_the_commit_waits_for_no_engine_that_was_left_out(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await _first(house)
+        house.engine("e0").fails = 99
+        house.when("after weights ", house.kill)
+        sync_id = house.publish(2)
+        while house.daemon is not None:
+            await house.pass_time(0.25)
+        house.peer("p0").die()
+        house.start()
+        began_s = house.clock.now_s()
+        report = await house.report(sync_id)
+        assert (report.state, report.code) == (SyncState.DONE, "some_quarantined")
+        assert report.ended_s is not None
+        assert report.ended_s - began_s < 1.0
+
+    played(tmp_path, scene)
+
+
+@pytest.mark.parametrize("ends", ["committed", "called off before", "called off in the middle", "taken back by peers"])
 def test_a_restart_that_nobody_saw_behind_the_gate(tmp_path: Path, ends: str) -> None:
     """No sample was taken, and the peer had asked before: engines are asked again before requests go on. The house
     checks it as the gate opens."""
@@ -68,18 +110,58 @@ def test_a_restart_that_nobody_saw_behind_the_gate(tmp_path: Path, ends: str) ->
             "committed": "after weights ",
             "called off before": "paused",
             "called off in the middle": "p2 has done install",
+            "taken back by peers": "p2 has done install",
         }
+        house.fence.manned = ends != "taken back by peers"
 
         def happens() -> None:
-            house.restart_unseen("e1")
+            if house.fence.manned:
+                house.restart_unseen("e1")
+            else:
+                house.when("p1 has done install", house.engine("e1").restart)  # of what it had before
             if ends != "committed":
                 house.sync.abort("", "")
 
         house.when(last[ends], happens)
         report = await house.report(house.publish(2))
         assert report.state is (SyncState.DONE if ends == "committed" else SyncState.ABORTED)
+        assert house.fence.state.lease is None
         await house.settled()
         house.check_one_version(2 if ends == "committed" else 1)
+
+    played(tmp_path, scene)
+
+
+def test_a_daemon_that_finds_the_gate_closed_and_nothing_changed_asks_engines_before_it_opens(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        def dies() -> None:
+            house.restart_unseen("e1")
+            house.kill()
+            raise Killed
+
+        await _first(house)
+        house.when("paused", dies)
+        house.publish(2)
+        while house.daemon is not None:
+            await house.pass_time(0.25)
+        house.start()
+        await house.settled()
+        house.check_one_version(1)
+
+    played(tmp_path, scene)
+
+
+def test_a_daemon_that_comes_back_ends_what_is_still_carried(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.pass_time(0.5)
+        house.peer("p1").stalls = True
+        sync_id = house.publish(1)
+        await house.pass_time(1.0)
+        assert any(peer.edges for peer in house.peers.values())
+        house.kill()
+        house.start()
+        assert (await house.report(sync_id)).state is SyncState.ABORTED
+        assert not any(peer.edges for peer in house.peers.values())
 
     played(tmp_path, scene)
 

@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[Sequence[str], Mapping[str, str], str]] = {
 PROCESSES = {
     "engine": "import aiohttp.web, prometheus_client, pydantic, typer, xxhash, yaml",
     "gateway": f"{GRPC}, aiohttp.web, prometheus_client, pydantic",
-    "agent": f"{GRPC}, pydantic",
+    "agent": f"{GRPC}, aiohttp, prometheus_client.parser, pydantic",  # the client of its engine is among them
     "peer": f"{GRPC}, numpy, pydantic, xxhash",
     "daemon": f"{GRPC}, aiohttp.web, numpy, prometheus_client, pydantic, yaml",
 }

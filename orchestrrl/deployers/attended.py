@@ -17,7 +17,7 @@ from pathlib import Path
 
 from orchestrrl.deployers.command_line import Device, EngineSpec, Launch, render
 from orchestrrl.engines.base import Engine
-from orchestrrl.engines.simulated import SimulatedEngine
+from orchestrrl.engines.simulated_client import SimulatedEngine
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.errors import OrchestrRLError, Permanent, ProblemFaults
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism

@@ -285,7 +285,7 @@ ENTRY_POINT_GROUP = "orchestrrl.engines"
 # Ours, by name, also where the package is only on the path: peers of weights run in environments of others.
 BUILT_IN: Mapping[str, str] = {
     "vllm": "orchestrrl.engines.vllm:VllmEngine",
-    "simulated": "orchestrrl.engines.simulated:SimulatedEngine",
+    "simulated": "orchestrrl.engines.simulated_client:SimulatedEngine",
 }
 
 

@@ -22,20 +22,13 @@ from orchestrrl.engines.simulated_managed import ManagedFace
 from orchestrrl.engines.simulated_options import SimulatedOptions
 from orchestrrl.engines.simulated_runtime import Answer, Part, Runtime
 from orchestrrl.engines.simulated_weights import first_model, json_of
-from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.errors import Permanent
 
-__all__ = ["SimulatedEngine", "SimulatedOptions", "SimulatedServer"]
+__all__ = ["SimulatedOptions", "SimulatedServer"]
 
 MOST_BODY_BYTES = 64 << 20  # a long prompt comes as a list of ids
 SHUTDOWN_S = 1.0  # what running requests get at the end; then their connections are cut
 ID_PREFIXES = {Endpoint.COMPLETIONS: "cmpl-", Endpoint.CHAT: "chatcmpl-"}
-
-
-class SimulatedEngine(VllmEngine):
-    """A client of a simulated engine: vLLM's, by another name."""
-
-    name = "simulated"
 
 
 class SimulatedServer:

@@ -15,7 +15,7 @@ import aiohttp
 
 from orchestrrl.deployers.attended import LocalEngine, start_simulated
 from orchestrrl.engines.base import EngineMetrics
-from orchestrrl.engines.simulated import SimulatedEngine
+from orchestrrl.engines.simulated_client import SimulatedEngine
 from orchestrrl.engines.simulated_tokens import TokenModel
 from tests.orchestrrl.gateway.processes import GatewayProcess, operator_url
 from tests.system.streams import Answer, read_stream, read_whole

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.deployers import attended
-from orchestrrl.engines.simulated import SimulatedEngine
+from orchestrrl.engines.simulated_client import SimulatedEngine
 from orchestrrl.errors import Permanent
 
 

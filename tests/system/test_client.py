@@ -11,7 +11,7 @@ import pytest
 from orchestrrl.client import Client, Patience
 from orchestrrl.deployers.attended import LocalEngine, start_simulated
 from orchestrrl.engines.base import Refused
-from orchestrrl.engines.simulated import SimulatedEngine
+from orchestrrl.engines.simulated_client import SimulatedEngine
 from orchestrrl.errors import Retryable
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 

@@ -20,7 +20,7 @@ from orchestrrl.deployers.base import Deployed, FleetIdentity, Life
 from orchestrrl.deployers.command_line import EngineSpec, Launch, Product
 from orchestrrl.deployers.conformance import BEHAVIOUR, LAST_WORDS, Behaviour, free_range, refusal, until
 from orchestrrl.deployers.local import LocalDeployer
-from orchestrrl.engines.simulated import SimulatedEngine
+from orchestrrl.engines.simulated_client import SimulatedEngine
 from orchestrrl.errors import Permanent, Retryable
 from planner.model import EngineId
 from tests.orchestrrl.deployers.test_local_engines import ENGINE, OTHER, Fleet, fleet, program, spec

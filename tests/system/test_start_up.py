@@ -14,6 +14,9 @@ AIOHTTP = {"aiohappyeyeballs", "aiohttp", "aiosignal", "attr", "attrs", "frozenl
 AIOHTTP |= {"cython_runtime", "charset_normalizer", "chardet", "brotli", "yarl", "zstandard", "aiodns", "pycares"}
 PROCESSES = {
     "orchestrrl.agent.sidecar": GRPC | PYDANTIC,
+    # The clients of engines that agents and gateways have.
+    "orchestrrl.engines.simulated_client": AIOHTTP | PYDANTIC | {"prometheus_client", "xxhash"},
+    "orchestrrl.engines.vllm": AIOHTTP | PYDANTIC | {"prometheus_client", "xxhash"},
     "orchestrrl.gateway.service": GRPC | PYDANTIC | AIOHTTP | {"prometheus_client"},
     "orchestrrl.weights.peer": GRPC | PYDANTIC | {"numpy", "xxhash"},
     "orchestrrl.engines.simulated": PYDANTIC | AIOHTTP | {"prometheus_client", "xxhash", "yaml"},

@@ -6,7 +6,8 @@ import pytest
 
 from orchestrrl.engines.base import Engine
 from orchestrrl.engines.conformance import EngineConformance
-from orchestrrl.engines.simulated import SimulatedEngine, SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated_client import SimulatedEngine
 
 # As the vLLM servers of tests/vllm: KV for one sequence of the longest context.
 OPTIONS = SimulatedOptions(

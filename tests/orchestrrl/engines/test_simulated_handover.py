@@ -10,7 +10,8 @@ import pytest
 
 from orchestrrl.engines.base import Endpoint, GenerationRequest
 from orchestrrl.engines.handover import loading, saving
-from orchestrrl.engines.simulated import SimulatedEngine, SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated_client import SimulatedEngine
 
 # Prefill takes a second for 100 tokens, KV comes at 10,000 tokens a second after a hundredth of one.
 SHAPE: dict[str, Any] = {

@@ -10,7 +10,8 @@ import pytest
 from orchestrrl.engines.base import Endpoint, GenerationRequest, PauseMode
 from orchestrrl.engines.managed import EngineLayout
 from orchestrrl.engines.managed_conformance import PROMPT, TOKENS, ManagedConformance, mean_nats
-from orchestrrl.engines.simulated import SimulatedEngine, SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated_client import SimulatedEngine
 from orchestrrl.engines.simulated_options import Faults
 from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.engines.base import Loaded
-from orchestrrl.engines.simulated import SimulatedEngine, SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated_client import SimulatedEngine
 from orchestrrl.engines.simulated_options import Faults
 from orchestrrl.engines.weights_conformance import PROMPT, TOKENS, WeightsConformance, broken_of, write_version
 from orchestrrl.errors import OutcomeUnknown, Permanent

@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 
 from orchestrrl.engines.base import Engine, Loaded, PauseMode, weights_engine
-from orchestrrl.engines.simulated import SimulatedEngine, SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated_client import SimulatedEngine
 from orchestrrl.engines.weights_conformance import write_version
 from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.instrument.checkpoint_files import folder_sum

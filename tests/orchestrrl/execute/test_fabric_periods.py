@@ -61,6 +61,7 @@ async def test_a_period_is_prepared_ahead_and_committed_when_all_are_quiet(
     assert commit.window_opened_s <= commit.commanded_s
     assert commit.usable_s <= commit.window_until_s
     assert {took.switch: took.device_s for took in commit.took} == dict.fromkeys(site.switches, pytest.approx(0.025))
+    assert all(took.control_s < 0.1 for took in commit.took)
     assert all(isinstance(sent.window, Window) for sent in site.sent)
     assert validate(site.site, FabricState(site.up()), site.up()) == ()
     assert site.coordinator.glance.cross_connects == site.up()

@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 
 from orchestrrl.clock import WallClock
-from orchestrrl.engines.simulated import SimulatedEngine, SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated_client import SimulatedEngine
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.relay import Limits

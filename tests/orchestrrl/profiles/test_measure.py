@@ -11,7 +11,8 @@ from virtual_engine import VirtualEngine, in_virtual_time
 
 from orchestrrl.clock import VirtualClock, WallClock
 from orchestrrl.engines.base import Capabilities, Endpoint, GenerationRequest
-from orchestrrl.engines.simulated import SimulatedEngine, SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
+from orchestrrl.engines.simulated_client import SimulatedEngine
 from orchestrrl.engines.simulated_core import EngineShape
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.profiles.measure import KV_FILL, Limits, Measured, Step, Wanted, grid, measure, sample_of

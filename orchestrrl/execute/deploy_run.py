@@ -309,7 +309,7 @@ class SwitchRun:
         if direction is Direction.FORWARD and step.kind is StepKind.ADMIT:
             self._point_of_no_return = True
         began_s = self._clock.now_s()
-        if step.kind is StepKind.FENCE:
+        if step.kind is StepKind.FENCE and self._fenced_s is None:
             self._fenced_s = began_s
         self._write(StepReport(step, direction, StepState.RUNNING, began_s=began_s))
         if step.engine is not None:

@@ -409,15 +409,15 @@ class WeightSync:
         self._desk.write_end(record)
 
     def _is_over(self, left: LeftOpen) -> bool:
-        """It was ended, which could not be written down: a version was committed since, or engines are as they were
-        before, and the gate was told so after they had been changed."""
+        """Whether it had ended, which could not be written down: a version was committed since, or engines that it had
+        changed are as they were before, and the gate was told so. One that changed no engine was cut off."""
         committed, state = self.book.fleet.committed, self._hands.fence.state
         if committed is None or own_lease(self._hands, left.report.id):
             return False
         if committed.at_s > left.report.began_s:
             return True
         has = set(committed.has).difference(self._hands.lacking(committed.version, committed.has))
-        return all(engine in has and state.versions.get(engine) == committed.version for engine in left.changed)
+        return bool(left.changed) and all(engine in has and state.versions.get(engine) == committed.version for engine in left.changed)
 
     async def _repair(self) -> bool:
         """Whether there was something to do."""

@@ -151,11 +151,12 @@ def test_a_daemon_that_finds_the_gate_closed_and_nothing_changed_asks_engines_be
     played(tmp_path, scene)
 
 
-def test_a_daemon_that_comes_back_ends_what_is_still_carried(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_daemon_that_comes_back_ends_what_is_still_carried(tmp_path: Path, version: int) -> None:
     async def scene(house: House) -> None:
-        await house.pass_time(0.5)
+        await (house.pass_time(0.5) if version == 1 else _first(house))
         house.peer("p1").stalls = True
-        sync_id = house.publish(1)
+        sync_id = house.publish(version)
         await house.pass_time(1.0)
         assert any(peer.edges for peer in house.peers.values())
         house.kill()

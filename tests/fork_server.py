@@ -136,7 +136,7 @@ class _Server:
 
 def serve(connection: socket.socket) -> list[str]:
     """Clone this process for each order. Return in the clone alone: the words to run."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all of its foreground
+    inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all of its foreground
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
@@ -150,6 +150,7 @@ def serve(connection: socket.socket) -> list[str]:
         pid = _clone()
         if pid == 0:
             connection.close()
+            signal.signal(signal.SIGINT, inherited)
             return _become(json.loads(data), fds)
         for fd in fds:
             os.close(fd)
@@ -176,7 +177,6 @@ def _become(order: Mapping[str, Any], fds: list[int]) -> list[str]:
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     unbuffered = bool(order["env"].get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb", closefd=False))  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _text(1, "strict", unbuffered)  # type: ignore[misc]

@@ -303,40 +303,54 @@ def try_one(tree: Path, out: Path, name: str, tests: list[str]) -> None:
 def planted(
     mutant: Mutant, copy: Path, tests: list[str], scratch: Path, durations_s: Sequence[float] = (LIMIT_S,)
 ) -> tuple[str, str]:
-    """The outcome of one mutant in a copy of the tree: `killed` by a test, `survived`, or `unreached`. Tests that hang
-    have seen it: `durations_s` is what they take without it."""
+    """The outcome of one mutant in a copy of the tree: `killed` by a test that passes without it, `survived`, or
+    `unreached`. Tests that hang have seen it: `durations_s` is what they take without it."""
     if not tests:
         return "unreached", ""
-    usually_s, limit_s = sum(durations_s), max(TEST_LIMIT_S, 10 * max(durations_s))
+    usually_s, test_limit_s = sum(durations_s), max(TEST_LIMIT_S, 10 * max(durations_s))
     path = copy / mutant.path
     sound = path.read_bytes()
+    while True:
+        _write(path, sound[: mutant.begin] + mutant.after.encode() + sound[mutant.end :])
+        try:
+            status, failed = _pytest(copy, tests, scratch, test_limit_s)
+        finally:
+            _write(path, sound)
+        if status is None:
+            outcome = "killed" if usually_s < LIMIT_S / 5 else "survived"
+            return outcome, f"{LIMIT_S:g} s were not enough for {len(tests)} tests, which take {usually_s:.0f} s"
+        if status == 0:
+            return "survived", f"{len(tests)} tests"
+        if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return "survived", "the recorded tests are not those of this tree: record them again"
+        broken = next((test for test in tests if f"{failed} ".startswith(f"{test} ")), None)
+        if broken is None or _pytest(copy, [broken], scratch, test_limit_s)[0] == 0:
+            # A run that ends otherwise, as by a crash or because a module cannot be imported, has seen it, too.
+            return "killed", failed[:200] or f"pytest ended with {status}"
+        tests = [test for test in tests if test != broken]
+        if not tests:
+            return "survived", "its tests fail without it, too"
+
+
+def _pytest(copy: Path, tests: list[str], scratch: Path, test_limit_s: float) -> tuple[int | None, str]:
+    """The exit status, or None where `LIMIT_S` was not enough, and the first test that failed, with what it said."""
     listing = scratch / "tests.txt"
     listing.write_text("\n".join(tests) + "\n")
-    try:
-        _write(path, sound[: mutant.begin] + mutant.after.encode() + sound[mutant.end :])
-        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--timeout={limit_s:.0f}"]
-        command = [sys.executable, "-m", "pytest", *options, f"@{listing}"]
-        with (scratch / "log").open("w+") as log:
-            process = subprocess.Popen(
-                command, cwd=copy, env=_environment(copy), stdout=log, stderr=log, start_new_session=True
-            )
-            try:
-                status = process.wait(LIMIT_S)
-            except subprocess.TimeoutExpired:
-                outcome = "killed" if usually_s < LIMIT_S / 5 else "survived"
-                return outcome, f"{LIMIT_S:g} s were not enough for {len(tests)} tests, which take {usually_s:.0f} s"
-            finally:
-                _end_group(process)
-            log.seek(0)
-            failed = [line for line in log if line.startswith(("FAILED ", "ERROR "))]
-    finally:
-        _write(path, sound)
-    if status == 0:
-        return "survived", f"{len(tests)} tests"
-    if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
-        return "survived", "the recorded tests are not those of this tree: record them again"
-    # A run that ends otherwise, as by a crash or because a module cannot be imported, has seen the mutant, too.
-    return "killed", failed[0].split(" ", 1)[1].strip()[:200] if failed else f"pytest ended with {status}"
+    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--timeout={test_limit_s:.0f}"]
+    command = [sys.executable, "-m", "pytest", *options, f"@{listing}"]
+    with (scratch / "log").open("w+") as log:
+        process = subprocess.Popen(
+            command, cwd=copy, env=_environment(copy), stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            status = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return None, ""
+        finally:
+            _end_group(process)
+        log.seek(0)
+        summary = (line.split(" ", 1)[1].strip() for line in log if line.startswith(("FAILED tests", "ERROR tests")))
+        return status, next(summary, "")
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

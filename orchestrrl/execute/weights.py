@@ -417,7 +417,9 @@ class WeightSync:
         if committed.at_s > left.report.began_s:
             return True
         has = set(committed.has).difference(self._hands.lacking(committed.version, committed.has))
-        return bool(left.changed) and all(engine in has and state.versions.get(engine) == committed.version for engine in left.changed)
+        if not left.changed:
+            return False
+        return all(engine in has and state.versions.get(engine) == committed.version for engine in left.changed)
 
     async def _repair(self) -> bool:
         """Whether there was something to do."""

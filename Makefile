@@ -80,8 +80,10 @@ marked = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' $(2) | sort)
 define all_of
 	@status=0; \
 	$(pytest) $(3) -m "($(1)) and not alone and not paced" $(side_by_side) $(2) || status=1; \
-	$(pytest) $(3) -m "($(1)) and paced" -n 2 --dist loadfile $(call marked,paced,$(2)) || [ $$? = 5 ] || status=1; \
-	$(pytest) $(3) -m "($(1)) and alone" $(call marked,alone,$(2)) || [ $$? = 5 ] || status=1; \
+	files=$(call marked,paced,$(2)); \
+	[ -z "$$files" ] || { $(pytest) $(3) -m "($(1)) and paced" -n 2 --dist loadfile $$files; } || [ $$? = 5 ] || status=1; \
+	files=$(call marked,alone,$(2)); \
+	[ -z "$$files" ] || { $(pytest) $(3) -m "($(1)) and alone" $$files; } || [ $$? = 5 ] || status=1; \
 	exit $$status
 endef
 

@@ -136,12 +136,11 @@ def _with_progress(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) ->
 
     outcomes: list[_Outcome] = []
 
+    def report(what: str, done: int, total: int) -> None:
+        bars.update(task, description=what, completed=done, total=total or None)
+
     async def run() -> None:
-        outcomes.append(
-            await work(
-                lambda what, done, total: bars.update(task, description=what, completed=done, total=total or None)
-            )
-        )
+        outcomes.append(await work(report))
 
     with Progress(
         TextColumn("{task.description:32}"),

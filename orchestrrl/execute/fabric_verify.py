@@ -194,14 +194,14 @@ class FabricVerifier:
 
     async def _came(
         self, routing: FabricRouting, pairs: Sequence[PortPair], expected: Collection[Interface]
-    ) -> set[Interface]:
+    ) -> Set[Interface]:
         """The interfaces that have a signal while these are lit, and had none before."""
         before, _ = await routing.steering.signals()
         async with self._lit(pairs):
             now = await self._signals(routing, lambda now: now - before >= set(expected))
         came = now - before
         await self._signals(routing, lambda now: not now & came)  # or the next lighting finds them lit already
-        return set(came & set(routing.interfaces.values()))
+        return came & set(routing.interfaces.values())
 
     async def _signals(self, routing: FabricRouting, enough: Callable[[Set[Interface]], bool]) -> Set[Interface]:
         """The interfaces that have a signal, once that is enough, or as they are after `LIGHT_WITHIN_S`."""

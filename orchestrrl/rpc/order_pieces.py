@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Iterator
-from functools import cache
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic import TypeAdapter
 
 from orchestrrl.rpc.channel import MESSAGE_BYTES
 from orchestrrl.rpc.pb import weights_pb2 as pb
-from orchestrrl.weights.orders import Order, PeerOrder, peer_order
+from orchestrrl.weights.orders import ORDER, Order, PeerOrder
 
 PIECE_CHARACTERS = MESSAGE_BYTES // 8  # a character takes four bytes at most: there is room for what is around them
+_KINDS = {kind: TypeAdapter(kind) for kind in get_args(Order)}
 
 
 def pieces_of(order: PeerOrder) -> Iterator[pb.PeerOrder]:
@@ -23,14 +23,9 @@ def pieces_of(order: PeerOrder) -> Iterator[pb.PeerOrder]:
 
 
 def _text(order: PeerOrder) -> str:
-    """As `peer_order` has it. A kind by itself is written several times faster than one of a union."""
-    inner = _kinds()[type(order.order)].dump_json(order.order).decode()
+    """As ORDER has it. A kind by itself is written several times faster than one of a union."""
+    inner = _KINDS[type(order.order)].dump_json(order.order).decode()
     return f'{{"id":{json.dumps(order.id)},"generation":{order.generation},"order":{inner}}}'
-
-
-@cache
-def _kinds() -> dict[type, TypeAdapter[Any]]:
-    return {kind: TypeAdapter(kind) for kind in get_args(Order)}
 
 
 class Joining:
@@ -46,4 +41,4 @@ class Joining:
             return None
         text = "".join(self._texts)
         self._texts.clear()
-        return peer_order().validate_json(text)
+        return ORDER.validate_json(text)

@@ -9,7 +9,6 @@ them from the daemon's to the peer's.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cache
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -236,10 +235,5 @@ class Arrived:
 
 PeerNews = Peer | PeerResult | EdgeEvent | Arrived
 
+ORDER: TypeAdapter[PeerOrder] = TypeAdapter(PeerOrder)
 NEWS: TypeAdapter[PeerNews] = TypeAdapter(PeerNews)
-
-
-@cache
-def peer_order() -> TypeAdapter[PeerOrder]:
-    """Built with the first order: it takes longer than the rest of a peer's start."""
-    return TypeAdapter(PeerOrder)

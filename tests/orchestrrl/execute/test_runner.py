@@ -203,9 +203,8 @@ async def test_a_result_that_never_comes_is_seen_in_telemetry(house: House, happ
         assert house.runner.open  # the result may still come
     await house.clock.advance(1.0)
     house.settle()
-    assert (
-        bool(house.runner.open) is not happened
-    )  # a report from before the expiry does not show that nothing happened
+    # A report from before the expiry does not show that nothing happened.
+    assert bool(house.runner.open) is not happened
     house.gateway.report(house.state)
     house.settle()
     result = await asyncio.wait_for(task, 60)

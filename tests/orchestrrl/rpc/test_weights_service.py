@@ -22,6 +22,7 @@ from orchestrrl.weights.hub import PeerHub
 from orchestrrl.weights.model import Held, Part, Peer, PeerId, PeerRole, Place, ShardMap, TensorMeta, VersionMap
 from orchestrrl.weights.orders import (
     NEWS,
+    ORDER,
     Arrived,
     Carry,
     Check,
@@ -43,7 +44,6 @@ from orchestrrl.weights.orders import (
     Rest,
     Serve,
     SumShards,
-    peer_order,
 )
 from orchestrrl.weights.publication import PUBLICATION, Publication
 from planner.model import EngineId
@@ -204,7 +204,7 @@ async def test_an_order_that_no_message_holds_comes_in_pieces_and_the_next_behin
     await until(lambda: house.peers.lines)
     (line,) = house.peers.lines
     orders = [PeerOrder("o1", 1, opens(8_000)), PeerOrder("o2", 1, opens(56_000)), PeerOrder("o3", 1, Check(8))]
-    assert [len(peer_order().dump_json(each)) > MESSAGE_BYTES for each in orders] == [False, True, False]
+    assert [len(ORDER.dump_json(each)) > MESSAGE_BYTES for each in orders] == [False, True, False]
     for each in orders:
         line.outgoing.put_nowait(each)
     for each in orders:
@@ -233,7 +233,7 @@ def test_pieces_of_any_size_are_the_order_again(size: int, monkeypatch: pytest.M
     joining = Joining()
     for order in every_kind():
         pieces = [pb.PeerOrder.FromString(piece.SerializeToString()) for piece in pieces_of(order)]
-        assert "".join(piece.order_json for piece in pieces) == peer_order().dump_json(order).decode()
+        assert "".join(piece.order_json for piece in pieces) == ORDER.dump_json(order).decode()
         assert all(len(piece.order_json) <= size for piece in pieces)
         *before, last = (joining.add(piece) for piece in pieces)
         assert last == order

@@ -18,12 +18,6 @@ from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
 
-async def until(house: House, sync_id: str, state: SyncState) -> None:
-    while house.sync.report(sync_id).state is not state:
-        assert not house.sync.report(sync_id).over
-        await house.clock.advance(0.05)
-
-
 async def first(house: House) -> None:
     await house.pass_time(0.5)
     await house.report(house.publish(1))
@@ -184,7 +178,7 @@ def test_a_lease_that_ends_while_engines_are_changed(tmp_path: Path, closes: boo
     async def scene(house: House) -> None:
         await first(house)
         sync_id = house.publish(2)
-        await until(house, sync_id, SyncState.INSTALLING)
+        await house.until(sync_id, SyncState.INSTALLING)
         lease = house.fence.state.lease
         assert lease is not None
         state = house.fence._state
@@ -428,12 +422,12 @@ def test_of_versions_that_wait_for_one_to_end_the_newest_is_brought(tmp_path: Pa
     async def scene(house: House) -> None:
         await first(house)
         two = house.publish(2)
-        await until(house, two, SyncState.INSTALLING)
+        await house.until(two, SyncState.INSTALLING)
         three, four = house.publish(3), house.publish(4)
         report = house.sync.report(three)
         assert (report.state, report.detail) == (SyncState.SUPERSEDED, "version 4 was published")
         assert (await house.report(two)).state is SyncState.DONE
-        await until(house, four, SyncState.INSTALLING)
+        await house.until(four, SyncState.INSTALLING)
         five = house.publish(5)
         house.sync.abort(five, "enough")
         report = house.sync.report(five)
@@ -497,7 +491,7 @@ def test_an_operator_calls_it_off_at_any_time_before_it_is_committed(tmp_path: P
         await first(house)
         for version, state in enumerate([SyncState.CARRYING, SyncState.FENCING, SyncState.INSTALLING], 2):
             sync_id = house.publish(version)
-            await until(house, sync_id, state)
+            await house.until(sync_id, state)
             house.sync.abort(sync_id, "enough")
             report = await house.report(sync_id)
             assert (report.state, report.code, report.detail) == (SyncState.ABORTED, "operator", "enough")

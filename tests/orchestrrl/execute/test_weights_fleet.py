@@ -209,8 +209,7 @@ def test_engines_that_left_by_order_are_not_lost(tmp_path: Path) -> None:
         house.peer("p2").die()
         sync = house.publish(2)
         house.leave("e2")
-        while house.sync.report(sync).state is not SyncState.INSTALLING:
-            await house.clock.advance(0.05)
+        await house.until(sync, SyncState.INSTALLING)
         house.leave("e1")
         report = await house.report(sync)
         assert (report.state, report.code, report.attempt) == (SyncState.DONE, "done", 1)
@@ -345,8 +344,7 @@ def test_what_a_trainer_brings_while_a_version_waits_is_the_fleets_until_that_is
         await house.pass_time(10.0)
         await _another_way(house)
         house.sync.install_now(sync, "")
-        while house.sync.report(sync).state is not SyncState.INSTALLING:
-            await house.clock.advance(0.05)
+        await house.until(sync, SyncState.INSTALLING)
         assert house.sync.status().committed is None
         assert (await house.report(sync)).state is SyncState.DONE
         house.check_one_version(2)

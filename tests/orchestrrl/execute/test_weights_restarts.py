@@ -62,8 +62,7 @@ def test_a_daemon_that_comes_back_waits_for_peers_before_it_undoes_what_was_begu
         await _first(house)
         house.when("p1 has done install", house.kill)
         sync_id = house.publish(2)
-        while house.daemon is not None:
-            await house.pass_time(0.25)
+        await house.until_killed()
         house.peer("p1").die()
         house.start()
         began_s = house.clock.now_s()
@@ -86,8 +85,7 @@ def test_a_daemon_that_comes_back_after_the_commit_waits_for_no_engine_that_was_
         house.engine("e0").fails = 99
         house.when("after weights ", house.kill)
         sync_id = house.publish(2)
-        while house.daemon is not None:
-            await house.pass_time(0.25)
+        await house.until_killed()
         house.peer("p0").die()
         house.start()
         began_s = house.clock.now_s()
@@ -142,8 +140,7 @@ def test_a_daemon_that_finds_the_gate_closed_and_nothing_changed_asks_engines_be
         await _first(house)
         house.when("paused", dies)
         house.publish(2)
-        while house.daemon is not None:
-            await house.pass_time(0.25)
+        await house.until_killed()
         house.start()
         await house.settled()
         house.check_one_version(1)

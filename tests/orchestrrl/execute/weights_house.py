@@ -20,7 +20,7 @@ from orchestrrl.gate import GateState, Lease
 from orchestrrl.holds import HoldBook
 from orchestrrl.journal import Journal, Kind
 from orchestrrl.operations import FrozenRequests
-from orchestrrl.sync_reports import SyncReport
+from orchestrrl.sync_reports import SyncReport, SyncState
 from orchestrrl.weight_settings import WeightSettings
 from orchestrrl.weights.hub import PeerHub, PeerStream
 from orchestrrl.weights.model import EngineAt, Held, Part, Peer, PeerId, PeerRole, Place, TensorMeta, VersionMap
@@ -642,6 +642,16 @@ class House:
             assert self.clock.now_s() < until_s, report
             await self.pass_time(0.25)
         return report
+
+    async def until(self, sync_id: str, state: SyncState) -> None:
+        """Until the sync is in this state, before it is over."""
+        while self.sync.report(sync_id).state is not state:
+            assert not self.sync.report(sync_id).over
+            await self.clock.advance(0.05)
+
+    async def until_killed(self) -> None:
+        while self.daemon is not None:
+            await self.pass_time(0.25)
 
     async def pass_time(self, seconds: float) -> None:
         for _ in range(max(1, round(seconds / 0.25))):

@@ -1,12 +1,13 @@
-"""Start OrchestrRL's processes in tests by forking a process that has everything imported.
+"""Start processes in tests by forking a process that has everything imported.
 
-A daemon, a gateway or an engine imports for 0.3 to 0.6 CPU-seconds before it does anything, and the process tests start
-a thousand of them. `install` replaces `subprocess.Popen` in the test process: commands of the forms
-`python -m orchestrrl WORDS...` and `python tests/SCRIPT.py WORDS...` go to the fork server, all others start as usual.
+A daemon, a gateway or an engine of ours imports for 0.3 to 0.6 CPU-seconds before it does anything, and the process
+tests start a thousand of them; a vLLM server imports for 8. `install` replaces `subprocess.Popen` in the test process:
+commands of the forms `python -m orchestrrl WORDS...`, `python tests/SCRIPT.py WORDS...` and
+`.venv-vllm/bin/python -m vllm.entrypoints.openai.api_server WORDS...` go to a fork server, all others start as usual.
 The result is a process of its own and a child of the test process, which can wait for it, signal it and kill it.
 
-The server starts with the first such command. It clones itself with CLONE_PARENT, which makes the new process its
-sibling instead of its child, and must therefore have one thread only.
+There is one server for each Python, and it starts with the first such command. It clones itself with CLONE_PARENT,
+which makes the new process its sibling instead of its child, and must therefore have one thread only.
 """
 
 import atexit
@@ -23,42 +24,77 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 TESTS = Path(__file__).resolve().parent
-IMPORTED = (
-    "orchestrrl.agent.host",
-    "orchestrrl.agent.sidecar",
-    "orchestrrl.cli.agent",
-    "orchestrrl.cli.daemon",
-    "orchestrrl.cli.engine",
-    "orchestrrl.cli.gateway_options",
-    "orchestrrl.cli.sync_peer",
-    "orchestrrl.daemon",
-    "orchestrrl.engines.simulated",
-    "orchestrrl.gateway.processes",
-    "orchestrrl.gateway.service",
-    "orchestrrl.weights.peer",
-    "planner.plan",
-    "planner.solver",
-    "ortools.sat.python.cp_model",
-    "scipy.optimize",
-)
 CLONE_PARENT = 0x8000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
 MESSAGE_BYTES = 1 << 18
+SPACE = " " * 4096  # as the last word of the server's command line, for those of its clones
 _popen = subprocess.Popen
 
 
-def install() -> None:
+@dataclass(frozen=True)
+class Program:
+    """Commands that a fork server starts: those of `python` whose further words `takes` wants.
+
+    The server imports `modules`, with `environment` set. A command whose environment differs in what an import or the
+    interpreter reads (variables that begin with one of `settings` and none of `late`) is started as usual."""
+
+    python: str
+    modules: Sequence[str]
+    takes: Callable[[Sequence[str]], bool]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    settings: tuple[str, ...] = ("PYTHON", "COVERAGE_", "OPENBLAS_", "GRPC_", "LD_")
+    late: tuple[str, ...] = ("PYTHONUNBUFFERED", "PYTHONPATH")
+
+    def settings_of(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {
+            name: value
+            for name, value in environment.items()
+            if name.startswith(self.settings) and not name.startswith(self.late)
+        }
+
+
+OURS = Program(
+    sys.executable,
+    (
+        "orchestrrl.agent.host",
+        "orchestrrl.agent.sidecar",
+        "orchestrrl.cli.agent",
+        "orchestrrl.cli.daemon",
+        "orchestrrl.cli.engine",
+        "orchestrrl.cli.gateway_options",
+        "orchestrrl.cli.sync_peer",
+        "orchestrrl.daemon",
+        "orchestrrl.engines.simulated",
+        "orchestrrl.gateway.processes",
+        "orchestrrl.gateway.service",
+        "orchestrrl.weights.peer",
+        "planner.plan",
+        "planner.solver",
+        "ortools.sat.python.cp_model",
+        "scipy.optimize",
+    ),
+    lambda words: (
+        list(words[:2]) == ["-m", "orchestrrl"] or (str(words[0]).endswith(".py") and TESTS in Path(words[0]).parents)
+    ),
+)
+_programs = [OURS]
+
+
+def install(*programs: Program) -> None:
+    """Have commands of ours, and those of `programs`, started by forking."""
     if sys.platform == "linux" and SYS_CLONE is not None:
+        _programs.extend(programs)
         subprocess.Popen = Popen  # type: ignore[misc]
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen` that has the fork server start the commands which it can start."""
+    """`subprocess.Popen` that has a fork server start the commands which one can start."""
 
     def _execute_child(self, *arguments: Any) -> None:
         # In CPython's order: args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
@@ -66,12 +102,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         args, executable, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *pipes = arguments[:16]
         _, gid, gids, uid, umask, new_session, group = arguments[16:]
         is_plain = not (executable or preexec_fn or pass_fds or shell) and (gid, gids, uid) == (None, None, None)
-        if not (is_plain and umask < 0 and (group is None or group < 0) and _is_ours(args)):
-            super()._execute_child(*arguments)  # type: ignore[misc]
-            return
+        program = _program_of(args) if is_plain and umask < 0 and (group is None or group < 0) else None
         environment = dict(os.environ if env is None else env)
-        server = _Server.running()
-        if not server.suits(environment):
+        if program is None or not (server := _Server.of(program)).suits(environment):
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         fds = [end if end >= 0 else standard for standard, end in enumerate((pipes[0], pipes[3], pipes[5]))]
@@ -82,41 +115,37 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def _is_ours(args: Any) -> bool:
-    if isinstance(args, str | bytes | os.PathLike) or len(args) < 2 or args[0] != sys.executable:
-        return False
-    return list(args[1:3]) == ["-m", "orchestrrl"] or (str(args[1]).endswith(".py") and TESTS in Path(args[1]).parents)
-
-
-def _python_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a running interpreter cannot take up any more."""
-    prefixes = ("PYTHON", "COVERAGE_", "OPENBLAS_", "GRPC_", "LD_")
-    return {
-        name: value for name, value in environment.items() if name.startswith(prefixes) and name != "PYTHONUNBUFFERED"
-    }
+def _program_of(args: Any) -> Program | None:
+    if isinstance(args, str | bytes | os.PathLike) or len(args) < 2:
+        return None
+    found = (program for program in _programs if str(args[0]) == program.python and program.takes(args[1:]))
+    return next(found, None)
 
 
 class _Server:
-    _one: "_Server | None" = None
+    _of: ClassVar[dict[str, "_Server"]] = {}  # by Python
     _starting = threading.Lock()
 
     @classmethod
-    def running(cls) -> "_Server":
+    def of(cls, program: Program) -> "_Server":
         with cls._starting:
-            if cls._one is None:
-                cls._one = cls()
-            return cls._one
+            if program.python not in cls._of:
+                cls._of[program.python] = cls(program)
+            return cls._of[program.python]
 
-    def __init__(self) -> None:
-        self._settings = _python_settings(os.environ)
+    def __init__(self, program: Program) -> None:
+        environment = {**os.environ, **program.environment}
+        self._settings_of = program.settings_of
+        self._settings = program.settings_of(environment)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = _popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        words = [__file__, str(theirs.fileno()), *program.modules, SPACE]
+        self._process = _popen([program.python, *words], env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
         self._lock = threading.Lock()
         atexit.register(self._close)
 
     def suits(self, environment: Mapping[str, str]) -> bool:
-        return _python_settings(environment) == self._settings and "COVERAGE_PROCESS_START" not in environment
+        return self._settings_of(environment) == self._settings and "COVERAGE_PROCESS_START" not in environment
 
     def start(self, order: Mapping[str, Any], fds: list[int]) -> int:
         with self._lock:
@@ -134,11 +163,13 @@ class _Server:
 # --- the server's own process -----------------------------------------------------------------------------------------
 
 
-def serve(connection: socket.socket) -> list[str]:
+def serve(connection: socket.socket, modules: Sequence[str]) -> list[str]:
     """Clone this process for each order. Return in the clone alone: the words to run."""
     inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all of its foreground
-    for name in IMPORTED:
+    found = dict(os.environ)
+    for name in modules:
         importlib.import_module(name)
+    imports_set = {name: value for name, value in os.environ.items() if found.get(name) != value}
     gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")
@@ -146,12 +177,12 @@ def serve(connection: socket.socket) -> list[str]:
     while True:
         data, fds, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
         if not data:
-            sys.exit()
+            os._exit(0)  # at a usual exit, libraries of vLLM's print what they have leaked
         pid = _clone()
         if pid == 0:
             connection.close()
             signal.signal(signal.SIGINT, inherited)
-            return _become(json.loads(data), fds)
+            return _become(json.loads(data), fds, imports_set)
         for fd in fds:
             os.close(fd)
         connection.send(str(pid).encode())
@@ -167,22 +198,42 @@ def _clone() -> int:
     return pid
 
 
-def _become(order: Mapping[str, Any], fds: list[int]) -> list[str]:
-    """Take on what the order says: files, session, folder, environment."""
+def _become(order: Mapping[str, Any], fds: list[int], imports_set: Mapping[str, str]) -> list[str]:
+    """Take on what the order says: files, session, folder, environment, and what the imports have set in it."""
     for standard, fd in enumerate(fds):
         os.dup2(fd, standard)
         os.close(fd)
     if order["new_session"]:
         os.setsid()
     os.chdir(order["cwd"])
+    given = os.environ.get("PYTHONPATH", "")
     os.environ.clear()
-    os.environ.update(order["env"])
+    os.environ.update({**imports_set, **order["env"]})
+    sys.orig_argv[:] = order["args"]
+    _show(order["args"])
+    _take_path(given, order["env"].get("PYTHONPATH", ""))
     unbuffered = bool(order["env"].get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb", closefd=False))  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _text(1, "strict", unbuffered)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text(2, "backslashreplace", unbuffered)  # type: ignore[misc]
     words: list[str] = order["args"][1:]
     return words
+
+
+def _show(args: Sequence[str]) -> None:
+    """As the command line of this process, to others."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])  # arg_start, arg_end
+    shown = b"".join(os.fsencode(word) + b"\0" for word in args)[: end - begin - 1]
+    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+
+
+def _take_path(given: str, wanted: str) -> None:
+    """Search the folders of another PYTHONPATH, and run its sitecustomize, as the interpreter does at its start."""
+    had, has = ([os.path.abspath(folder) for folder in path.split(os.pathsep) if path] for path in (given, wanted))
+    sys.path[1:] = dict.fromkeys([*has, *(folder for folder in sys.path[1:] if folder not in had)])
+    sys.modules.pop("sitecustomize", None)
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sitecustomize")
 
 
 def _text(fd: int, errors: str, unbuffered: bool) -> io.TextIOWrapper:
@@ -195,11 +246,12 @@ def _text(fd: int, errors: str, unbuffered: bool) -> io.TextIOWrapper:
 
 if __name__ == "__main__":
     sys.path[0] = str(TESTS.parent)  # tests/orchestrrl would pass for the package
-    words = serve(socket.socket(fileno=int(sys.argv[1])))
-    if words[:2] == ["-m", "orchestrrl"]:
+    words = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:-1])
+    if words[0] == "-m":
         sys.argv = words[1:]
         sys.path[0] = os.getcwd()
-        runpy.run_module("orchestrrl", run_name="__main__", alter_sys=True)
+        sys.modules.pop(words[1], None)  # it runs as __main__
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
         sys.path[0] = str(Path(words[0]).resolve().parent)

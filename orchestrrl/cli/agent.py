@@ -11,8 +11,9 @@ import typer
 
 from orchestrrl.addresses import DEFAULT_TARGET, check_url, same_address
 from orchestrrl.cli.control import DaemonOption, address_faults
+from orchestrrl.cli.garbage import keep_loaded
 from orchestrrl.cli.output import reporting_errors
-from orchestrrl.cli.running import VerboseFlag, keep_loaded, serve
+from orchestrrl.cli.running import VerboseFlag, serve
 from orchestrrl.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:

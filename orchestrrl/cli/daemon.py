@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrrl.cli.garbage import keep_loaded
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_table, reporting_errors, stdout
-from orchestrrl.cli.running import VerboseFlag, keep_loaded, serve
+from orchestrrl.cli.running import VerboseFlag, serve
 from planner.model import Mode
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrrl.cli.garbage import keep_loaded
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import reporting_errors
 from orchestrrl.errors import Permanent, ProblemFaults, faults_of
@@ -134,7 +135,9 @@ def simulated(
     with reporting_errors():
         if lengths is not None:
             given["lengths"] = _read_yaml(lengths)
-        asyncio.run(_serve(_options(given), host, port))
+        parsed = _options(given)
+        keep_loaded()
+        asyncio.run(_serve(parsed, host, port))
 
 
 def _read_yaml(path: Path) -> Any:

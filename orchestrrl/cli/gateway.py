@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from orchestrrl.cli.garbage import keep_loaded
 from orchestrrl.cli.output import reporting_errors
 
 
@@ -129,6 +130,7 @@ def gateway(
             keep_answers_mb=keep_answers_mb,
         )
         log_to_stderr(log_level)
+        keep_loaded()
         if processes == 1:
             asyncio.run(serve(options))
             return

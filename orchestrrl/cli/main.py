@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from orchestrrl import __version__
+from orchestrrl.cli import garbage
 from orchestrrl.cli.commands import COMMANDS
 from orchestrrl.cli.groups import GROUPS
 
@@ -104,6 +105,7 @@ def application() -> typer.Typer:
 
 
 def main() -> None:
+    garbage.seldom()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show is shown escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     application()()

@@ -1,6 +1,5 @@
 """How commands run coroutines: a service or a view lasts until SIGTERM or Ctrl-C, and ends without a traceback."""
 
-import gc
 import logging
 import signal
 from collections.abc import Callable, Coroutine, Iterable
@@ -19,13 +18,6 @@ def serve(service: Coroutine[Any, Any, None], *, verbose: bool = False) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     until_stopped(service)
-
-
-def keep_loaded() -> None:
-    """What there is now stays as long as the process, so the collector of garbage need not look through it again: that
-    stops everything for up to a tenth of a second, as long as a window lasts."""
-    gc.collect()
-    gc.freeze()
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

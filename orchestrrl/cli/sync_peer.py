@@ -7,6 +7,7 @@ import typer
 
 from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption
+from orchestrrl.cli.garbage import keep_loaded
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import reporting_errors
 from orchestrrl.cli.running import VerboseFlag, serve
@@ -140,7 +141,9 @@ def peer(
         ask_engines_s=ask_engines_s,
     )
     with reporting_errors():
-        serve(run_peer(settings_of(words), WallClock(), random.Random()), verbose=verbose)
+        settings = settings_of(words)
+        keep_loaded()
+        serve(run_peer(settings, WallClock(), random.Random()), verbose=verbose)
 
 
 def register(app: typer.Typer) -> None:

@@ -5,11 +5,13 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 print(
     json.dumps(
         {
-            "argv": sys.argv,
+            "argv": [sys.argv, sys.orig_argv],
+            "command line": [word for word in Path("/proc/self/cmdline").read_text().split("\0") if word],
             "path": sys.path,
             "name": __name__,
             "cwd": os.getcwd(),

@@ -32,6 +32,15 @@ def test_it_is_as_one_that_is_started_anew(tmp_path: Path, end: str, new_session
     assert forked[0]["parent"] == os.getpid()
 
 
+def test_another_path_is_searched(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os, sys; os.environ['CUSTOMIZED'] = ' '.join(sys.orig_argv)")
+    path = f"{tmp_path}:{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    options = {"env": {**os.environ, "PYTHONPATH": path}}
+    forked = outcome(subprocess.Popen, [SCRIPT, "return", "word"], **options)
+    assert forked == outcome(fork_server._popen, [SCRIPT, "return", "word"], **options)
+    assert forked[0]["environment"]["CUSTOMIZED"].endswith("return word")
+
+
 def test_an_exception_is_told_and_is_status_1() -> None:
     _, status, err = outcome(subprocess.Popen, [SCRIPT, "raise"])
     assert (status, err.splitlines()[-1]) == (1, "ValueError: told to")

@@ -10,8 +10,9 @@ from typing import Protocol
 
 import pytest
 
-from orchestrrl.deployers.attended import LocalEngine, start_vllm
+from orchestrrl.deployers.attended import VLLM_ENVIRONMENT, LocalEngine, start_vllm
 from orchestrrl.engines.vllm import VllmEngine
+from tests import fork_server
 
 pytest.register_assert_rewrite(
     "orchestrrl.engines.conformance",
@@ -42,6 +43,26 @@ class StartVllm(Protocol):
 
     async def __call__(self, name: str, slow_steps: str = SLOW_STEPS) -> LocalEngine: ...
 
+
+fork_server.install(
+    fork_server.Program(
+        str(VLLM_PYTHON),
+        (
+            "vllm.entrypoints.openai.api_server",
+            "vllm.entrypoints.openai.chat_completion.serving",
+            "vllm.distributed.elastic_ep.elastic_execute",
+            "vllm.v1.engine.async_llm",
+            "vllm.v1.executor.multiproc_executor",
+            "vllm.v1.worker.cpu_worker",
+            "vllm.v1.attention.backends.cpu_attn",
+            "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+        ),
+        lambda words: list(words[:2]) == ["-m", "vllm.entrypoints.openai.api_server"],
+        environment={**VLLM_ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"},
+        settings=(*fork_server.OURS.settings, "OMP_", "MKL_", "HF_", "TORCH", "VLLM_"),
+        late=(*fork_server.OURS.late, "VLLM_CPU_"),
+    )
+)
 
 # Servers without a PYTHONPATH of their own fork their engine cores, too: vllm_plugin/sitecustomize.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(VLLM_PLUGIN))))

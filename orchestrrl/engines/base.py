@@ -8,12 +8,12 @@ says the request is wrong) and `OutcomeUnknown` (the connection broke after the 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
 from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.plug_points import PlugPoint
 from planner.model import EngineHealth
 
 
@@ -280,21 +280,17 @@ def transfer_engine(engine: Engine) -> TransferEngine:
     return engine.transfers
 
 
-ENTRY_POINT_GROUP = "orchestrrl.engines"
-
-# Ours, by name, also where the package is only on the path: peers of weights run in environments of others.
-BUILT_IN: Mapping[str, str] = {
-    "vllm": "orchestrrl.engines.vllm:VllmEngine",
-    "simulated": "orchestrrl.engines.simulated_client:SimulatedEngine",
-}
+ENGINES = PlugPoint(
+    "engine",
+    "orchestrrl.engines",
+    {
+        "vllm": "orchestrrl.engines.vllm:VllmEngine",
+        "simulated": "orchestrrl.engines.simulated_client:SimulatedEngine",
+    },
+)
 
 
 def connect(name: str, url: str, **options: Any) -> Engine:
     """A client for the engine product `name` at `url`. Raises Permanent for an unknown name, listing the known ones."""
-    known = {own: EntryPoint(own, value, ENTRY_POINT_GROUP) for own, value in BUILT_IN.items()}
-    known |= {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    if name not in known:
-        raise Permanent(f"unknown engine {name!r}; known: {', '.join(sorted(known))}")
-    factory: Any = known[name].load()
-    engine: Engine = factory(url, **options)
+    engine: Engine = ENGINES.load(name)(url, **options)
     return engine

@@ -50,7 +50,7 @@ from orchestrrl.sync_reports import (
 from orchestrrl.weight_settings import WeightSettings
 from orchestrrl.weights.hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.model import Peer, PeerId
-from orchestrrl.weights.planes.base import TREE, DirectPlane, known_planes
+from orchestrrl.weights.planes.base import PLANES, TREE, DirectPlane
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
@@ -140,7 +140,7 @@ class WeightSync:
 
     def _plane(self, word: Publication) -> DirectPlane | None:
         """None: the tree, or one that nobody knows, which is told with what else is wrong. Raises ProblemFaults."""
-        if word.plane == TREE or word.plane not in known_planes():
+        if word.plane == TREE or word.plane not in PLANES:
             return None
         try:
             return self._planes.get(word.plane)

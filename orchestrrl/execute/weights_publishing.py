@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta
-from orchestrrl.weights.planes.base import known_planes
+from orchestrrl.weights.planes.base import PLANES
 from orchestrrl.weights.publication import PUBLICATION, Publication
 
 
@@ -61,8 +61,8 @@ def same_word(one: Publication, other: Publication) -> bool:
 def faults_of_word(word: Publication) -> list[str]:
     """By itself."""
     faults = []
-    if word.plane not in known_planes():
-        faults.append(f"plane: must be one of {', '.join(known_planes())}, got {word.plane!r}")
+    if word.plane not in PLANES:
+        faults.append(f"plane: must be one of {', '.join(PLANES.names())}, got {word.plane!r}")
     if not word.tensors:
         faults.append("tensors: must not be empty, got []")
     seen: set[str] = set()

@@ -11,11 +11,11 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from orchestrrl.addresses import parse_address, remote_fault
-from orchestrrl.engines.base import connect
+from orchestrrl.engines.base import ENGINES
 from orchestrrl.errors import Permanent, ProblemFaults
 from orchestrrl.weights.engine_hosts import LOOPBACK, host_name, parse_where
 from orchestrrl.weights.model import PeerId, PeerRole, Place, Share
-from orchestrrl.weights.transports.base import known_transports
+from orchestrrl.weights.transports.base import TRANSPORTS
 from planner.model import EngineId
 
 PREFERRED = ("nccl", "tcp", "gloo")
@@ -87,8 +87,8 @@ def settings_of(words: PeerWords) -> PeerSettings:
     if not words.daemon.startswith("unix:"):
         _made(lambda: parse_address(words.daemon), faults, "--daemon", words.daemon)
     for name in words.transports:
-        if name not in known_transports():
-            faults.append(f"--transport: must be one of {', '.join(known_transports())}, got {name!r}")
+        if name not in TRANSPORTS:
+            faults.append(f"--transport: must be one of {', '.join(TRANSPORTS.names())}, got {name!r}")
     if words.gpu is not None and (words.pod or words.tor):
         faults.append(f"--gpu: says where it is, so leave out --pod and --tor, got {words.gpu}")
     if words.gpu is not None and words.gpu < 0:
@@ -170,7 +170,7 @@ def _engines(words: PeerWords, faults: list[str]) -> dict[EngineId, str]:
         else:
             found[EngineId(name)] = url
     try:
-        connect(words.product, "http://127.0.0.1:1")
+        (ENGINES.load if found else ENGINES.check)(words.product)
     except Permanent as error:
         faults.append(f"--product: {error}")
     return found

@@ -10,18 +10,17 @@ in the trainer (`sender`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, runtime_checkable
 
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.engines.base import Engine
 from orchestrrl.errors import OrchestrRLError, Permanent
+from orchestrrl.plug_points import PlugPoint
 from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
-ENTRY_POINT_GROUP = "orchestrrl.weight_planes"
 TREE = "tree"
 
 
@@ -177,28 +176,20 @@ class EnginesFailed(Permanent):
         self.why = why
 
 
-# Ours, by name, also where the package is only on the path: a trainer's environment need not have it installed.
-BUILT_IN: Mapping[str, str] = {
-    TREE: "orchestrrl.weights.planes.tree:Tree",
-    "checkpoint_engine": "orchestrrl.weights.planes.checkpoint_engine:CheckpointEngine",
-    "vllm_transfer": "orchestrrl.weights.planes.vllm_transfer:VllmTransfer",
-}
-
-
-def known_planes() -> tuple[str, ...]:
-    return tuple(sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))}))
+PLANES = PlugPoint(
+    "plane",
+    "orchestrrl.weight_planes",
+    {
+        TREE: "orchestrrl.weights.planes.tree:Tree",
+        "checkpoint_engine": "orchestrrl.weights.planes.checkpoint_engine:CheckpointEngine",
+        "vllm_transfer": "orchestrrl.weights.planes.vllm_transfer:VllmTransfer",
+    },
+)
 
 
 def make_plane(name: str) -> Plane:
     """Raises Permanent for an unknown name, listing the known ones, and where what it needs is not installed."""
-    if name not in known_planes():
-        raise Permanent(f"unknown plane {name!r}; known: {', '.join(known_planes())}")
-    others = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    try:
-        factory: Any = EntryPoint(name, BUILT_IN.get(name) or others[name], ENTRY_POINT_GROUP).load()
-    except ImportError as error:
-        raise Permanent(f"plane {name!r} needs what is not installed here: {error}") from error
-    plane: Plane = factory()
+    plane: Plane = PLANES.load(name)()
     return plane
 
 

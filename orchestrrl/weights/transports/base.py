@@ -7,12 +7,11 @@ belongs to two of them, one at each end.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
-from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.errors import Retryable
+from orchestrrl.plug_points import PlugPoint
 
-ENTRY_POINT_GROUP = "orchestrrl.weight_transports"
 SMALL_BYTES = 64
 
 
@@ -100,26 +99,18 @@ class TransportOptions:
     own: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Ours, by name, also where the package is only on the path: a trainer's environment need not have it installed.
-BUILT_IN: Mapping[str, str] = {
-    "tcp": "orchestrrl.weights.transports.tcp:TcpTransport",
-    "gloo": "orchestrrl.weights.transports.gloo:GlooTransport",
-    "nccl": "orchestrrl.weights.transports.nccl:NcclTransport",
-}
-
-
-def known_transports() -> tuple[str, ...]:
-    return tuple(sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))}))
+TRANSPORTS = PlugPoint(
+    "transport",
+    "orchestrrl.weight_transports",
+    {
+        "tcp": "orchestrrl.weights.transports.tcp:TcpTransport",
+        "gloo": "orchestrrl.weights.transports.gloo:GlooTransport",
+        "nccl": "orchestrrl.weights.transports.nccl:NcclTransport",
+    },
+)
 
 
 def make_transport(name: str, options: TransportOptions) -> Transport:
     """Raises Permanent for an unknown name, listing the known ones, and where what it needs is not installed."""
-    others = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    if name not in known_transports():
-        raise Permanent(f"unknown transport {name!r}; known: {', '.join(known_transports())}")
-    try:
-        factory: Any = EntryPoint(name, BUILT_IN.get(name) or others[name], ENTRY_POINT_GROUP).load()
-    except ImportError as error:
-        raise Permanent(f"transport {name!r} needs what is not installed here: {error}") from error
-    transport: Transport = factory(options)
+    transport: Transport = TRANSPORTS.load(name)(options)
     return transport

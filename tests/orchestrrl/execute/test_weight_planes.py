@@ -17,12 +17,12 @@ from orchestrrl.sync_reports import EngineSync, SyncReport, SyncState
 from orchestrrl.weights.model import PeerId, PeerRole
 from orchestrrl.weights.orders import Install, Order, Outcome, PeerResult, PlaneAct
 from orchestrrl.weights.planes.base import (
+    PLANES,
     Asked,
     Capabilities,
     DirectPlane,
     SenderOptions,
     asked_of,
-    known_planes,
     make_direct,
     make_plane,
 )
@@ -394,7 +394,7 @@ class TestCheckpointEngine(PlaneConformance):
 
 
 def test_planes_are_had_by_name() -> None:
-    assert {"tree", "vllm_transfer"} <= set(known_planes())
+    assert {"tree", "vllm_transfer"} <= set(PLANES.names())
     assert isinstance(make_direct("vllm_transfer"), DirectPlane)
     with pytest.raises(Permanent, match="tree"):
         make_plane("carrier pigeons")

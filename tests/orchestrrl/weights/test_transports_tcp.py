@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from orchestrrl.errors import Permanent
-from orchestrrl.weights.transports.base import LinkBroken, Transport, TransportOptions, known_transports, make_transport
+from orchestrrl.weights.transports.base import TRANSPORTS, LinkBroken, Transport, TransportOptions, make_transport
 from orchestrrl.weights.transports.conformance import PATIENT_S, TransportConformance, receive_all, send_all
 from orchestrrl.weights.transports.door import GREETING, MAGIC, MOST_BYTES, MOST_STRANGERS, VERSION, parts_of
 from orchestrrl.weights.transports.tcp import TcpTransport
@@ -92,7 +92,7 @@ def test_an_address_that_is_none_breaks_the_link(address: str) -> None:
 
 
 def test_transports_are_found_by_name() -> None:
-    assert {"tcp", "gloo", "nccl"} <= set(known_transports())
+    assert {"tcp", "gloo", "nccl"} <= set(TRANSPORTS.names())
     assert isinstance(make_transport("tcp", TransportOptions("127.0.0.1")), TcpTransport)
     with pytest.raises(Permanent, match=r"unknown transport 'pigeon'; known: .*tcp"):
         make_transport("pigeon", TransportOptions("127.0.0.1"))

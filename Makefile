@@ -93,12 +93,12 @@ quick = -m "(smoke or not process) and not slow" $(side_by_side) tests/planner t
 test: $(DEV_STAMP)  ## the tests in process, and a few that start processes: minutes, without vLLM
 	@$(pytest) $(quick)
 
-test-system: TEST_WORKERS = 4
+test-system: TEST_WORKERS = 5
 test-system: export ORCHESTRRL_HYPOTHESIS = many
 test-system: $(DEV_STAMP)  ## processes that work together, processes that are killed, and properties against exact solvers
 	$(call all_of,(exact or process) and not smoke and not slow,tests/faults tests/system $(call marked,exact,tests))
 
-test-vllm: TEST_WORKERS = 2
+test-vllm: TEST_WORKERS = 3
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## tests against real vLLM and torch
 	@$(pytest) -m "not slow" $(side_by_side) tests/vllm
 

@@ -199,7 +199,7 @@ def test_an_edge_given_again_runs_once_and_is_told_again() -> None:
         source.staged = InMemory(VERSION, {"s": pattern(3000)})
         sink.staged = InMemory(VERSION, {"s": 3000})
         edges = [edge(1, source, sink, 3000)]
-        for peer in (source, sink, source, sink):
+        for peer in (sink, sink, source, source):  # the sink is told twice before anything can have come
             peer.carry(edges)
         first = sink.until_ended(["e1"])["e1"]
         source.until_ended(["e1"])

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ pytest.register_assert_rewrite("orchestrrl.deployers.conformance")
 
 # As in `orchestrrl` itself, also for tests that load numpy without it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Tests interrupt processes that they start. Those of a process that ignores it, as one does that a shell has started in
+# the background, would ignore it, too.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 fork_server.install()
 

@@ -1,10 +1,12 @@
 """A generation step over sockets in virtual time: engines and gateway over HTTP, daemon and agent over gRPC.
 
 All are the real ones, in one process and on one clock. Time goes on only while the daemon's view of the fleet is fresh,
-so that a slow machine makes a step longer to wait for, and not another one."""
+so that a slow machine makes a step longer to wait for, and not another one. Where no view comes, as after a scrape that
+a slow machine cut off, it goes on a little, since the next scrape waits for that."""
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -36,6 +38,7 @@ from planner.model import EngineHealth, EngineId, NodeId
 
 TICK_S = 0.1  # virtual
 FRESH_WITHIN_S = 240.0  # real: a deadline for what hangs
+AGAIN_AFTER_S = 3.0  # real
 NO_END_S = 1e9
 
 
@@ -79,8 +82,12 @@ class House:
             await self.clock.advance(TICK_S)
             async with asyncio.timeout(FRESH_WITHIN_S):
                 await asyncio.sleep(0.001)
+                asked_s = time.monotonic()
                 while not self._fresh():
                     await asyncio.sleep(0.001)
+                    if time.monotonic() - asked_s > AGAIN_AFTER_S:
+                        await self.clock.advance(TICK_S)
+                        asked_s = time.monotonic()
             for task in self.tasks:
                 if task.done():
                     task.result()

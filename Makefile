@@ -11,7 +11,7 @@ FUZZ_SEED ?= 1
 MUTANTS ?= 20
 # Processes for the tests that run side by side, for two cores: those of other processes wait for these much of the time,
 # and vLLM's servers take all the cores that they find.
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 
 # `time` is bash's.
 SHELL := /bin/bash
@@ -49,7 +49,7 @@ $(DEV_STAMP): $(VENV_STAMP) requirements-dev.lock
 $(VLLM_STAMP): requirements-vllm.lock
 	@echo "setting up .venv-vllm for the tests against real vLLM (several minutes, about 3.4 GB)"
 	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/$(PIP_INSTALL) --no-cache-dir --no-deps -r requirements-vllm.lock
+	@.venv-vllm/bin/$(PIP_INSTALL) --no-cache-dir --no-compile --no-deps -r requirements-vllm.lock
 	@touch $@
 
 venv: $(VENV_STAMP)  ## .venv with .venv/bin/orchestrrl

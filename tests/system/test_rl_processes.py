@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,23 +27,27 @@ def test_the_end_of_a_sweep_leaves_whole_results_and_no_process(tmp_path: Path, 
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "grid": grid}))
     command = [*SIM, "sweep", "sweep.yaml", "--out", "out", "--workers", "1"]
     process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True)
-    deadline_s = time.monotonic() + WITHIN_S
-    while not list((tmp_path / "out").glob("*.json")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-    children = psutil.Process(process.pid).children(recursive=True)
-    if ended_by == signal.SIGINT:  # a terminal's Ctrl-C is for the whole group
-        os.killpg(process.pid, ended_by)
-    else:
-        process.kill()
-    _, told = process.communicate(timeout=WITHIN_S)
-    assert process.returncode == status
-    if ended_by == signal.SIGINT:  # killed while a worker starts, Python's fork server complains of its missing order
-        assert "Traceback" not in told
-    _, alive = psutil.wait_procs(children, timeout=WITHIN_S)
-    assert not alive
-    assert len(read(tmp_path / "out")) == 1
+    try:
+        deadline_s = time.monotonic() + WITHIN_S
+        while not list((tmp_path / "out").glob("*.json")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        if ended_by == signal.SIGINT:  # a terminal's Ctrl-C is for the whole group
+            os.killpg(process.pid, ended_by)
+        else:
+            process.kill()
+        _, told = process.communicate(timeout=WITHIN_S)
+        assert process.returncode == status
+        if ended_by == signal.SIGINT:  # one killed while it starts a worker complains of it
+            assert "Traceback" not in told
+        _, alive = psutil.wait_procs(children, timeout=WITHIN_S)
+        assert not alive
+        assert len(read(tmp_path / "out")) == 1
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_results_do_not_hang_on_the_order_of_hashes(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ $(VENV_STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 $(DEV_STAMP): $(VENV_STAMP) requirements-dev.lock
-	@$(PIP) --require-hashes -r requirements-dev.lock
+	@$(PIP) --no-compile --require-hashes -r requirements-dev.lock
 	@touch $@
 
 # vLLM pins what it likes, so it lives apart. The CPU build serves the tests. --no-deps: the lock file is complete, and

@@ -95,6 +95,8 @@ def test_every_command_works(page: Path, tmp_path: Path) -> None:
                 house.start(command.removesuffix("&"))
                 if "daemon -c" in command:
                     house.run("orchestrrl status")
+                elif "sync peer" in command:  # what is typed next, a person types when it is attached
+                    house.run(f"orchestrrl sync status | grep -w {command.partition('--id ')[2].split()[0]}")
             else:
                 house.run(command)
         assert all(process.poll() is None for process in house.background)

@@ -1,7 +1,7 @@
 """A plugin of vLLM: processes of one server that wait for each other sleep in between.
 
-By itself a reader of vLLM's message queue spins for a second after each message. Where several servers share two cores, a
-step that waits keeps what it waits for from a core.
+By itself a reader of vLLM's message queue spins for a second after each message. Where several servers share two cores,
+a step that waits keeps what it waits for from a core.
 """
 
 import time

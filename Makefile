@@ -9,9 +9,9 @@ FUZZ_ROUNDS ?= 3
 FUZZ_CALLS ?= 100000
 FUZZ_SEED ?= 1
 MUTANTS ?= 20
-# Processes for the tests that run side by side, for two cores: those of other processes wait for these much of the time,
-# and vLLM's servers take all the cores that they find.
+# Processes for the tests that run side by side, for two cores: many tests wait for other processes much of the time.
 TEST_WORKERS ?= 4
+DIST := loadfile --no-loadscope-reorder
 
 # `time` is bash's.
 SHELL := /bin/bash
@@ -68,11 +68,12 @@ fabric-box: $(VENV_STAMP)  ## a site in network namespaces, its circuits switche
 sync-box: $(VENV_STAMP)  ## weights to engines in network namespaces: a tree, two stages and naive, each on circuits of its own
 	@$(BIN)/orchestrrl sync box
 
-# Each prints its ten slowest tests and what it took. Tests of one file run in one process: each has ports, folders and
-# namespaces of its own. Those marked `alone` depend on what else the machine does, and run one after the other; those
+# Each prints its ten slowest tests and what it took. Tests of one file run in one process, but for those that start
+# processes: these have ports, folders and namespaces of their own and take long, so an idle process takes over what
+# others have left. Those marked `alone` depend on what else the machine does, and run one after the other; those
 # marked `paced` follow the wall clock with less than a core, and run two at a time.
 pytest = TIMEFORMAT='$@: %0R s, %0U + %0S CPU-seconds (user + system)'; time $(BIN)/python -m pytest --durations=10
-side_by_side = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+side_by_side = -n $(TEST_WORKERS) --dist $(DIST)
 # Files with tests that have the mark: the others need not be read for them.
 marked = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' $(2) | sort)
 # $(call all_of,MARKED,FILES,OPTIONS): side by side, then those marked `paced` and `alone`, which may be none (exit
@@ -93,7 +94,7 @@ quick = -m "(smoke or not process) and not slow" $(side_by_side) tests/planner t
 test: $(DEV_STAMP)  ## the tests in process, and a few that start processes: minutes, without vLLM
 	@$(pytest) $(quick)
 
-test-system: TEST_WORKERS = 5
+test-system: DIST = worksteal
 test-system: export ORCHESTRRL_HYPOTHESIS = many
 test-system: $(DEV_STAMP)  ## processes that work together, processes that are killed, and properties against exact solvers
 	$(call all_of,(exact or process) and not smoke and not slow,tests/faults tests/system $(call marked,exact,tests))

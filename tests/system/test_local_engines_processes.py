@@ -103,10 +103,12 @@ async def test_what_only_its_output_tells_of_is_listed_and_stopped(tmp_path: Pat
     while "worker" not in (fleet.logs / "e0.log").read_text():
         await asyncio.sleep(0.01)
     worker = int((fleet.logs / "e0.log").read_text().split()[1])
-    fleet.leader().kill()
+    leader = fleet.leader()
+    leader.kill()
+    while not gone(leader.pid):
+        await asyncio.sleep(0.01)
     (record,) = fleet.records.glob("*.json")
     record.unlink()
-    await asyncio.sleep(0)
     (found,) = await fleet.deployer().list_engines()
     assert (found.engine, found.life, found.spec, found.gpus) == (ENGINE, Life.ENDED, None, ())
     assert "record was lost" in found.detail

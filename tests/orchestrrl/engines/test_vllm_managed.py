@@ -125,7 +125,7 @@ async def engine(fake: FakeServer) -> AsyncIterator[VllmEngine]:
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", fake.answer)
     async with TestServer(application) as server:
-        engine = VllmEngine(str(server.make_url("/")), timeout_s=0.5)
+        engine = VllmEngine(str(server.make_url("/")), timeout_s=3.0)
         yield engine
         await engine.close()
 

@@ -1,4 +1,4 @@
-"""When the collector of garbage runs: hardly while a process starts, since nearly all that a start makes stays."""
+"""Collect garbage rarely while a process starts: nearly all that a start allocates stays."""
 
 import gc
 
@@ -6,13 +6,13 @@ _USUAL = gc.get_threshold()
 _AT_START = 100_000
 
 
-def seldom() -> None:
-    """Until `keep_loaded`: a start takes a tenth less, and a command that ends soon has little to collect."""
+def collect_rarely() -> None:
+    """Raise the collection threshold until `keep_loaded`, which saves a tenth of a start."""
     gc.set_threshold(_AT_START)
 
 
 def keep_loaded() -> None:
-    """What there is now stays as long as the process, so the collector need not look through it again: that stops
-    everything for up to a tenth of a second, as long as a window lasts."""
+    """Exclude everything allocated so far from collection and restore the usual threshold. A collection that visits all
+    of it stops the process for up to 0.1 s, as long as a slack window lasts."""
     gc.freeze()
     gc.set_threshold(*_USUAL)

@@ -105,7 +105,7 @@ def application() -> typer.Typer:
 
 
 def main() -> None:
-    garbage.seldom()
+    garbage.collect_rarely()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show is shown escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     application()()

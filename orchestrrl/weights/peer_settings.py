@@ -170,7 +170,10 @@ def _engines(words: PeerWords, faults: list[str]) -> dict[EngineId, str]:
         else:
             found[EngineId(name)] = url
     try:
-        (ENGINES.load if found else ENGINES.check)(words.product)
+        if words.engines or words.engines_here or words.engines_at:
+            ENGINES.load(words.product)
+        else:  # a host of trainers needs no engine client, nor what one imports
+            ENGINES.check(words.product)
     except Permanent as error:
         faults.append(f"--product: {error}")
     return found
